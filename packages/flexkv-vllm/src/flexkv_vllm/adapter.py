@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both connectors share: the two sides, and the edge behind which no error gets to vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexkv import Session
+from flexkv_vllm.edge import Edge
+from flexkv_vllm.orders import StepOrders
+from flexkv_vllm.scheduler import SchedulerSide, StoreTime
+from flexkv_vllm.start import make_scheduler_side, make_worker_side, read_settings
+from flexkv_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+class Adapter:
+    """One process's part of FlexKV: a scheduler side, a worker side, or neither if disabled.
+
+    `start_*` raise a `FlexKVError` with one clear message. Everything else returns: what fails
+    is logged once, counted, and a miss.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, store_time: StoreTime) -> None:
+        self._vllm_config = vllm_config
+        self._store_time = store_time
+        self._edge = Edge()
+        self._config = read_settings(vllm_config)
+        self._scheduler: SchedulerSide | None = None
+        self._session: Session | None = None
+        self._worker: WorkerSide | None = None
+        if not self._config.enable:
+            logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
+
+    def start_scheduler(self) -> None:
+        if self._config.enable:
+            self._scheduler, self._session = make_scheduler_side(
+                self._config, self._vllm_config, self._store_time, self._edge
+            )
+
+    def start_worker(
+        self, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig | None
+    ) -> None:
+        if self._config.enable:
+            self._worker = make_worker_side(
+                self._config, self._vllm_config, kv_cache_config, kv_caches, self._edge
+            )
+
+    def shutdown(self) -> None:
+        """Leave the arena. Idempotent."""
+        with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
+            if self._worker is not None:
+                self._worker.close()
+            if self._scheduler is not None:
+                self._scheduler.log_counters(self._edge.failures)
+            if self._session is not None:
+                self._session.close()
+        self._worker = self._scheduler = self._session = None
+
+    # Scheduler side.
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+        if self._scheduler is not None:
+            with self._edge.guard("lookup", "it is a miss"):
+                return self._scheduler.match(request, local_tokens)
+        return 0, False
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        if self._scheduler is None:
+            return
+        with self._edge.guard("ordering a load", "vLLM is told that it failed"):
+            self._scheduler.allocated(request, blocks, tokens)
+            return
+        if tokens:
+            self._scheduler.refuse_load(request, blocks, tokens)
+
+    def build_orders(self, output: SchedulerOutput) -> StepOrders:
+        if self._scheduler is None:
+            return StepOrders()
+        with self._edge.guard("building a step's orders", "the step stores no more"):
+            return self._scheduler.build_orders(output)
+        return self._scheduler.take_orders(output)
+
+    def received(self, request_ids: Iterable[str] | None) -> None:
+        if self._scheduler is not None and request_ids:
+            with self._edge.guard("ending a load", "its blocks stay leased"):
+                self._scheduler.received(request_ids)
+
+    def finished(self, request: Request, engine_blocks: list[int]) -> bool:
+        if self._scheduler is None:
+            return False
+        with self._edge.guard("ending a request", "its last blocks are not cached"):
+            return self._scheduler.finished(request, engine_blocks)
+        return self._scheduler.hold(request.request_id)
+
+    def reset(self) -> bool:
+        if self._scheduler is not None:
+            with self._edge.guard("reset", "vLLM is told that it failed"):
+                self._scheduler.reset()
+                return True
+            return False
+        return True
+
+    # Worker side.
+
+    def fence(self, metadata: KVConnectorMetadata | None) -> None:
+        if self._worker is not None and isinstance(metadata, StepOrders) and metadata.fences:
+            with self._edge.guard("fencing stores", "the mover has ended, so nothing is copied"):
+                self._worker.fence(metadata)
+
+    def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
+        if self._worker is not None and isinstance(metadata, StepOrders):
+            with self._edge.guard("starting loads", "they count as failed"):
+                self._worker.start_loads(metadata, 0)
+
+    def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
+        if self._worker is not None and isinstance(metadata, StepOrders):
+            with self._edge.guard("starting stores", "the blocks are not cached"):
+                self._worker.start_stores(metadata, 0)
+
+    def get_finished(
+        self, metadata: KVConnectorMetadata | None
+    ) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is not None:
+            orders = metadata if isinstance(metadata, StepOrders) else StepOrders()
+            with self._edge.guard("polling copies", "they are polled in the next step"):
+                sent, received = self._worker.finished(orders)
+                return sent or None, received or None
+        return None, None
+
+    def take_bad_blocks(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_bad_blocks()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector that vLLM creates, once in its scheduler and once in every worker.
+
+It translates vLLM's calls and holds nothing of its own; `Adapter` does the work, and keeps errors
+away from vLLM. Errors at start are meant to stop the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.scheduler import StoreTime
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class FlexKVConnectorV1(KVConnectorBase_V1):
+    """vLLM's view of FlexKV. See `KVConnectorBase_V1` for when vLLM calls what."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._adapter = Adapter(vllm_config, StoreTime.STEP)
+        if role is KVConnectorRole.SCHEDULER:
+            self._adapter.start_scheduler()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A cache hands nothing over: what is lost is a miss.
+        return False
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._adapter.start_worker(kv_caches, self._kv_cache_config)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._adapter.fence(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._adapter.start_loads(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: vLLM runs no layer over blocks that are being loaded."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Stores go out by block once the whole forward is done."""
+
+    def wait_for_save(self) -> None:
+        self._adapter.start_stores(self._connector_metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._adapter.get_finished(self._connector_metadata)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._adapter.take_bad_blocks()
+
+    # Scheduler side.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._adapter.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._adapter.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._adapter.build_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._adapter.received(connector_output.finished_recving)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._adapter.finished(request, block_ids), None
+
+    def reset_cache(self) -> bool:
+        return self._adapter.reset()
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        self._adapter.shutdown()

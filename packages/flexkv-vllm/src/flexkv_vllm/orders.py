@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side tells the workers, once per engine step.
+
+vLLM carries it inside its own step metadata, so it is ordered with the forward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(slots=True)
+class CopyOrder:
+    """One transfer for every rank to copy its shard of.
+
+    Attributes:
+        transfer_id: the `Transfer`'s id; grows.
+        cell: where to report on the completion board.
+        engine_blocks: vLLM's block ids, in the order of the prefix.
+        slots: arena slots, in the same order; each holds the same number of engine blocks.
+        skip: engine blocks of the first slot that are not copied (a load that begins inside a
+            FlexKV block because vLLM has its beginning itself).
+    """
+
+    transfer_id: int
+    cell: int
+    engine_blocks: list[int]
+    slots: list[int]
+    skip: int = 0
+
+
+@dataclass(slots=True)
+class StepOrders(KVConnectorMetadata):
+    """Orders of one step.
+
+    Attributes:
+        loads: request id to what is copied into its blocks; none is touched by the forward.
+        failed_loads: request id to blocks that vLLM expects to be loaded, but will not be.
+        stores: copied once the forward of this step is done.
+        fences: ids of stores that must be done before this step's forward, whose blocks it may
+            overwrite.
+        releases: finished request to the stores that still read its blocks; vLLM holds the
+            blocks until the worker names the request.
+        has_forward: whether the step computes anything.
+    """
+
+    loads: dict[str, CopyOrder] = field(default_factory=dict)
+    failed_loads: dict[str, list[int]] = field(default_factory=dict)
+    stores: list[CopyOrder] = field(default_factory=list)
+    fences: list[int] = field(default_factory=list)
+    releases: dict[str, list[int]] = field(default_factory=dict)
+    has_forward: bool = False

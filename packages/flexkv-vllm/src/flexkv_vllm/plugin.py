@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm.general_plugins` entry point: vLLM calls `register` in each of its processes."""
+
+from __future__ import annotations
+
+from flexkv_vllm.compat import CONNECTOR_NAME, register_connector
+
+
+def register() -> None:
+    """Make vLLM use our connector where a user names `FlexKVConnectorV1`.
+
+    vLLM has a connector of this name itself, which forwards to `flexkv_vllm.shim` but passes on
+    neither preemptions nor resets; ours takes its place.
+    """
+    register_connector(CONNECTOR_NAME, "flexkv_vllm.connector")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector inside vLLM calls, where our plugin is not loaded.
+
+vLLM's own `FlexKVConnectorV1` forwards to this class, but tells it neither of preemptions nor of
+resets, and keeps the step's orders to itself. So blocks are stored only once their request has
+finished and vLLM holds them, and the orders are read off vLLM's connector. A reset of the cache
+does not reach FlexKV on this way; the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.scheduler import StoreTime
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+class FlexKVConnectorV1Impl:
+    """The methods that vLLM's own connector forwards, in its order."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+        self._adapter = Adapter(vllm_config, StoreTime.FINISH)
+        if role is KVConnectorRole.SCHEDULER:
+            self._adapter.start_scheduler()
+            logger.warning(
+                "FlexKV runs behind vLLM's own connector, which passes on no resets: after "
+                "/reset_prefix_cache?reset_external=true old blocks are still found. Let vLLM "
+                "load the plugin 'flexkv' (see VLLM_PLUGINS) to have them reset"
+            )
+
+    def shutdown(self) -> None:
+        self._adapter.shutdown()
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
+        self._adapter.start_loads(_step_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are asynchronous."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any
+    ) -> None:
+        """Nothing to save by layer."""
+
+    def wait_for_save(self) -> None:
+        self._adapter.start_stores(_step_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._adapter.get_finished(_step_metadata())
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        kv_cache_config = getattr(get_kv_transfer_group(), "_kv_cache_config", None)
+        self._adapter.start_worker(kv_caches, kv_cache_config)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._adapter.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._adapter.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._adapter.build_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._adapter.received(connector_output.finished_recving)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._adapter.finished(request, block_ids), None
+
+    def take_events(self) -> tuple[()]:
+        return ()
+
+    def get_kv_connector_stats(self) -> None:
+        return None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._adapter.take_bad_blocks()
+
+
+def _step_metadata() -> KVConnectorMetadata | None:
+    """The orders of the running step, which vLLM bound to its own connector."""
+    metadata: KVConnectorMetadata | None = getattr(
+        get_kv_transfer_group(), "_connector_metadata", None
+    )
+    return metadata

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of FlexKV, and where they may come from.
+
+Precedence, highest first: the engine's own command line (for vLLM
+`kv_connector_extra_config`), the file that `FLEXKV_CONFIG_PATH` names, the environment, the
+default. A key that does not exist is an error that names the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from flexkv.errors import ConfigError
+from flexkv.eviction import POLICIES
+
+CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
+GIB = 1 << 30
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+def _setting(
+    default: Any,
+    *,
+    env: str,
+    unit: str,
+    help: str,
+    parse: Callable[[object], Any],
+    allowed: str,
+) -> Any:
+    metadata = {"env": env, "unit": unit, "help": help, "parse": parse, "allowed": allowed}
+    return field(default=default, metadata=metadata)
+
+
+def _parse_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError
+
+
+def _parse_positive_float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    number = float(value)
+    if not math.isfinite(number) or number <= 0:
+        raise ValueError
+    return number
+
+
+def _parse_positive_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    number = int(value)
+    if number <= 0:
+        raise ValueError
+    return number
+
+
+def _parse_policy(value: object) -> str:
+    text = str(value).strip().lower()
+    if text not in POLICIES:
+        raise ValueError
+    return text
+
+
+def _parse_log_level(value: object) -> str:
+    text = str(value).strip().upper()
+    if text not in LOG_LEVELS:
+        raise ValueError
+    return text
+
+
+def _parse_directory(value: object) -> str:
+    if not isinstance(value, str) or not os.path.isabs(value):
+        raise ValueError
+    return value
+
+
+def default_runtime_dir() -> str:
+    """`/dev/shm/flexkv-<uid>`, or the same under the temporary directory where there is no shm."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    return os.path.join(base, f"flexkv-{os.getuid()}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """All settings. Build it with `load_config`, which reads and checks every source."""
+
+    enable: bool = _setting(
+        True,
+        env="ENABLE_FLEXKV",
+        unit="boolean",
+        help="Turns FlexKV off without touching the engine's command line.",
+        parse=_parse_bool,
+        allowed="1, 0, true, false, yes, no, on, off",
+    )
+    cpu_cache_gb: float | None = _setting(
+        None,
+        env="FLEXKV_CPU_CACHE_GB",
+        unit="GiB",
+        help=(
+            "Host memory for cached blocks, in GiB, for all ranks of an engine together. "
+            "Taken and filled at start. Default: 16, or half of the memory that is available "
+            "at start if that is less."
+        ),
+        parse=_parse_positive_float,
+        allowed="a number above 0, at most the memory that is available at start",
+    )
+    eviction_policy: str = _setting(
+        "lru",
+        env="FLEXKV_EVICTION_POLICY",
+        unit="name",
+        help="Which blocks leave the host memory first when it is full.",
+        parse=_parse_policy,
+        allowed=", ".join(sorted(POLICIES)),
+    )
+    block_tokens: int | None = _setting(
+        None,
+        env="FLEXKV_BLOCK_TOKENS",
+        unit="tokens",
+        help=(
+            "Tokens of one FlexKV block, the unit of lookup, eviction and copies; a multiple of "
+            "the engine's block size. Default: the smallest multiple whose block over all layers "
+            "and ranks has 2 MiB, but not more than 128 tokens (and never less than one engine "
+            "block): small blocks waste less of a prompt's tail, large ones cost less to manage."
+        ),
+        parse=_parse_positive_int,
+        allowed="a whole number above 0, a multiple of the engine's block size",
+    )
+    copy_threads: int | None = _setting(
+        None,
+        env="FLEXKV_COPY_THREADS",
+        unit="threads",
+        help=(
+            "Threads that copy between the engine's pages and host memory, per worker process, "
+            "where the engine's tensors are in host memory themselves. Default: 4, or the number "
+            "of usable cores if that is less."
+        ),
+        parse=_parse_positive_int,
+        allowed="a whole number above 0",
+    )
+    runtime_dir: str | None = _setting(
+        None,
+        env="FLEXKV_RUNTIME_DIR",
+        unit="absolute path",
+        help=(
+            "Where the processes of one engine find each other: small files, removed at shutdown; "
+            "what a killed engine left is removed by the next start. "
+            "Default: /dev/shm/flexkv-UID, or the temporary directory where there is no /dev/shm."
+        ),
+        parse=_parse_directory,
+        allowed="an absolute path of a directory that can be created and written",
+    )
+    log_level: str = _setting(
+        "INFO",
+        env="FLEXKV_LOG_LEVEL",
+        unit="name",
+        help="What FlexKV writes to the engine's log.",
+        parse=_parse_log_level,
+        allowed=", ".join(LOG_LEVELS),
+    )
+    allow_untested_engine: bool = _setting(
+        False,
+        env="FLEXKV_ALLOW_UNTESTED_ENGINE",
+        unit="boolean",
+        help="Start with an engine version outside the supported range, at your own risk.",
+        parse=_parse_bool,
+        allowed="1, 0, true, false, yes, no, on, off",
+    )
+
+    @property
+    def session_root(self) -> str:
+        """The runtime directory in force."""
+        return self.runtime_dir or default_runtime_dir()
+
+
+def settings() -> Iterator[dataclasses.Field[Any]]:
+    """The fields of `CacheConfig`; each one's metadata holds env, unit, help and allowed."""
+    return iter(dataclasses.fields(CacheConfig))
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None,
+    extra_source: str = "kv_connector_extra_config",
+    environ: Mapping[str, str] | None = None,
+) -> CacheConfig:
+    """Read all sources and return the settings in force.
+
+    Args:
+        extra: settings from the engine's own command line; they win over everything.
+        extra_source: what to call `extra` in an error.
+        environ: the environment; `os.environ` if None.
+
+    Raises:
+        ConfigError: a key is unknown, a value is malformed or out of range, or the file that
+            `FLEXKV_CONFIG_PATH` names cannot be read. Names value, source and what is allowed.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    values.update(_from_environment(environ))
+    path = environ.get(CONFIG_PATH_VARIABLE)
+    if path:
+        source = f"file {path} ({CONFIG_PATH_VARIABLE})"
+        values.update(_from_mapping(_read_file(pathlib.Path(path)), source))
+    values.update(_from_mapping(extra or {}, extra_source))
+    return CacheConfig(**values)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    known = {CONFIG_PATH_VARIABLE}
+    for setting in settings():
+        name = setting.metadata["env"]
+        known.add(name)
+        text = environ.get(name)
+        if text is not None and text != "":
+            values[setting.name] = _parse(setting, text, f"environment variable {name}")
+    for name in environ:
+        if name.startswith("FLEXKV_") and name not in known:
+            raise ConfigError(
+                f"unknown environment variable {name}{_nearest(name, known)}; "
+                f"allowed: {', '.join(sorted(known))}"
+            )
+    return values
+
+
+def _from_mapping(mapping: Mapping[str, object], source: str) -> dict[str, Any]:
+    by_name = {setting.name: setting for setting in settings()}
+    values = {}
+    for key, value in mapping.items():
+        if key not in by_name:
+            raise ConfigError(
+                f"unknown key {key!r} in {source}{_nearest(str(key), by_name)}; "
+                f"allowed: {', '.join(sorted(by_name))}"
+            )
+        if value is not None:
+            values[key] = _parse(by_name[key], value, f"key {key!r} in {source}")
+    return values
+
+
+def _parse(setting: dataclasses.Field[Any], value: object, source: str) -> Any:
+    try:
+        return setting.metadata["parse"](value)
+    except ValueError:
+        raise ConfigError(
+            f"{value!r} from {source} is not a valid {setting.name}; "
+            f"allowed: {setting.metadata['allowed']}"
+        ) from None
+
+
+def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _read_file(path: pathlib.Path) -> Mapping[str, object]:
+    allowed = "a YAML or JSON file with one mapping of settings"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read {path} from {CONFIG_PATH_VARIABLE}: {error}; allowed: {allowed}"
+        ) from None
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path} from {CONFIG_PATH_VARIABLE} cannot be parsed: {detail}; allowed: {allowed}"
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} from {CONFIG_PATH_VARIABLE} holds a {type(content).__name__}; "
+            f"allowed: {allowed}"
+        )
+    return content
+
+
+def configure_logging(config: CacheConfig) -> None:
+    """Give the `flexkv` loggers their level, and a handler if the engine set none up."""
+    logger = logging.getLogger("flexkv")
+    level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [FlexKV] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False

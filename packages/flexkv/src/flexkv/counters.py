@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache counts. Plain integers that only grow."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Blocks are FlexKV blocks; bytes are those of all ranks together."""
+
+    loads: int = 0
+    """Loads ordered."""
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    failed_loads: int = 0
+    """Loads that a rank reported as failed; their blocks were dropped."""
+    stores: int = 0
+    """Stores ordered."""
+    stored_blocks: int = 0
+    """Blocks that became ready."""
+    stored_bytes: int = 0
+    failed_stores: int = 0
+    """Stores that a rank reported as failed; nothing of them is ever found."""
+    refused_blocks: int = 0
+    """Blocks that were not stored because no slot or no place on the board could be had."""
+    evicted_blocks: int = 0
+    resets: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)

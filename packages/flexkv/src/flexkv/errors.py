@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that FlexKV raises at start.
+
+All of them say three things: the value, where it came from, and what is allowed. At run time
+nothing is raised into an engine: a block that cannot be stored or loaded is a miss.
+"""
+
+from __future__ import annotations
+
+
+class FlexKVError(Exception):
+    """Base of every error that FlexKV raises."""
+
+
+class ConfigError(FlexKVError):
+    """A setting is unknown, malformed or out of range."""
+
+
+class LayoutError(FlexKVError):
+    """The engine's KV cache has a layout that FlexKV cannot describe."""
+
+
+class ArenaError(FlexKVError):
+    """The shared host memory cannot be created, attached or owned."""
+
+
+class EngineVersionError(FlexKVError):
+    """The engine is outside the range of versions that FlexKV supports."""

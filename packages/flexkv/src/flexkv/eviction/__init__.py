@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction policies: which block leaves a full tier first. One policy a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexkv.eviction.base import EvictionPolicy
+from flexkv.eviction.lru import LRUPolicy
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRUPolicy}
+
+__all__ = ["POLICIES", "EvictionPolicy", "LRUPolicy"]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a tier: which key's block lies in which slot, and in what state.
+
+A block is absent, then writing (its slot is reserved, nobody may read it), then ready. Ready
+blocks may be leased; a leased block is neither evicted nor moved until the last lease ends. Only
+ready blocks are ever found, so a block that was never completed is a miss.
+
+Pure and single-threaded; every operation is O(1) per block.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexkv.eviction import EvictionPolicy
+
+
+class BlockState(enum.Enum):
+    """Life of a block in a tier."""
+
+    WRITING = "writing"
+    READY = "ready"
+    DROPPED = "dropped"
+    """Removed while it was being written or leased: out of every lookup, its slot becomes free
+    when the writer or the last reader is done."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A block that has a slot. Owned by the index; callers hand it back, they do not change it."""
+
+    key: bytes
+    slot: int
+    state: BlockState
+    leases: int = 0
+
+
+class BlockIndex:
+    """Keys, slots, states and leases of one tier of `num_slots` slots."""
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self.num_slots = num_slots
+        self._policy = policy
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._writing: dict[bytes, Block] = {}
+        self._ready: dict[bytes, Block] = {}
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        """Ready blocks."""
+        return len(self._ready)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block of this key has a slot, ready or being written."""
+        return key in self._ready or key in self._writing
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def lookup(self, keys: Iterable[bytes]) -> int:
+        """How many of `keys`, from the first on, are ready. Changes nothing."""
+        ready = self._ready
+        count = 0
+        for key in keys:
+            if key not in ready:
+                break
+            count += 1
+        return count
+
+    def lease(self, keys: Sequence[bytes]) -> list[Block] | None:
+        """Protect the blocks of `keys` from eviction until `release`.
+
+        Returns None, and leases nothing, if any of them is not ready.
+        """
+        try:
+            blocks = [self._ready[key] for key in keys]
+        except KeyError:
+            return None
+        for block in blocks:
+            if block.leases == 0:
+                self._policy.remove(block.key)
+            block.leases += 1
+        return blocks
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """End one lease of each block, which counts as its use.
+
+        The blocks are those of a prefix, first block first. They become evictable last block
+        first: a prefix without its end is worth something, an end without its prefix nothing.
+        """
+        for block in reversed(blocks):
+            block.leases -= 1
+            if block.leases:
+                continue
+            if block.state is BlockState.DROPPED:
+                self._free.append(block.slot)
+            else:
+                self._policy.add(block.key)
+
+    def reserve(self, key: bytes, keep: set[bytes]) -> Block | None:
+        """Give `key` a slot to be written, evicting a block if none is free.
+
+        Args:
+            key: a key that is not in the index.
+            keep: keys whose blocks must not make room: the prefix that `key` belongs to.
+
+        Returns:
+            The block, in state WRITING; None if no slot can be had.
+        """
+        if not self._free and not self._evict(keep):
+            return None
+        block = Block(key, self._free.pop(), BlockState.WRITING)
+        self._writing[key] = block
+        return block
+
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """The bytes of these blocks are complete: from now on lookups find them.
+
+        First block of the prefix first, as in `release`.
+        """
+        for block in reversed(blocks):
+            if block.state is BlockState.DROPPED:
+                self._free.append(block.slot)
+                continue
+            del self._writing[block.key]
+            block.state = BlockState.READY
+            self._ready[block.key] = block
+            self._policy.add(block.key)
+
+    def abandon(self, blocks: Iterable[Block]) -> None:
+        """These blocks could not be written; their slots are free again."""
+        for block in blocks:
+            if block.state is not BlockState.DROPPED:
+                del self._writing[block.key]
+                block.state = BlockState.DROPPED
+            self._free.append(block.slot)
+
+    def drop(self, blocks: Iterable[Block]) -> None:
+        """Remove leased blocks from every lookup: they proved unreadable."""
+        for block in blocks:
+            if block.state is BlockState.READY:
+                del self._ready[block.key]
+                block.state = BlockState.DROPPED
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Count the ready ones of `keys` as used, the last of them as used first."""
+        for key in reversed(list(keys)):
+            block = self._ready.get(key)
+            if block is not None and block.leases == 0:
+                self._policy.touch(key)
+
+    def clear(self) -> None:
+        """Drop every block. Slots in use become free when their writer or reader is done."""
+        for block in self._writing.values():
+            block.state = BlockState.DROPPED
+        for block in self._ready.values():
+            block.state = BlockState.DROPPED
+            if block.leases == 0:
+                self._free.append(block.slot)
+        self._writing.clear()
+        self._ready.clear()
+        self._policy.clear()
+
+    def _evict(self, keep: set[bytes]) -> bool:
+        victim = self._policy.victim()
+        if victim is None or victim in keep:
+            return False
+        self._policy.remove(victim)
+        block = self._ready.pop(victim)
+        block.state = BlockState.DROPPED
+        self._free.append(block.slot)
+        self.evictions += 1
+        return True
