@@ -265,8 +265,18 @@ class _Server:
 
 
 def _socket_path(root: pathlib.Path, name: str) -> pathlib.Path:
-    # A socket's path may have 107 bytes; engine ids are free text.
+    # Engine ids are free text, of any length.
     return root / (hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + ".sock")
+
+
+@contextlib.contextmanager
+def _short(path: pathlib.Path) -> Iterator[str]:
+    """An address for `path` that fits the 107 bytes a socket's may have, wherever it lies."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def _own_socket(root: pathlib.Path, name: str) -> tuple[socket.socket, pathlib.Path]:
@@ -282,15 +292,16 @@ def _own_socket(root: pathlib.Path, name: str) -> tuple[socket.socket, pathlib.P
             listener = socket.socket(socket.AF_UNIX)
             mask = os.umask(0o177)
             try:
-                listener.bind(str(path))
+                with _short(path) as address:
+                    listener.bind(address)
             finally:
                 os.umask(mask)
             listener.listen(64)
             return listener, path
     except OSError as error:
         raise ArenaError(
-            f"runtime_dir {str(root)!r} cannot be used: {error}; allowed: an absolute path, up to "
-            f"60 bytes long, of a directory that this user can create and write"
+            f"runtime_dir {str(root)!r} cannot be used: {error}; allowed: an absolute path "
+            f"of a directory that this user can create and write"
         ) from None
 
 
@@ -314,7 +325,8 @@ def _owner(path: pathlib.Path) -> int | None:
     """Process that listens at `path`; None if nobody does."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
-            probe.connect(str(path))
+            with _short(path) as address:
+                probe.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):
             return None
         return _peer_pid(probe)
@@ -334,7 +346,8 @@ def _connect(root: pathlib.Path, name: str, greeting: dict[str, object]) -> Sess
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(MEET_SECONDS)
         try:
-            connection.connect(str(path))
+            with _short(path) as address:
+                connection.connect(address)
             break
         except OSError as error:
             connection.close()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexkv.transfer.board import CELLS, CompletionBoard, board_bytes
+from flexkv.transfer.mover import Status
+
+
+def board(ranks: int) -> CompletionBoard:
+    return CompletionBoard(memoryview(bytearray(board_bytes(ranks))), ranks, 0)
+
+
+@given(st.lists(st.sampled_from(Status), min_size=1, max_size=8))
+def test_a_transfer_ends_with_its_last_rank_and_fails_with_any(words: list[Status]) -> None:
+    table = board(len(words))
+    cell = table.acquire()
+    assert cell is not None
+    for rank, word in enumerate(words):
+        table.report(cell, rank, word)
+    if Status.PENDING in words:
+        expected = Status.PENDING
+    elif Status.FAILED in words:
+        expected = Status.FAILED
+    else:
+        expected = Status.DONE
+    assert table.status(cell) is expected
+
+
+def test_cells_are_distinct_and_come_back_cleared() -> None:
+    table = board(2)
+    cells = [table.acquire() for _ in range(CELLS)]
+    assert len(set(cells)) == CELLS
+    assert table.acquire() is None
+    cell = cells[7]
+    assert cell is not None
+    table.report(cell, 0, Status.DONE)
+    table.report(cell, 1, Status.FAILED)
+    table.give_back(cell)
+    assert table.acquire() == cell
+    assert table.status(cell) is Status.PENDING
+
+
+def test_words_of_different_cells_and_ranks_do_not_overlap() -> None:
+    table = board(3)
+    addresses = [table.flag_address(c, r) for c, r in itertools.product(range(CELLS), range(3))]
+    assert sorted(addresses) == list(range(0, board_bytes(3), 4))
+
+
+def test_a_released_board_cannot_be_used() -> None:
+    table = board(1)
+    table.release()
+    with pytest.raises(ValueError, match="released"):
+        table.status(0)

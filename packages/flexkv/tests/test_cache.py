@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCache over a real arena; the test plays the workers and reports on the board."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Status, Transfer
+from flexkv.eviction import LRUPolicy
+from flexkv.transfer.board import CELLS
+
+RANKS = 2
+
+
+def keys(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+class Workers:
+    """A cache of a few slots and the ranks that copy for it."""
+
+    def __init__(self, slots: int) -> None:
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (64,) * RANKS), slots), threads=1)
+        self.cache = KVCache(self.arena, LRUPolicy())
+
+    def report(self, transfer: Transfer, *statuses: Status) -> None:
+        for rank, status in enumerate(statuses):
+            self.arena.board.report(transfer.cell, rank, status)
+
+    def store(self, *names: str) -> None:
+        prefix = keys(*names)
+        transfer = self.cache.store(prefix, self.cache.missing(prefix))
+        assert transfer is not None
+        self.report(transfer, Status.DONE, Status.DONE)
+        self.cache.poll()
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers(3)
+    yield made
+    made.arena.close()
+
+
+def test_a_block_is_found_once_every_rank_has_stored_it(workers: Workers) -> None:
+    cache = workers.cache
+    transfer = cache.store(keys("a", "b"), [0, 1])
+    assert transfer is not None
+    assert transfer.direction is Direction.STORE
+    assert len(set(transfer.slots)) == 2
+    workers.report(transfer, Status.DONE)
+    assert cache.poll() == []
+    assert cache.lookup(keys("a", "b")) == 0
+    workers.report(transfer, Status.DONE, Status.DONE)
+    assert cache.poll() == [transfer]
+    assert cache.lookup(keys("a", "b")) == 2
+    assert cache.counters.stored_bytes == 2 * 64 * RANKS
+
+
+def test_a_failed_rank_means_never_found(workers: Workers) -> None:
+    transfer = workers.cache.store(keys("a"), [0])
+    assert transfer is not None
+    workers.report(transfer, Status.DONE, Status.FAILED)
+    assert workers.cache.poll()[0].status is Status.FAILED
+    assert workers.cache.lookup(keys("a")) == 0
+    assert workers.cache.missing(keys("a")) == [0]
+    assert workers.cache.counters.failed_stores == 1
+
+
+def test_what_is_being_stored_is_not_stored_again(workers: Workers) -> None:
+    assert workers.cache.store(keys("a"), [0]) is not None
+    assert workers.cache.missing(keys("a", "b")) == [1]
+
+
+def test_loaded_blocks_keep_their_slots_until_all_ranks_have_copied(workers: Workers) -> None:
+    workers.store("a", "b", "c")
+    load = workers.cache.load(keys("a", "b", "c"))
+    assert load is not None
+    assert workers.cache.store(keys("x"), [0]) is None
+    workers.report(load, Status.DONE, Status.DONE)
+    workers.cache.poll()
+    assert workers.cache.store(keys("x"), [0]) is not None
+
+
+def test_a_failed_load_drops_its_blocks(workers: Workers) -> None:
+    workers.store("a", "b")
+    load = workers.cache.load(keys("a", "b"))
+    assert load is not None
+    workers.report(load, Status.FAILED, Status.DONE)
+    workers.cache.poll()
+    assert workers.cache.lookup(keys("a", "b")) == 0
+    assert workers.cache.counters.failed_loads == 1
+    workers.store("a", "b", "c")  # their slots are free again
+
+
+def test_a_load_of_an_absent_block_is_a_miss(workers: Workers) -> None:
+    workers.store("a")
+    assert workers.cache.load(keys("a", "b")) is None
+
+
+def test_a_long_prefix_keeps_its_beginning_in_a_small_arena(workers: Workers) -> None:
+    prefix = keys(*"abcdefgh")
+    transfer = workers.cache.store(prefix, workers.cache.missing(prefix))
+    assert transfer is not None
+    workers.report(transfer, Status.DONE, Status.DONE)
+    workers.cache.poll()
+    assert workers.cache.lookup(prefix) == 3
+    assert workers.cache.store(prefix, workers.cache.missing(prefix)) is None
+    assert workers.cache.lookup(prefix) == 3
+    assert workers.cache.counters.refused_blocks == 10
+
+
+def test_a_new_prefix_pushes_out_an_old_one(workers: Workers) -> None:
+    workers.store("a", "b", "c")
+    workers.store("x", "y", "z")
+    assert workers.cache.lookup(keys("x", "y", "z")) == 3
+    assert workers.cache.lookup(keys("a")) == 0
+    assert workers.cache.counters.evicted_blocks == 3
+
+
+def test_clear_with_transfers_under_way_publishes_nothing(workers: Workers) -> None:
+    workers.store("a")
+    load = workers.cache.load(keys("a"))
+    store = workers.cache.store(keys("b"), [0])
+    assert load is not None
+    assert store is not None
+    workers.cache.clear()
+    for transfer in (load, store):
+        workers.report(transfer, Status.DONE, Status.DONE)
+    workers.cache.poll()
+    assert workers.cache.lookup(keys("a")) == workers.cache.lookup(keys("b")) == 0
+    assert workers.cache.ready_blocks == 0
+    workers.store("x", "y", "z")
+
+
+def test_a_full_board_is_a_miss_and_a_dropped_store() -> None:
+    workers = Workers(CELLS + 1)
+    try:
+        for i in range(CELLS):
+            assert workers.cache.store([i.to_bytes(4, "big")], [0]) is not None
+        assert workers.cache.store(keys("one too many"), [0]) is None
+        assert workers.cache.missing(keys("one too many")) == [0]
+        assert workers.cache.counters.refused_blocks == 1
+    finally:
+        workers.arena.close()
+
+
+class CacheModel(RuleBasedStateMachine):
+    """The slots hold the key that was stored last, as bytes would: a hit must find its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = Workers(4)
+        self.cache = self.workers.cache
+        self.bytes_of_slot: dict[int, bytes] = {}
+        self.pending: list[Transfer] = []
+
+    def teardown(self) -> None:
+        self.workers.arena.close()
+
+    @rule(length=st.integers(1, 6), chain=st.integers(0, 2))
+    def store(self, length: int, chain: int) -> None:
+        prefix = [bytes([chain, i]) for i in range(length)]
+        missing = self.cache.missing(prefix)
+        transfer = self.cache.store(prefix, missing) if missing else None
+        if transfer is not None:
+            self.pending.append(transfer)
+            for slot in transfer.slots:
+                self.bytes_of_slot[slot] = b"torn"
+
+    @rule(length=st.integers(1, 6), chain=st.integers(0, 2))
+    def load(self, length: int, chain: int) -> None:
+        prefix = [bytes([chain, i]) for i in range(length)]
+        prefix = prefix[: self.cache.lookup(prefix)]
+        if prefix:
+            transfer = self.cache.load(prefix)
+            assert transfer is not None
+            self.pending.append(transfer)
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), status=st.sampled_from([Status.DONE, Status.DONE, Status.FAILED]))
+    def finish(self, data: st.DataObject, status: Status) -> None:
+        transfer = data.draw(st.sampled_from(self.pending))
+        self.pending.remove(transfer)
+        for block in transfer.blocks:
+            if transfer.direction is Direction.STORE:
+                good = status is Status.DONE
+                self.bytes_of_slot[block.slot] = block.key if good else b"torn"
+            else:
+                assert self.bytes_of_slot[block.slot] == block.key
+        self.workers.report(transfer, Status.DONE, status)
+        assert self.cache.poll() == [transfer]
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+
+    @invariant()
+    def every_hit_finds_its_own_bytes(self) -> None:
+        for chain in range(3):
+            for i in range(6):
+                key = bytes([chain, i])
+                if self.cache.lookup([key]):
+                    assert self.bytes_of_slot[self.cache._index._ready[key].slot] == key
+
+
+TestCache = CacheModel.TestCase
+TestCache.settings = settings(max_examples=50, deadline=None)

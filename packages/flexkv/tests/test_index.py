@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flexkv.eviction import LRUPolicy
+from flexkv.index import Block, BlockIndex, BlockState
+
+SLOTS = 6
+KEYS = st.integers(0, 9).map(lambda i: bytes([i]))
+
+
+def ready_index(slots: int, keys: list[bytes]) -> BlockIndex:
+    index = BlockIndex(slots, LRUPolicy())
+    blocks = []
+    for key in keys:
+        block = index.reserve(key, set())
+        assert block is not None
+        blocks.append(block)
+    index.publish(blocks)
+    return index
+
+
+def test_only_complete_blocks_are_found() -> None:
+    index = BlockIndex(4, LRUPolicy())
+    block = index.reserve(b"a", set())
+    assert block is not None
+    assert index.lookup([b"a"]) == 0
+    assert b"a" in index
+    assert index.lease([b"a"]) is None
+    index.publish([block])
+    assert index.lookup([b"a", b"b"]) == 1
+
+
+def test_a_hit_ends_at_the_first_gap() -> None:
+    index = ready_index(4, [b"a", b"c"])
+    assert index.lookup([b"a", b"b", b"c"]) == 1
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    index = ready_index(3, [b"a", b"b", b"c"])
+    assert index.reserve(b"x", set()) is not None
+    assert index.lookup([b"a", b"b", b"c"]) == 2
+
+
+def test_leased_blocks_are_not_evicted() -> None:
+    index = ready_index(2, [b"a", b"b"])
+    leased = index.lease([b"a", b"b"])
+    assert leased is not None
+    assert index.reserve(b"x", set()) is None
+    index.release(leased)
+    assert index.reserve(b"x", set()) is not None
+
+
+def test_a_prefix_does_not_evict_itself() -> None:
+    index = ready_index(2, [b"a", b"b"])
+    assert index.reserve(b"c", {b"a", b"b", b"c"}) is None
+    assert index.lookup([b"a", b"b"]) == 2
+
+
+def test_an_unreadable_block_is_found_no_more_and_its_slot_returns() -> None:
+    index = ready_index(1, [b"a"])
+    leased = index.lease([b"a"])
+    assert leased is not None
+    index.drop(leased)
+    assert index.lookup([b"a"]) == 0
+    assert index.free_slots == 0
+    index.release(leased)
+    assert index.free_slots == 1
+
+
+def test_clear_waits_for_writers_and_readers() -> None:
+    index = ready_index(3, [b"a", b"b"])
+    leased = index.lease([b"a"])
+    writing = index.reserve(b"c", set())
+    assert leased is not None
+    assert writing is not None
+    index.clear()
+    assert index.lookup([b"a"]) == index.lookup([b"b"]) == 0
+    assert index.free_slots == 1
+    index.publish([writing])
+    assert index.lookup([b"c"]) == 0
+    index.release(leased)
+    assert index.free_slots == 3
+
+
+class IndexModel(RuleBasedStateMachine):
+    """Random histories of one index; what must hold at every moment is checked after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex(SLOTS, LRUPolicy())
+        self.writing: list[Block] = []
+        self.leases: list[list[Block]] = []
+
+    @rule(key=KEYS, keep=st.sets(KEYS))
+    def reserve(self, key: bytes, keep: set[bytes]) -> None:
+        if key in self.index:
+            return
+        before = {k for k in keep if self.index.lookup([k])}
+        block = self.index.reserve(key, keep)
+        if block is not None:
+            self.writing.append(block)
+        assert {k for k in keep if self.index.lookup([k])} == before
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), works=st.booleans())
+    def finish_writing(self, data: st.DataObject, works: bool) -> None:
+        block = data.draw(st.sampled_from(self.writing))
+        self.writing.remove(block)
+        dropped = block.state is BlockState.DROPPED
+        (self.index.publish if works else self.index.abandon)([block])
+        if dropped or not works:
+            assert block.state is BlockState.DROPPED
+        else:
+            assert self.index.lookup([block.key]) == 1
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=3, unique=True))
+    def lease(self, keys: list[bytes]) -> None:
+        found = self.index.lookup(keys) == len(keys)
+        leased = self.index.lease(keys)
+        assert (leased is not None) is found
+        if leased is not None:
+            self.leases.append(leased)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), readable=st.booleans())
+    def release(self, data: st.DataObject, readable: bool) -> None:
+        position = data.draw(st.integers(0, len(self.leases) - 1))
+        leased = self.leases.pop(position)
+        if not readable:
+            self.index.drop(leased)
+        self.index.release(leased)
+
+    @rule(keys=st.lists(KEYS, unique=True))
+    def touch(self, keys: list[bytes]) -> None:
+        self.index.touch(keys)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        assert len(self.index) == 0
+
+    @invariant()
+    def no_slot_has_two_uses(self) -> None:
+        free = self.index._free
+        in_use = {id(b): b.slot for b in self.writing}
+        in_use |= {id(b): b.slot for leased in self.leases for b in leased}
+        in_use |= {id(b): b.slot for b in self.index._ready.values()}
+        slots = [*free, *in_use.values()]
+        assert sorted(slots) == list(range(SLOTS))
+
+    @invariant()
+    def leased_blocks_stay_where_they_are(self) -> None:
+        for leased in self.leases:
+            for block in leased:
+                assert block.leases > 0
+                assert block.slot not in self.index._free
+
+
+TestIndex = IndexModel.TestCase
