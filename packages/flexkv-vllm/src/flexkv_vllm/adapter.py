@@ -52,11 +52,19 @@ class Adapter:
             )
 
     def start_worker(
-        self, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig | None
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        kv_cache_config: KVCacheConfig | None,
+        rank: int,
     ) -> None:
         if self._config.enable:
             self._worker = make_worker_side(
-                self._config, self._vllm_config, kv_cache_config, kv_caches, self._edge
+                self._config,
+                self._vllm_config,
+                kv_cache_config,
+                kv_caches,
+                rank=rank,
+                edge=self._edge,
             )
 
     def shutdown(self) -> None:
@@ -94,10 +102,10 @@ class Adapter:
             return self._scheduler.build_orders(output)
         return self._scheduler.take_orders(output)
 
-    def received(self, request_ids: Iterable[str] | None) -> None:
-        if self._scheduler is not None and request_ids:
-            with self._edge.guard("ending a load", "its blocks stay leased"):
-                self._scheduler.received(request_ids)
+    def step_ended(self, received: Iterable[str] | None) -> None:
+        if self._scheduler is not None:
+            with self._edge.guard("ending a step", "copies that ended are seen later"):
+                self._scheduler.step_ended(received or ())
 
     def finished(self, request: Request, engine_blocks: list[int]) -> bool:
         if self._scheduler is None:

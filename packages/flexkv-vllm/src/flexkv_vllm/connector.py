@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler import StoreTime
@@ -49,7 +50,8 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._adapter.start_worker(kv_caches, self._kv_cache_config)
+        rank = get_tp_group().rank_in_group
+        self._adapter.start_worker(kv_caches, self._kv_cache_config, rank)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._adapter.fence(kv_connector_metadata)
@@ -94,7 +96,7 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
         return self._adapter.build_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._adapter.received(connector_output.finished_recving)
+        self._adapter.step_ended(connector_output.finished_recving)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -140,9 +140,9 @@ class SchedulerSide:
         if tracked is not None:
             tracked.loading = True
 
-    def received(self, request_ids: Iterable[str]) -> None:
-        """All ranks have ended the loads of these requests, one way or the other."""
-        for request_id in request_ids:
+    def step_ended(self, received: Iterable[str]) -> None:
+        """A step is over; all ranks have ended the loads of the requests `received`."""
+        for request_id in received:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.loading = False

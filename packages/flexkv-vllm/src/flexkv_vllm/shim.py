@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler import StoreTime
@@ -67,7 +68,8 @@ class FlexKVConnectorV1Impl:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         kv_cache_config = getattr(get_kv_transfer_group(), "_kv_cache_config", None)
-        self._adapter.start_worker(kv_caches, kv_cache_config)
+        rank = get_tp_group().rank_in_group
+        self._adapter.start_worker(kv_caches, kv_cache_config, rank)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -83,7 +85,7 @@ class FlexKVConnectorV1Impl:
         return self._adapter.build_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._adapter.received(connector_output.finished_recving)
+        self._adapter.step_ended(connector_output.finished_recving)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

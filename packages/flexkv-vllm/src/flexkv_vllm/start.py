@@ -64,6 +64,8 @@ def make_worker_side(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
     kv_caches: Mapping[str, torch.Tensor],
+    *,
+    rank: int,
     edge: Edge,
 ) -> WorkerSide:
     """Describe this rank's pages, meet the other ranks, and start the mover.
@@ -73,6 +75,7 @@ def make_worker_side(
         vllm_config: of the engine.
         kv_cache_config: of this worker; None if vLLM does not tell it.
         kv_caches: the rank's tensors by layer, kept alive by vLLM until shutdown.
+        rank: this worker's among the tensor-parallel ones.
         edge: where run-time errors end.
 
     Raises:
@@ -86,7 +89,7 @@ def make_worker_side(
         vllm_config.cache_config.block_size, layout.block_bytes * ranks, config.block_tokens
     )
     shard = Shard(
-        _rank(),
+        rank,
         fingerprint(_model_identity(vllm_config), layout, engine_blocks),
         engine_blocks,
         engine_blocks * layout.block_bytes,
@@ -101,7 +104,7 @@ def make_worker_side(
     except ValueError as error:
         session.close()
         raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-    return WorkerSide(session, mover, shard.rank, layout.block_bytes, edge)
+    return WorkerSide(session, mover, rank, layout.block_bytes, edge)
 
 
 def make_scheduler_side(
@@ -189,13 +192,6 @@ def _num_blocks(vllm_config: VllmConfig) -> int:
     if not num_blocks:
         raise LayoutError("vLLM does not say how many KV blocks it has; allowed: 1 or more")
     return num_blocks
-
-
-def _rank() -> int:
-    # Imported late: in vLLM's other processes there are no groups to ask.
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return int(get_tp_group().rank_in_group)
 
 
 def _engine_id(vllm_config: VllmConfig) -> str:

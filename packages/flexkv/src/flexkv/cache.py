@@ -176,7 +176,8 @@ class KVCache:
         else:
             self._index.abandon(transfer.blocks)
             self._counters.failed_stores += 1
-            logger.warning("a store of %d blocks failed; they are not cached", count)
+            if self._counters.failed_stores == 1:
+                logger.warning("a store of %d blocks failed: not cached (logged once)", count)
 
     def _finish_load(self, transfer: Transfer, count: int) -> None:
         if transfer.status is Status.DONE:
@@ -185,5 +186,6 @@ class KVCache:
         else:
             self._counters.failed_loads += 1
             self._index.drop(transfer.blocks)
-            logger.warning("a load of %d blocks failed; they are dropped", count)
+            if self._counters.failed_loads == 1:
+                logger.warning("a load of %d blocks failed: dropped (logged once)", count)
         self._index.release(transfer.blocks)

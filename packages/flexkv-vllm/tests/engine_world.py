@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model: vLLM's real scheduler, FlexKV's real sides and movers, and a model
+runner that writes recognisable bytes.
+
+The bytes of a token's KV are a digest of all tokens up to it, of the layer and of the rank: what
+attention would compute them from. Before a request is "computed" on, the runner reads every byte
+that the scheduler says is there already, and compares. So whatever goes wrong between FlexKV and
+vLLM (a block reused too early, a torn copy, a wrong slot) shows as a wrong byte, at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import threading
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.scheduler import StoreTime
+
+PLUGIN = "flexkv_vllm.connector"
+IN_TREE = "vllm.distributed.kv_transfer.kv_connector.v1.flexkv_connector"
+BLOCK_TOKENS = 16
+LAYERS = 2
+TOKEN_BYTES = 8
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(slots=True)
+class Rank:
+    """One worker: its KV pages, its part of FlexKV, and its copy of the block tables."""
+
+    number: int
+    adapter: Adapter
+    pages: dict[str, torch.Tensor]
+    tables: dict[str, list[int]] = field(default_factory=dict)
+
+
+class World:
+    """Requests go in with `add`; `step` runs one engine step; `run` steps until all have ended."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_blocks: int = 64,
+        slots: int = 64,
+        ranks: int = 1,
+        entry: str = PLUGIN,
+        block_tokens: int = BLOCK_TOKENS,
+        budget: int = 128,
+        policy: str = "recompute",
+        max_requests: int = 8,
+    ) -> None:
+        slot_bytes = 4096 * -(-block_tokens * TOKEN_BYTES * LAYERS * ranks // 4096)
+        self.vllm_config = make_config(
+            directory,
+            slots * slot_bytes,
+            ranks=ranks,
+            entry=entry,
+            block_tokens=block_tokens,
+            budget=budget,
+            policy=policy,
+            max_requests=max_requests,
+        )
+        self.vllm_config.cache_config.num_gpu_blocks = num_blocks
+        self.num_blocks = num_blocks
+        kv_cache_config = make_kv_cache_config(num_blocks)
+        self.fenced = entry == PLUGIN
+        self.ranks = self._start_ranks(ranks, kv_cache_config)
+        self.scheduler = Scheduler(
+            vllm_config=self.vllm_config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.vllm_config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.aggregator = KVOutputAggregator(ranks)
+        hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        self.outputs: dict[str, list[int]] = {}
+        self.external_tokens: dict[str, int] = {}
+        self.preemptions = 0
+        self.checked_bytes = 0
+
+    def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> list[Rank]:
+        time = StoreTime.STEP if self.fenced else StoreTime.FINISH
+        made = [
+            Rank(number, Adapter(self.vllm_config, time), make_pages(self.num_blocks))
+            for number in range(ranks)
+        ]
+        threads = [
+            threading.Thread(
+                target=rank.adapter.start_worker, args=(rank.pages, kv_cache_config, rank.number)
+            )
+            for rank in made
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return made
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def side(self) -> Any:
+        """FlexKV's scheduler side, behind whichever connector vLLM made."""
+        connector = self.connector
+        adapter = getattr(connector, "_adapter", None) or connector._flexkv_connector._adapter
+        return adapter._scheduler
+
+    @property
+    def cache(self) -> Any:
+        return self.side._cache
+
+    def add(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> str:
+        request_id = f"r{len(self.outputs)}"
+        request = Request(
+            request_id,
+            prompt,
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            cache_salt=salt,
+            block_hasher=self.hasher,
+        )
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        results = [self._run_rank(rank, pickle.loads(pickle.dumps(output))) for rank in self.ranks]
+        result = self.aggregator.aggregate(results)
+        assert result is not None
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for item in outputs.outputs:
+                self.outputs[item.request_id].extend(item.new_token_ids)
+                stats = item.prefill_stats
+                if stats is not None:
+                    self.external_tokens[item.request_id] = stats.num_external_cached_tokens
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests did not end: {list(self.scheduler.requests)}")
+
+    def generate(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> str:
+        request_id = self.add(prompt, max_tokens, salt)
+        self.run()
+        return request_id
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, so that only FlexKV can have a prefix."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        for rank in reversed(self.ranks):
+            rank.adapter.shutdown()
+
+    def _run_rank(self, rank: Rank, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = output.kv_connector_metadata
+        if self.fenced:
+            rank.adapter.fence(metadata)
+        self._follow_tables(rank, output)
+        for request_id, count in output.num_scheduled_tokens.items():
+            self._forward(rank, request_id, count)
+        rank.adapter.start_loads(metadata)
+        rank.adapter.start_stores(metadata)
+        sent, received = rank.adapter.get_finished(metadata)
+        transfer = KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            invalid_block_ids=rank.adapter.take_bad_blocks(),
+        )
+        request_ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=[
+                self._sample(r, output.num_scheduled_tokens[r]) for r in request_ids
+            ],
+            kv_connector_output=transfer,
+        )
+
+    def _follow_tables(self, rank: Rank, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            rank.tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            rank.tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                rank.tables[request_id] = []
+            if blocks is not None:
+                rank.tables[request_id].extend(blocks[0])
+
+    def _forward(self, rank: Rank, request_id: str, count: int) -> None:
+        request = self.scheduler.requests[request_id]
+        # The scheduler has counted this step's tokens already.
+        start = request.num_computed_tokens - count
+        expected = token_bytes(list(request.all_token_ids)[: start + count], rank.number)
+        table = torch.tensor(rank.tables[request_id], dtype=torch.int64)
+        positions = torch.arange(start + count)
+        blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        for layer, name in enumerate(rank.pages):
+            pages = rank.pages[name]
+            there = pages[blocks[:start], places[:start]]
+            if not torch.equal(there, expected[layer, :start]):
+                wrong = (there != expected[layer, :start]).any(dim=1).nonzero()[0].item()
+                raise AssertionError(
+                    f"rank {rank.number}, {name}: {request_id} computes on at {start}, but its "
+                    f"token {wrong} (block {blocks[wrong]}) has wrong bytes"
+                )
+            self.checked_bytes += there.numel()
+            pages[blocks[start:], places[start:]] = expected[layer, start:]
+
+    def _sample(self, request_id: str, count: int) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        digest = hashlib.blake2b(repr(list(request.all_token_ids)).encode(), digest_size=4)
+        return [int.from_bytes(digest.digest(), "little") % LLAMA["vocab_size"]]
+
+
+_KNOWN_BYTES: dict[tuple[bytes, int, int], bytes] = {}
+
+
+def token_bytes(tokens: list[int], rank: int) -> torch.Tensor:
+    """KV of `tokens` on `rank`: int8 of shape [layers, tokens, TOKEN_BYTES]."""
+    state = hashlib.blake2b(bytes([rank]), digest_size=TOKEN_BYTES * LAYERS)
+    rows = bytearray()
+    for token in tokens:
+        state.update(token.to_bytes(4, "little"))
+        rows += state.digest()
+    flat = torch.frombuffer(rows, dtype=torch.int8) if rows else torch.empty(0, dtype=torch.int8)
+    return flat.view(len(tokens), LAYERS, TOKEN_BYTES).transpose(0, 1)
+
+
+def make_pages(num_blocks: int) -> dict[str, torch.Tensor]:
+    """Two layers in one allocation, strided as vLLM's own views are; poisoned."""
+    raw = torch.full((LAYERS, num_blocks, BLOCK_TOKENS, TOKEN_BYTES), 0x55, dtype=torch.int8)
+    return {f"layer{i}": raw[i] for i in range(LAYERS)}
+
+
+def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32
+    )
+    group = KVCacheGroupSpec([f"layer{i}" for i in range(LAYERS)], spec)
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+
+
+def make_config(
+    directory: Path,
+    cache_bytes: int,
+    *,
+    ranks: int,
+    entry: str,
+    block_tokens: int,
+    budget: int,
+    policy: str,
+    max_requests: int,
+) -> VllmConfig:
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    transfer = KVTransferConfig(
+        kv_connector="FlexKVConnectorV1",
+        kv_role="kv_both",
+        kv_connector_module_path=entry,
+        engine_id=str(uuid.uuid4()),
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={
+            "cpu_cache_gb": cache_bytes / (1 << 30),
+            "block_tokens": block_tokens,
+            "runtime_dir": str(directory / "run"),
+            "copy_threads": 2,
+        },
+    )
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        block_size=BLOCK_TOKENS,
+        max_model_len=2048,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_requests,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        kv_transfer_config=transfer,
+    ).create_engine_config()
+    # Only now: vLLM would look for as many processors.
+    config.parallel_config.tensor_parallel_size = ranks
+    return config
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(LLAMA["vocab_size"]) for _ in range(length)]

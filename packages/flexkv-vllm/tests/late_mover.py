@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mover that copies as late as its contract allows, and fails when told to.
+
+It puts off each transfer until it was polled a random number of times (or waited for), then lets
+the real mover do it. So a block that is freed or overwritten before its store is done is copied
+with the wrong bytes, which an eager mover would hide by being fast.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv import Direction, Mover, Status
+
+
+@dataclass(slots=True)
+class Waiting:
+    direction: Direction
+    blocks: Sequence[int]
+    offsets: Sequence[int]
+    flag_address: int
+    polls: int
+
+
+class LateMover:
+    """Wraps `inner`; see above.
+
+    Args:
+        polls: least and most times that a transfer is polled before it is begun.
+        failure_rate: share of transfers refused with an error.
+    """
+
+    def __init__(
+        self, inner: Mover, rng: random.Random, polls: tuple[int, int], failure_rate: float
+    ) -> None:
+        self._inner = inner
+        self._rng = rng
+        self._polls = polls
+        self._failure_rate = failure_rate
+        self._waiting: dict[int, Waiting] = {}
+        self._tickets: dict[int, int] = {}
+        self._next = 1
+        self.refused = 0
+
+    def submit(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        after: int = 0,
+        flag_address: int = 0,
+    ) -> int:
+        if self._rng.random() < self._failure_rate:
+            self.refused += 1
+            raise ValueError("refused by the test")
+        ticket, self._next = self._next, self._next + 1
+        polls = self._rng.randint(*self._polls)
+        self._waiting[ticket] = Waiting(direction, blocks, offsets, flag_address, polls)
+        return ticket
+
+    def poll(self, ticket: int) -> Status:
+        waiting = self._waiting.get(ticket)
+        if waiting is not None:
+            waiting.polls -= 1
+            if waiting.polls >= 0:
+                return Status.PENDING
+        return self.wait(ticket, 10)
+
+    def wait(self, ticket: int, timeout: float) -> Status:
+        waiting = self._waiting.get(ticket)
+        if waiting is not None and timeout < 1 and waiting.polls > 0:
+            return Status.PENDING  # a short wait need not end with the transfer
+        self._waiting.pop(ticket, None)
+        if waiting is not None:
+            self._tickets[ticket] = self._inner.submit(
+                waiting.direction, waiting.blocks, waiting.offsets, 0, waiting.flag_address
+            )
+        return self._inner.wait(self._tickets[ticket], timeout)
+
+    def close(self) -> None:
+        self._inner.close()

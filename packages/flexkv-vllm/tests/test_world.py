@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV under vLLM's real scheduler; every byte that a request computes on is checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_world import BLOCK_TOKENS, IN_TREE, PLUGIN, World, random_prompt
+from late_mover import LateMover
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+    worlds: list[World] = []
+
+    def make(**options: Any) -> World:
+        worlds.append(World(tmp_path, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+BOTH = pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
+
+
+def slow_down(
+    world: World,
+    rng: random.Random,
+    polls: tuple[int, int] = (0, 6),
+    failure_rate: float = 0.0,
+) -> list[LateMover]:
+    movers = []
+    for rank in world.ranks:
+        side: Any = rank.adapter._worker
+        side._mover = LateMover(side._mover, rng, polls, failure_rate)
+        movers.append(side._mover)
+    return movers
+
+
+@BOTH
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("block_tokens", [16, 48])
+def test_a_forgotten_prefix_comes_back(
+    make_world: MakeWorld, entry: str, ranks: int, block_tokens: int
+) -> None:
+    world = make_world(entry=entry, ranks=ranks, block_tokens=block_tokens)
+    prompt = random_prompt(random.Random(1), 300)
+    first = world.generate(prompt)
+    world.forget()
+    second = world.generate(prompt)
+    assert world.outputs[second] == world.outputs[first]
+    assert world.external_tokens[first] == 0
+    assert world.external_tokens[second] == 300 // block_tokens * block_tokens
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 47, 48, 49, 96, 128, 129, 300])
+def test_partial_hits_of_every_length_class(make_world: MakeWorld, length: int) -> None:
+    world = make_world(block_tokens=48)
+    rng = random.Random(length)
+    prompt = random_prompt(rng, 300)
+    world.generate(prompt)
+    world.forget()
+    mixed = world.generate(prompt[:length] + random_prompt(rng, 100))
+    assert world.external_tokens[mixed] == length // 48 * 48
+
+
+def test_a_load_may_begin_inside_a_block(make_world: MakeWorld) -> None:
+    """vLLM has the first engine block of a FlexKV block itself, the rest must be loaded."""
+    world = make_world(block_tokens=64)
+    prompt = random_prompt(random.Random(3), 256)
+    world.generate(prompt)
+    world.forget()
+    world.generate(prompt[:40], max_tokens=1)
+    again = world.generate(prompt)
+    assert world.external_tokens[again] == 256 - 32
+
+
+def test_the_answer_is_part_of_the_next_prompt(make_world: MakeWorld) -> None:
+    world = make_world()
+    rng = random.Random(4)
+    prompt = random_prompt(rng, 100)
+    turn = world.generate(prompt, max_tokens=50)
+    world.forget()
+    second = world.generate(prompt + world.outputs[turn] + random_prompt(rng, 20))
+    # The last token of the answer was never computed on.
+    assert world.external_tokens[second] == (100 + 50 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_salts_share_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(5), 200)
+    world.generate(prompt, salt="one")
+    world.forget()
+    assert world.external_tokens[world.generate(prompt, salt="two")] == 0
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 0
+    world.forget()
+    assert world.external_tokens[world.generate(prompt, salt="one")] == 192
+
+
+def test_a_reset_leaves_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(6), 200)
+    world.generate(prompt)
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert world.external_tokens[world.generate(prompt)] == 0
+
+
+def test_a_tiny_arena_keeps_the_beginning_of_a_prefix(make_world: MakeWorld) -> None:
+    world = make_world(slots=4)
+    prompt = random_prompt(random.Random(7), 300)
+    world.generate(prompt)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 4 * BLOCK_TOKENS
+
+
+def test_abort_during_a_load_gives_everything_back(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=32)
+    slow_down(world, random.Random(8))
+    prompt = random_prompt(random.Random(8), 300)
+    world.generate(prompt)
+    for _ in range(10):
+        world.forget()
+        request_id = world.add(prompt)
+        world.step()
+        world.abort(request_id)
+        world.run()
+        assert world.cache.pending_transfers == 0
+    # Every engine block is free again: a request that needs nearly all of them runs.
+    world.generate(random_prompt(random.Random(9), 31 * BLOCK_TOKENS - 8))
+    assert world.side.tracked_requests == 0
+
+
+def test_blocks_of_an_unfinished_load_are_not_stored(make_world: MakeWorld) -> None:
+    """vLLM counts them as computed when the request is aborted, but they hold nothing yet."""
+    world = make_world()
+    rng = random.Random(14)
+    slow_down(world, rng, polls=(3, 6))
+    for _ in range(10):
+        prompt = random_prompt(rng, 300)
+        world.generate(prompt)
+        world.forget()
+        request_id = world.add(prompt)
+        world.step()
+        assert world.connector.reset_cache()
+        world.abort(request_id)
+        world.run()
+        assert world.cache.ready_blocks == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_failed_loads_are_recomputed_or_fail_their_request_only(
+    make_world: MakeWorld, policy: str
+) -> None:
+    world = make_world(policy=policy)
+    prompt = random_prompt(random.Random(10), 300)
+    first = world.generate(prompt)
+    world.forget()
+    slow_down(world, random.Random(10), failure_rate=1.0)
+    second = world.generate(prompt)
+    assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
+    assert world.cache.counters.failed_loads == 1
+    third = world.generate(random_prompt(random.Random(11), 100))
+    assert len(world.outputs[third]) == 4
+
+
+def test_an_error_while_ordering_a_load_is_told_to_vllm(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(12), 300)
+    first = world.generate(prompt)
+    world.forget()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "load", broken)
+        world.add(prompt)
+        for _ in range(5):
+            world.step()
+    world.run()
+    assert all(tokens == world.outputs[first] for tokens in world.outputs.values())
+
+
+def test_turned_off_it_does_nothing(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENABLE_FLEXKV", "0")
+    world = make_world()
+    prompt = random_prompt(random.Random(13), 300)
+    world.generate(prompt)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 0
+    assert world.side is None
+
+
+@BOTH
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_never_computes_on_a_wrong_byte(
+    make_world: MakeWorld, entry: str, ranks: int, seed: int
+) -> None:
+    """Shared prefixes, few engine blocks (preemptions), few slots (evictions), aborts, resets,
+    late and failing copies, all at once."""
+    rng = random.Random(seed)
+    world = make_world(
+        entry=entry,
+        ranks=ranks,
+        num_blocks=40,
+        slots=(30, 100)[seed % 2],
+        block_tokens=rng.choice([16, 32]),
+        budget=96,
+    )
+    movers = slow_down(world, rng, failure_rate=0.05)
+    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
+    reference: dict[tuple[int, ...], list[int]] = {}
+    running: dict[str, tuple[int, ...]] = {}
+    for _ in range(120):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
+        running[world.add(prompt, max_tokens=rng.randrange(1, 40))] = tuple(prompt)
+        for _ in range(rng.randrange(4)):
+            world.step()
+        unfinished = [r for r in running if r in world.scheduler.requests]
+        if unfinished and rng.random() < 0.2:
+            aborted = rng.choice(unfinished)
+            world.abort(aborted)
+            del running[aborted]
+        if rng.random() < 0.05:
+            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
+    world.run()
+    for request_id, prompt in running.items():
+        known = reference.setdefault(prompt, world.outputs[request_id])
+        shorter = min(len(known), len(world.outputs[request_id]))
+        assert known[:shorter] == world.outputs[request_id][:shorter]
+    counters = world.cache.counters
+    assert world.checked_bytes > 0
+    assert world.preemptions > 0
+    assert counters.loaded_blocks > 0
+    assert sum(mover.refused for mover in movers) > 0
+    assert world.cache.pending_transfers == 0
+    assert world.side.tracked_requests == 0
