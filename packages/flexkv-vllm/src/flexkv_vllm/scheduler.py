@@ -51,16 +51,15 @@ class TrackedRequest:
 
     Attributes:
         request: vLLM's own object; read, never changed.
+        next_fill: tokens with which the first block that was not considered for storing is full.
         engine_blocks: ids of the blocks that hold its tokens, in order.
-        considered: FlexKV blocks, from the first, that need no more thought: stored, being
-            stored, or refused.
         stores: ids of its stores under way, which read its blocks.
         loading: vLLM waits for a load, so the blocks do not hold yet what it counts as computed.
     """
 
     request: Request
+    next_fill: int
     engine_blocks: list[int] = field(default_factory=list)
-    considered: int = 0
     stores: set[int] = field(default_factory=set)
     loading: bool = False
 
@@ -122,7 +121,8 @@ class SchedulerSide:
         engine_blocks = list(blocks.get_block_ids()[0])
         tracked = self._requests.get(request_id)
         if tracked is None:
-            tracked = self._requests[request_id] = TrackedRequest(request)
+            tracked = TrackedRequest(request, self._sizes.block_tokens)
+            self._requests[request_id] = tracked
         tracked.engine_blocks = engine_blocks
         local_tokens = self._local_tokens.pop(request_id, 0)
         if tokens:
@@ -153,10 +153,15 @@ class SchedulerSide:
         self._poll()
         self._follow(output)
         if self._store_time is StoreTime.STEP:
+            requests = self._requests
             for request_id, scheduled in output.num_scheduled_tokens.items():
-                tracked = self._requests.get(request_id)
-                if tracked is not None:
-                    self._store_filled(tracked, tracked.request.num_computed_tokens + scheduled)
+                tracked = requests.get(request_id)
+                if tracked is None:
+                    continue
+                computed = tracked.request.num_computed_tokens + scheduled
+                # In most steps no block fills up: this is all that they cost per request.
+                if computed >= tracked.next_fill:
+                    self._store_filled(tracked, computed)
         return self.take_orders(output)
 
     def take_orders(self, output: SchedulerOutput) -> StepOrders:
@@ -236,7 +241,7 @@ class SchedulerSide:
             if tracked is not None:
                 self._orders.fences.extend(tracked.stores)
                 tracked.engine_blocks = []
-                tracked.considered = 0
+                tracked.next_fill = self._sizes.block_tokens
         for new in output.scheduled_new_reqs:
             self._set_blocks(new.req_id, new.block_ids[0])
         cached = output.scheduled_cached_reqs
@@ -266,9 +271,10 @@ class SchedulerSide:
             len(request.block_hashes) // self._sizes.engine_blocks,
             len(tracked.engine_blocks) // self._sizes.engine_blocks,
         )
-        if stop <= tracked.considered:
+        start = tracked.next_fill // self._sizes.block_tokens - 1
+        if stop <= start:
             return
-        start, tracked.considered = tracked.considered, stop
+        tracked.next_fill = (stop + 1) * self._sizes.block_tokens
         with self._edge.guard("storing blocks", "they are not cached"):
             self._order_store(tracked, start, stop)
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused at start, and that nothing is left behind by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_world import PLUGIN, make_config, make_kv_cache_config, make_pages
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from flexkv import ArenaError, ConfigError, EngineVersionError, LayoutError
+from flexkv_vllm import compat
+from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.scheduler import StoreTime
+
+BLOCKS = 8
+
+
+@pytest.fixture
+def vllm_config(tmp_path: Path) -> VllmConfig:
+    config = make_config(
+        tmp_path,
+        1 << 20,
+        ranks=1,
+        entry=PLUGIN,
+        block_tokens=16,
+        budget=64,
+        policy="recompute",
+        max_requests=4,
+    )
+    config.cache_config.num_gpu_blocks = BLOCKS
+    return config
+
+
+def start(
+    vllm_config: VllmConfig,
+    pages: dict[str, Any] | None = None,
+    kv_cache_config: KVCacheConfig | None = None,
+) -> None:
+    adapter = Adapter(vllm_config, StoreTime.STEP)
+    try:
+        adapter.start_worker(
+            make_pages(BLOCKS) if pages is None else pages,
+            kv_cache_config or make_kv_cache_config(BLOCKS),
+            rank=0,
+        )
+    finally:
+        adapter.shutdown()
+
+
+def extra(vllm_config: VllmConfig) -> dict[str, Any]:
+    assert vllm_config.kv_transfer_config is not None
+    return vllm_config.kv_transfer_config.kv_connector_extra_config
+
+
+def sockets(vllm_config: VllmConfig) -> list[Path]:
+    return list(Path(extra(vllm_config)["runtime_dir"]).glob("*.sock"))
+
+
+def test_a_start_leaves_nothing_after_shutdown(vllm_config: VllmConfig) -> None:
+    start(vllm_config)
+    assert sockets(vllm_config) == []
+
+
+def test_unknown_key(vllm_config: VllmConfig) -> None:
+    extra(vllm_config)["cpu_cache"] = 1
+    with pytest.raises(ConfigError, match="'cpu_cache' in kv_connector_extra_config"):
+        start(vllm_config)
+
+
+def test_untested_version(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "NEWEST", (0, 27))
+    monkeypatch.setattr(compat.check_version, "__defaults__", ("0.28.0",))
+    with pytest.raises(EngineVersionError, match=r"vLLM 0\.28\.0 is installed"):
+        start(vllm_config)
+    extra(vllm_config)["allow_untested_engine"] = True
+    start(vllm_config)
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_other_parallelism(vllm_config: VllmConfig, name: str) -> None:
+    setattr(vllm_config.parallel_config, name, 2)
+    with pytest.raises(LayoutError, match=f"{name} is 2; allowed: 1"):
+        start(vllm_config)
+
+
+def test_several_groups(vllm_config: VllmConfig) -> None:
+    config = make_kv_cache_config(BLOCKS)
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float32, sliding_window=64
+    )
+    config.kv_cache_groups.append(KVCacheGroupSpec(["layer2"], window))
+    with pytest.raises(
+        LayoutError, match=r"\['FullAttentionSpec', 'SlidingWindowSpec'\]; allowed: one group"
+    ):
+        start(vllm_config, kv_cache_config=config)
+    assert sockets(vllm_config) == []
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ({}, "registered no KV cache tensors"),
+        ({"layer0": [torch.zeros(BLOCKS, 4)]}, "'layer0' is a list; allowed: one tensor per layer"),
+        ({"layer0": torch.empty(BLOCKS, 4, device="meta")}, "on device meta; allowed: cpu"),
+        ({"layer0": torch.zeros(3, 4)}, "no dimension that counts the engine's 8 blocks"),
+        ({"layer0": torch.zeros(1, 4).expand(BLOCKS, 4)}, "repeats elements"),
+    ],
+)
+def test_indescribable_pages(vllm_config: VllmConfig, pages: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        start(vllm_config, pages)
+    assert sockets(vllm_config) == []
+
+
+def test_block_tokens_that_do_not_fit_the_engine(vllm_config: VllmConfig) -> None:
+    extra(vllm_config)["block_tokens"] = 24
+    with pytest.raises(LayoutError, match=r"block_tokens is 24.*multiple of 16"):
+        start(vllm_config)
+
+
+def test_more_memory_than_there_is(vllm_config: VllmConfig) -> None:
+    extra(vllm_config)["cpu_cache_gb"] = 1e5
+    with pytest.raises(ArenaError, match=r"cpu_cache_gb is 100000 GiB; allowed: at most"):
+        start(vllm_config)
+    assert sockets(vllm_config) == []
+
+
+def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
+    adapter = Adapter(vllm_config, StoreTime.STEP)
+    adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), rank=0)
+    try:
+        with pytest.raises(ArenaError, match="is owned by the living process"):
+            start(vllm_config)
+    finally:
+        adapter.shutdown()
+    start(vllm_config)
