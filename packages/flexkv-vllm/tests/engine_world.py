@@ -2,10 +2,12 @@
 """An engine without a model: vLLM's real scheduler, FlexKV's real sides and movers, and a model
 runner that writes recognisable bytes.
 
-The bytes of a token's KV are a digest of all tokens up to it, of the layer and of the rank: what
-attention would compute them from. Before a request is "computed" on, the runner reads every byte
-that the scheduler says is there already, and compares. So whatever goes wrong between FlexKV and
-vLLM (a block reused too early, a torn copy, a wrong slot) shows as a wrong byte, at once.
+The tokens that the runner samples are a digest of the tokens before them, so every request's whole
+text is known from its prompt. The bytes of a token's KV are a digest of all tokens up to it, of the
+layer and of the rank: what attention would compute them from. Before a request is "computed" on,
+the runner reads every byte that the scheduler says is there already, and compares. So whatever
+goes wrong between FlexKV and vLLM (a block reused too early, a torn copy, a wrong slot) shows as a
+wrong byte, at once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import pickle
 import random
 import threading
 import uuid
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +74,44 @@ class Rank:
     tables: dict[str, list[int]] = field(default_factory=dict)
 
 
+class Text:
+    """A request's tokens: its prompt, and what the runner makes of it, as far as it was asked."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt_tokens = len(prompt)
+        self.tokens = list(prompt)
+        self.sampled = 0
+        self._digest = hashlib.blake2b(repr(prompt).encode(), digest_size=4)
+
+    def upto(self, count: int) -> list[int]:
+        while len(self.tokens) < count:
+            self._digest.update(self.tokens[-1].to_bytes(4, "little"))
+            number = int.from_bytes(self._digest.digest(), "little")
+            self.tokens.append(number % LLAMA["vocab_size"])
+        return self.tokens[:count]
+
+    def sample(self, computed: int) -> list[int]:
+        """The next token, if `computed` tokens are all that there are so far."""
+        if computed < self.prompt_tokens + self.sampled:
+            return []
+        self.sampled += 1
+        return [self.upto(computed + 1)[-1]]
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that was scheduled, and its result once the workers have run it."""
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput | None = None
+
+
 class World:
-    """Requests go in with `add`; `step` runs one engine step; `run` steps until all have ended."""
+    """Requests go in with `add`; `step` runs one engine step; `run` steps until all have ended.
+
+    With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
+    is known, and the workers run it now or later, as `lag` decides.
+    """
 
     def __init__(
         self,
@@ -86,6 +125,7 @@ class World:
         budget: int = 128,
         policy: str = "recompute",
         max_requests: int = 8,
+        lag: random.Random | None = None,
     ) -> None:
         slot_bytes = 4096 * -(-block_tokens * TOKEN_BYTES * LAYERS * ranks // 4096)
         self.vllm_config = make_config(
@@ -97,13 +137,17 @@ class World:
             budget=budget,
             policy=policy,
             max_requests=max_requests,
+            async_scheduling=lag is not None,
         )
+        self.lag = lag
+        self.steps: deque[Step] = deque()
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.num_blocks = num_blocks
         kv_cache_config = make_kv_cache_config(num_blocks)
         self.fenced = entry == PLUGIN
         self.ranks = self._start_ranks(ranks, kv_cache_config)
-        self.scheduler = Scheduler(
+        scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
+        self.scheduler: Scheduler = scheduler_class(
             vllm_config=self.vllm_config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.vllm_config),
@@ -115,6 +159,7 @@ class World:
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        self.texts: dict[str, Text] = {}
         self.outputs: dict[str, list[int]] = {}
         self.external_tokens: dict[str, int] = {}
         self.preemptions = 0
@@ -164,6 +209,7 @@ class World:
             block_hasher=self.hasher,
         )
         self.outputs[request_id] = []
+        self.texts[request_id] = Text(prompt)
         self.scheduler.add_request(request)
         return request_id
 
@@ -171,21 +217,28 @@ class World:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        output = self.scheduler.schedule()
-        self.preemptions += len(output.preempted_req_ids or ())
-        results = [self._run_rank(rank, pickle.loads(pickle.dumps(output))) for rank in self.ranks]
-        result = self.aggregator.aggregate(results)
-        assert result is not None
-        for outputs in self.scheduler.update_from_output(output, result).values():
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.preemptions += len(output.preempted_req_ids or ())
+            self.steps.append(Step(output))
+            if self.lag is not None and self.lag.random() < 0.5:
+                self._run_workers()
+            full = self.lag is None or len(self.steps) > 1
+            if not full and output.total_num_scheduled_tokens:
+                return
+        self._run_workers()
+        step = self.steps.popleft()
+        assert step.result is not None
+        for outputs in self.scheduler.update_from_output(step.output, step.result).values():
             for item in outputs.outputs:
                 self.outputs[item.request_id].extend(item.new_token_ids)
-                stats = item.prefill_stats
-                if stats is not None:
-                    self.external_tokens[item.request_id] = stats.num_external_cached_tokens
+                if item.prefill_stats is not None:
+                    hits = item.prefill_stats.num_external_cached_tokens
+                    self.external_tokens[item.request_id] = hits
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self.steps:
                 return
             self.step()
         raise AssertionError(f"requests did not end: {list(self.scheduler.requests)}")
@@ -204,29 +257,47 @@ class World:
         for rank in reversed(self.ranks):
             rank.adapter.shutdown()
 
+    def check_outputs(self) -> None:
+        """Whatever a request has said so far is what its text says."""
+        for request_id, tokens in self.outputs.items():
+            text = self.texts[request_id]
+            assert tokens == text.upto(text.prompt_tokens + len(tokens))[text.prompt_tokens :]
+
+    def _run_workers(self) -> None:
+        for step in self.steps:
+            if step.result is None:
+                output = pickle.loads(pickle.dumps(step.output))
+                step.result = self.aggregator.aggregate(
+                    [self._run_rank(rank, output) for rank in self.ranks]
+                )
+                cached = output.scheduled_cached_reqs
+                for request_id, known in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+                    # vLLM may have thrown away what was sampled as its request was preempted.
+                    if request_id in cached.resumed_req_ids:
+                        self.texts[request_id].sampled = known
+                for i, (request_id, _, computed) in enumerate(scheduled(output)):
+                    step.result.sampled_token_ids[i] = self.texts[request_id].sample(computed)
+
     def _run_rank(self, rank: Rank, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = output.kv_connector_metadata
         if self.fenced:
             rank.adapter.fence(metadata)
         self._follow_tables(rank, output)
-        for request_id, count in output.num_scheduled_tokens.items():
-            self._forward(rank, request_id, count)
+        for request_id, start, end in scheduled(output):
+            self._forward(rank, request_id, start, end)
         rank.adapter.start_loads(metadata)
         rank.adapter.start_stores(metadata)
         sent, received = rank.adapter.get_finished(metadata)
-        transfer = KVConnectorOutput(
-            finished_sending=sent,
-            finished_recving=received,
-            invalid_block_ids=rank.adapter.take_bad_blocks(),
-        )
-        request_ids = list(output.num_scheduled_tokens)
+        request_ids = [request_id for request_id, _, _ in scheduled(output)]
         return ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-            sampled_token_ids=[
-                self._sample(r, output.num_scheduled_tokens[r]) for r in request_ids
-            ],
-            kv_connector_output=transfer,
+            sampled_token_ids=[[] for _ in request_ids],
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=sent,
+                finished_recving=received,
+                invalid_block_ids=rank.adapter.take_bad_blocks(),
+            ),
         )
 
     def _follow_tables(self, rank: Rank, output: SchedulerOutput) -> None:
@@ -241,13 +312,10 @@ class World:
             if blocks is not None:
                 rank.tables[request_id].extend(blocks[0])
 
-    def _forward(self, rank: Rank, request_id: str, count: int) -> None:
-        request = self.scheduler.requests[request_id]
-        # The scheduler has counted this step's tokens already.
-        start = request.num_computed_tokens - count
-        expected = token_bytes(list(request.all_token_ids)[: start + count], rank.number)
+    def _forward(self, rank: Rank, request_id: str, start: int, end: int) -> None:
+        expected = token_bytes(self.texts[request_id].upto(end), rank.number)
         table = torch.tensor(rank.tables[request_id], dtype=torch.int64)
-        positions = torch.arange(start + count)
+        positions = torch.arange(end)
         blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
         for layer, name in enumerate(rank.pages):
             pages = rank.pages[name]
@@ -261,15 +329,16 @@ class World:
             self.checked_bytes += there.numel()
             pages[blocks[start:], places[start:]] = expected[layer, start:]
 
-    def _sample(self, request_id: str, count: int) -> list[int]:
-        request = self.scheduler.requests[request_id]
-        if request.num_computed_tokens < request.num_tokens:
-            return []
-        digest = hashlib.blake2b(repr(list(request.all_token_ids)).encode(), digest_size=4)
-        return [int.from_bytes(digest.digest(), "little") % LLAMA["vocab_size"]]
 
-
-_KNOWN_BYTES: dict[tuple[bytes, int, int], bytes] = {}
+def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    """The step's requests, each with the tokens computed before and after it."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [
+        (request_id, computed[request_id], computed[request_id] + count)
+        for request_id, count in output.num_scheduled_tokens.items()
+    ]
 
 
 def token_bytes(tokens: list[int], rank: int) -> torch.Tensor:
@@ -307,6 +376,7 @@ def make_config(
     budget: int,
     policy: str,
     max_requests: int,
+    async_scheduling: bool = False,
 ) -> VllmConfig:
     model = directory / "model"
     model.mkdir(exist_ok=True)
@@ -333,7 +403,7 @@ def make_config(
         max_num_seqs=max_requests,
         enforce_eager=True,
         enable_prefix_caching=True,
-        async_scheduling=False,
+        async_scheduling=async_scheduling,
         kv_transfer_config=transfer,
     ).create_engine_config()
     # Only now: vLLM would look for as many processors.
