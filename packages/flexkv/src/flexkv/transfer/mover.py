@@ -57,7 +57,7 @@ class Mover(Protocol):
         ...
 
     def poll(self, ticket: int) -> Status:
-        """State of a transfer. A ticket that was seen finished is forgotten."""
+        """State of a transfer, without waiting; asking again gives the same answer."""
         ...
 
     def wait(self, ticket: int, timeout: float) -> Status:

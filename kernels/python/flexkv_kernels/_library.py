@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and loads the shared object of this package and declares its functions.
+
+The declarations mirror ``include/flexkv/mover.h``, which documents them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64
+from ctypes import c_void_p as address
+from dataclasses import dataclass
+from pathlib import Path
+
+ABI_VERSION = 1
+"""The ``FKV_ABI_VERSION`` these declarations were written for."""
+
+EINVAL = -1
+ECLOSED = -2
+ENOMEM = -3
+
+
+class PlaneStruct(ctypes.Structure):
+    """``fkv_plane``."""
+
+    _fields_ = (("base", c_uint64), ("block_stride", c_uint64), ("page_bytes", c_uint64))
+
+
+class CpuOptionsStruct(ctypes.Structure):
+    """``fkv_cpu_options``."""
+
+    _fields_ = (
+        ("threads", c_uint32),
+        ("kernel", c_char_p),
+        ("chunk_bytes", c_uint64),
+        ("stream_bytes", c_uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The shared object, loaded twice: calls through ``waiting`` release the GIL, calls through
+    ``brief`` keep it. Submit and poll take a few microseconds; giving the GIL away for them could
+    cost a busy process a whole switch interval (5 ms) to get it back."""
+
+    waiting: ctypes.CDLL
+    brief: ctypes.PyDLL
+
+
+def library_name() -> str:
+    """File name of the shared object on this platform."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return f"libflexkv_kernels.{suffix}"
+
+
+def find(directories: Sequence[str]) -> Path:
+    """The shared object in the first of ``directories`` that has it; ImportError if none has."""
+    for directory in directories:
+        path = Path(directory) / library_name()
+        if path.is_file():
+            return path
+    raise ImportError(
+        f"flexkv-kernels is not built: {library_name()} is missing from"
+        f" {' and '.join(directories)}. Install the package with pip (from source that needs a"
+        " C++20 compiler: GCC >= 11 or Clang >= 14)."
+    )
+
+
+def load(path: Path, abi_version: int = ABI_VERSION) -> Library:
+    """Loads the shared object at ``path``; ImportError if it cannot be used."""
+    try:
+        library = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
+        version = library.brief.fkv_abi_version
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"{path} is not a usable library of flexkv-kernels: {error}") from error
+    version.restype = c_uint32
+    if version() != abi_version:
+        raise ImportError(
+            f"{path} has ABI version {version()}, this Python package needs {abi_version}:"
+            " reinstall flexkv-kernels."
+        )
+    _declare_waiting(library.waiting)
+    _declare_brief(library.brief)
+    return library
+
+
+def _declare_waiting(lib: ctypes.CDLL) -> None:
+    lib.fkv_cpu_mover_create.restype = address
+    lib.fkv_cpu_mover_create.argtypes = (
+        POINTER(PlaneStruct),
+        c_uint32,
+        c_uint64,
+        address,
+        c_uint64,
+        POINTER(CpuOptionsStruct),
+        c_char_p,
+        c_size_t,
+    )
+    lib.fkv_mover_wait.restype = c_int
+    lib.fkv_mover_wait.argtypes = (address, c_int64, c_int64)
+    lib.fkv_mover_close.restype = None
+    lib.fkv_mover_close.argtypes = (address,)
+    lib.fkv_mover_destroy.restype = None
+    lib.fkv_mover_destroy.argtypes = (address,)
+    lib.fkv_bench_memcpy.restype = c_int
+    lib.fkv_bench_memcpy.argtypes = (
+        address,
+        address,
+        c_uint64,
+        c_uint32,
+        c_uint32,
+        POINTER(c_double),
+    )
+
+
+def _declare_brief(lib: ctypes.PyDLL) -> None:
+    lib.fkv_cpu_kernels.restype = c_char_p
+    lib.fkv_cpu_kernels.argtypes = ()
+    lib.fkv_mover_block_bytes.restype = c_uint64
+    lib.fkv_mover_block_bytes.argtypes = (address,)
+    lib.fkv_mover_submit.restype = c_int64
+    lib.fkv_mover_submit.argtypes = (
+        address,
+        c_int,
+        address,
+        address,
+        c_uint64,
+        c_uint64,
+        address,
+        c_char_p,
+        c_size_t,
+    )
+    lib.fkv_mover_poll.restype = c_int
+    lib.fkv_mover_poll.argtypes = (address, c_int64)
+
+
+# The package's own search path and not __file__: an editable install keeps sources and the shared
+# object in different folders.
+LIBRARY = load(find(list(sys.modules["flexkv_kernels"].__path__)))

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The C ABI over Mover: exceptions become error codes and messages here, and nowhere else.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "copy.hpp"
+#include "cpu_mover.hpp"
+#include "cpu_tuning.hpp"
+#include "flexkv/mover.h"
+#include "layout.hpp"
+#include "mover.hpp"
+
+struct fkv_mover {
+  std::unique_ptr<flexkv::Mover> mover;
+};
+
+namespace {
+
+void write_message(char* err, std::size_t err_len, std::string_view message) noexcept {
+  if (err == nullptr || err_len == 0) {
+    return;
+  }
+  const std::size_t length = std::min(message.size(), err_len - 1);
+  std::memcpy(err, message.data(), length);
+  err[length] = '\0';
+}
+
+flexkv::Direction checked_direction(int direction) {
+  switch (direction) {
+    case FKV_LOAD:
+      return flexkv::Direction::load;
+    case FKV_STORE:
+      return flexkv::Direction::store;
+    default:
+      throw flexkv::InvalidArgument("direction " + std::to_string(direction) +
+                                    " is neither 0 (load) nor 1 (store)");
+  }
+}
+
+}  // namespace
+
+uint32_t fkv_abi_version(void) { return FKV_ABI_VERSION; }
+
+const char* fkv_cpu_kernels(void) { return flexkv::copy_kernel_names(); }
+
+fkv_mover* fkv_cpu_mover_create(const fkv_plane* planes, uint32_t n_planes, uint64_t num_blocks,
+                                void* arena, uint64_t arena_bytes, const fkv_cpu_options* options,
+                                char* err, size_t err_len) {
+  try {
+    if (planes == nullptr && n_planes != 0) {
+      throw flexkv::InvalidArgument("planes is a null pointer");
+    }
+    if (options == nullptr) {
+      throw flexkv::InvalidArgument("options is a null pointer");
+    }
+    flexkv::Layout layout({planes, n_planes}, num_blocks, arena, arena_bytes);
+    auto mover =
+        std::make_unique<flexkv::CpuMover>(std::move(layout), flexkv::tune(*options));
+    mover->start();
+    return new fkv_mover{std::move(mover)};
+  } catch (const flexkv::InvalidArgument& error) {
+    write_message(err, err_len, error.what());
+  } catch (const std::bad_alloc&) {
+    write_message(err, err_len, "no memory for the mover");
+  } catch (const std::system_error& error) {
+    write_message(err, err_len, std::string("a copying thread cannot be started: ") + error.what());
+  }
+  return nullptr;
+}
+
+uint64_t fkv_mover_block_bytes(const fkv_mover* mover) { return mover->mover->block_bytes(); }
+
+int64_t fkv_mover_submit(fkv_mover* mover, int direction, const uint64_t* blocks,
+                         const uint64_t* offsets, uint64_t n, uint64_t after, uint32_t* flag,
+                         char* err, size_t err_len) {
+  try {
+    return mover->mover->submit({checked_direction(direction), blocks, offsets, n, after, flag});
+  } catch (const flexkv::InvalidArgument& error) {
+    write_message(err, err_len, error.what());
+    return FKV_EINVAL;
+  } catch (const flexkv::Closed& error) {
+    write_message(err, err_len, error.what());
+    return FKV_ECLOSED;
+  } catch (const std::bad_alloc&) {
+    write_message(err, err_len, "no memory for the transfer");
+    return FKV_ENOMEM;
+  }
+}
+
+int fkv_mover_poll(fkv_mover* mover, int64_t ticket) { return fkv_mover_wait(mover, ticket, 0); }
+
+int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us) {
+  try {
+    return static_cast<int>(mover->mover->wait(ticket, timeout_us));
+  } catch (const flexkv::InvalidArgument&) {
+    return FKV_EINVAL;
+  } catch (const flexkv::Closed&) {
+    return FKV_ECLOSED;
+  } catch (const std::bad_alloc&) {
+    return FKV_ENOMEM;
+  }
+}
+
+void fkv_mover_close(fkv_mover* mover) { mover->mover->close(); }
+
+void fkv_mover_destroy(fkv_mover* mover) {
+  // In a forked child the threads to join do not exist and the lock may be held for ever.
+  if (mover != nullptr && !mover->mover->orphaned()) {
+    delete mover;
+  }
+}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the C ABI needs of a mover, whatever device its pages are on.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "flexkv/mover.h"
+
+namespace flexkv {
+
+// A refused argument; what() is the message for the user.
+class InvalidArgument : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// A call on a closed mover.
+class Closed : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+enum class Direction { load, store };
+
+enum class Status : std::uint32_t { pending = FKV_PENDING, done = FKV_DONE, failed = FKV_FAILED };
+
+// One batch of block copies; see fkv_mover_submit. The arrays are borrowed for the call.
+struct Batch {
+  Direction direction;
+  const std::uint64_t* blocks;
+  const std::uint64_t* offsets;
+  std::uint64_t n;
+  std::uint64_t after;
+  std::uint32_t* flag;
+};
+
+class Mover {
+ public:
+  Mover() = default;
+  Mover(const Mover&) = delete;
+  Mover& operator=(const Mover&) = delete;
+  virtual ~Mover() = default;
+
+  virtual std::uint64_t block_bytes() const = 0;
+  // Returns the ticket. Throws InvalidArgument, Closed or std::bad_alloc.
+  virtual std::int64_t submit(const Batch& batch) = 0;
+  // Throws InvalidArgument for a number that was never a ticket, Closed in a forked child.
+  virtual Status wait(std::int64_t ticket, std::int64_t timeout_us) = 0;
+  virtual void close() = 0;
+  // Whether this process is a fork of the one that made the mover, so that its threads are not here.
+  virtual bool orphaned() const = 0;
+};
+
+}  // namespace flexkv

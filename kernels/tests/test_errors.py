@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad arguments: one message naming the value and what is allowed, and no byte touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flexkv_kernels import CpuMover, CpuOptions, Direction, Status, available_kernels
+from kernels.tests.worlds import Flag, simple_world
+
+GOOD: dict[str, Any] = {
+    "planes": [(4096, 128, 100), (8192, 64, 64)],
+    "num_blocks": 4,
+    "arena_address": 65536,
+    "arena_bytes": 4096,
+    "threads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"planes": []}, "no planes given"),
+        ({"planes": [(4096, 128, 100), (8192, 64, 0)]}, "plane 1: page_bytes is 0"),
+        ({"planes": [(4096, 99, 100)]}, "plane 0: block_stride 99 is smaller than page_bytes 100"),
+        ({"planes": [(0, 128, 100)]}, "plane 0: base is a null pointer"),
+        ({"planes": [(-1, 128, 100)]}, "base is -1"),
+        ({"planes": [(1 << 64, 128, 100)]}, "base is 18446744073709551616"),
+        ({"planes": [(4096, 1 << 63, 100)]}, "plane 0: 4 blocks .* pass the end of the address"),
+        ({"planes": [(4096, (1 << 64) - 1, (1 << 64) - 1)]}, "pass the end of the address space"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"num_blocks": -1}, "num_blocks is -1"),
+        ({"num_blocks": 1 << 63}, "pass the end of the address space"),
+        ({"arena_address": 0}, "the arena is a null pointer"),
+        ({"arena_bytes": 163}, "an arena of 163 bytes cannot hold one block of 164 bytes"),
+        ({"arena_bytes": (1 << 64) - 1}, "passes the end of the address space"),
+        ({"threads": 0}, "threads is 0, it must be between 1 and 1024"),
+        ({"threads": -1}, "threads is -1"),
+        ({"threads": 1025}, "threads is 1025, it must be between 1 and 1024"),
+        ({"options": CpuOptions(kernel="mmx")}, "copy kernel 'mmx' .* allowed are .*portable"),
+        ({"options": CpuOptions(chunk_bytes=-5)}, "chunk_bytes is -5"),
+    ],
+)
+def test_a_mover_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CpuMover(**(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "offsets", "kwargs", "message"),
+    [
+        ([0, 4], [0, 0], {}, "copy 1: block 4 is out of range, the engine has 4 blocks"),
+        ([0, 2**63], [0, 0], {}, "copy 1: block 9223372036854775808 is out of range"),
+        ([0, 1], [0, 601], {}, "copy 1: offset 601 is out of range, .* starts at 600"),
+        ([0, 1], [0, 2**64 - 1], {}, "copy 1: offset 18446744073709551615 is out of range"),
+        ([0, -1], [0, 0], {}, "blocks holds -1"),
+        ([0, 1], [0, 2**64], {}, "offsets holds 18446744073709551616"),
+        ([0, 1], [0], {}, "2 blocks but 1 offsets"),
+        ([0], [0], {"after": 7}, "after is 7, the CPU mover has no streams"),
+        ([0], [0], {"flag_address": 4097}, "flag's address is not a multiple of 4"),
+        ([0], [0], {"flag_address": -4}, "flag_address is -4"),
+    ],
+)
+def test_a_refused_transfer_touches_nothing(
+    blocks: list[int], offsets: list[int], kwargs: dict[str, int], message: str
+) -> None:
+    world = simple_world(num_blocks=4, page_bytes=100, n_planes=2, slots=4)
+    mover = world.mover()
+    before = world.now()
+    flag = Flag()
+    for direction in Direction:
+        with pytest.raises(ValueError, match=message):
+            mover.submit(direction, blocks, offsets, **{"flag_address": flag.address, **kwargs})
+    ticket = mover.submit(Direction.STORE, [], [])
+    assert mover.wait(ticket, 60) is Status.DONE
+    mover.close()
+    assert world.now() == before
+    assert flag.value == Status.PENDING
+
+
+def test_the_last_block_and_the_last_offset_are_in_range() -> None:
+    world = simple_world(num_blocks=4, page_bytes=100, n_planes=2, slots=4)
+    mover = world.mover()
+    expected = world.after(Direction.STORE, [3], [600])
+    assert mover.wait(mover.submit(Direction.STORE, [3], [600]), 60) is Status.DONE
+    assert world.now() == expected
+    mover.close()
+
+
+def test_an_unknown_direction_is_refused() -> None:
+    world = simple_world(num_blocks=4, page_bytes=100, n_planes=2, slots=4)
+    mover = world.mover()
+    with pytest.raises(ValueError, match="direction 2 is neither"):
+        mover.submit(2, [0], [0])  # type: ignore[arg-type]
+    mover.close()
+
+
+def test_a_portable_kernel_always_exists() -> None:
+    assert available_kernels()[-1] == "portable"
