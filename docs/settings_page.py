@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes pages/settings.md from the settings in the code, or checks that it is up to date.
+
+`python docs/settings_page.py --write` or `--check`; needs the distribution flexkv. `nox -s docs`
+checks, `nox -s docs -- --write` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexkv.config import CONFIG_PATH_VARIABLE, settings
+
+PAGE = Path(__file__).with_name("pages") / "settings.md"
+
+HEAD = f"""\
+<!-- Written by docs/settings_page.py from the code: change it there, then run
+     `nox -s docs -- --write`. -->
+
+# Settings
+
+FlexKV runs without any. A setting can come from four places; where several give it, the first of
+these wins:
+
+1. `kv_connector_extra_config` in vLLM's `--kv-transfer-config`, for example
+   `'{{"kv_connector":"FlexKVConnectorV1","kv_role":"kv_both","kv_connector_extra_config":{{"cpu_cache_gb":64}}}}'`
+2. the YAML or JSON file that `{CONFIG_PATH_VARIABLE}` names, for example with the line
+   `cpu_cache_gb: 64`
+3. the environment, for example `FLEXKV_CPU_CACHE_GB=64`
+4. the default
+
+In the first two a setting has its own name, in the environment the name of its variable. A name
+that does not exist, in any of the places, stops the start with an error that names the nearest one
+that does; so does a value that is not allowed. An empty variable counts as not set.
+
+| setting | variable | unit | default |
+|---|---|---|---|
+"""
+
+
+COMPUTED = "Default: "
+"""How the text of a setting without a plain default tells what it is instead."""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    fields = list(settings())
+    rows = [
+        f"| [`{field.name}`](#{field.name}) | `{field.metadata['env']}` | "
+        f"{field.metadata['unit']} | {_plain_default(field) or f'see [below](#{field.name})'} |\n"
+        for field in fields
+    ]
+    return HEAD + "".join(rows) + "".join(_section(field) for field in fields)
+
+
+def _section(field: dataclasses.Field[Any]) -> str:
+    about = field.metadata
+    text, _, computed = about["help"].partition(COMPUTED)
+    default = _plain_default(field) or computed
+    if not default:
+        raise ValueError(
+            f"setting {field.name!r} says of no default; allowed: a plain one, or a text with "
+            f"{COMPUTED!r} in it"
+        )
+    return (
+        f"\n## {field.name}\n\n"
+        f"{text.strip()}\n\n"
+        f"- Variable: `{about['env']}`\n"
+        f"- Unit: {about['unit']}\n"
+        f"- Allowed: {about['allowed']}\n"
+        f"- Default: {default}\n"
+    )
+
+
+def _plain_default(field: dataclasses.Field[Any]) -> str:
+    """The default as it would be written in a file, "" where it is worked out at start."""
+    if field.default is None:
+        return ""
+    if isinstance(field.default, bool):
+        return "`true`" if field.default else "`false`"
+    return f"`{field.default}`"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="write the page")
+    action.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    options = parser.parse_args(arguments)
+    wanted = page()
+    if options.write:
+        PAGE.write_text(wanted, encoding="utf-8")
+        return 0
+    found = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
+    if found == wanted:
+        return 0
+    difference = difflib.unified_diff(
+        found.splitlines(), wanted.splitlines(), "the page", "the code", lineterm=""
+    )
+    print("\n".join(difference))
+    print(f"{PAGE.name} is out of date; `nox -s docs -- --write` writes it anew")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

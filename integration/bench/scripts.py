@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the benchmarks that live beside the code they measure, and judges what they report.
+
+Each is a file with a function ``run()`` that returns a list of dicts. It runs in a process of its
+own, so that its memory and its imports (torch, for one) are gone before the next one starts:
+``python scripts.py FILE`` prints what ``run()`` returns as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from integration.bench.rows import Goal, Row
+
+_ROOT = Path(__file__).resolve().parents[2]
+COPIES = _ROOT / "kernels" / "bench" / "copies.py"
+LOOKUP = _ROOT / "packages" / "flexkv" / "bench" / "lookup.py"
+SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
+
+
+def script_rows() -> list[Row]:
+    """Copies, lookup and idle scheduler step against their goals."""
+    return [
+        *_copy_rows(_report_of(COPIES)),
+        *_time_rows(_report_of(LOOKUP), "lookup of 1,312 blocks", "case", Goal("<=", 150)),
+        *_time_rows(
+            _report_of(SCHEDULER_STEP),
+            "scheduler step with nothing to do, requests decoding",
+            "decoding",
+            Goal("<=", 20),
+        ),
+    ]
+
+
+def _report_of(script: Path) -> list[dict[str, Any]]:
+    """What a benchmark's ``run()`` returns; CalledProcessError when it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "integration.bench.scripts", str(script)],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    report: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def _copy_rows(report: list[dict[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            what=(
+                f"copy, {row['direction']}, pages of {row['page_bytes'] // 1024} KiB, "
+                f"{row['threads']} thread(s)"
+            ),
+            value=row["ratio"],
+            unit="ratio",
+            goal=Goal(">=", 0.85),
+            detail=(
+                f"{row['gb_per_s']:.1f} GB/s ÷ memcpy {row['memcpy_gb_per_s']:.1f} GB/s, "
+                f"medians of {row['repeats']}"
+            ),
+        )
+        for row in report
+        if row["name"] == "copy"
+    ]
+
+
+def _time_rows(report: list[dict[str, Any]], what: str, case: str, goal: Goal) -> list[Row]:
+    return [
+        Row(
+            what=f"{what}: {row[case]}",
+            value=row["microseconds"],
+            unit="us",
+            goal=goal,
+            detail=f"median of {row['repeats']}",
+        )
+        for row in report
+    ]
+
+
+def _run_script(path: Path) -> list[dict[str, Any]]:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up the module they are defined in.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    rows: list[dict[str, Any]] = module.run()
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(_run_script(Path(sys.argv[1]))))

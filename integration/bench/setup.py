@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration.harness import connector
+from integration.harness.checkpoint import BENCH, TINY, write_checkpoint
+from integration.harness.connector import Connector
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.prompts import random_tokens
+
+LENGTHS = (4096, 8192, 21000)
+# Steps of at most this many tokens, as the longest prompt that vLLM's ExampleConnector can take
+# must fit into one step.
+BATCHED_TOKENS = 4096
+# Holds one prompt of each length several times over: 4 KiB a token.
+KV_CACHE_BYTES = 1 << 30
+ARENA_GB = 1.0
+
+
+@dataclass(slots=True)
+class Bench:
+    """Where things are, and how often everything is measured.
+
+    ``folder`` holds checkpoints, logs and FlexKV's runtime files; ``samples`` are measurements per
+    engine start, ``pairs`` the starts with and without FlexKV.
+    """
+
+    folder: Path
+    samples: int = 5
+    pairs: int = 3
+    _prompts: int = 0
+
+    def flexkv(self, arena_gb: float = ARENA_GB) -> Connector:
+        """FlexKV with its defaults but for the size of the arena."""
+        return connector.plugin(cpu_cache_gb=arena_gb, runtime_dir=str(self.folder / "run"))
+
+    def example(self) -> Connector:
+        """vLLM's ExampleConnector with an empty store."""
+        return connector.example(self.folder / "example")
+
+    def engine(self, chosen: Connector) -> Engine:
+        """The bench model, in bfloat16, behind ``chosen``."""
+        config = EngineConfig(
+            model=write_checkpoint(BENCH, self.folder),
+            dtype=BENCH.dtype,
+            connector=chosen,
+            max_model_len=24576,
+            max_num_batched_tokens=BATCHED_TOKENS,
+            kv_cache_bytes=KV_CACHE_BYTES,
+        )
+        return self._start(config)
+
+    def small_engine(self, chosen: Connector) -> Engine:
+        """The tests' model with a small KV cache, for many requests in a short time."""
+        config = EngineConfig(
+            model=write_checkpoint(TINY, self.folder),
+            dtype=TINY.dtype,
+            connector=chosen,
+            block_size=32,
+            max_model_len=1024,
+            kv_cache_bytes=32 << 20,
+        )
+        return self._start(config)
+
+    def _start(self, config: EngineConfig) -> Engine:
+        number = len(list((self.folder / "logs").glob("*.log"))) + 1
+        return Engine(config, self.folder / "logs" / f"{number:02d}-{config.connector.name}.log")
+
+    def fresh_prompt(self, length: int) -> list[int]:
+        """A prompt that no engine of this run has seen."""
+        self._prompts += 1
+        return random_tokens(f"bench {self._prompts}", length, BENCH.vocab)

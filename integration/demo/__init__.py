@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: users take turns at a real vLLM, first without FlexKV, then with it.
+
+Each user talks about a long text. vLLM's KV cache has room for fewer conversations than there are,
+as a GPU has, so when a user comes back vLLM must compute the conversation again, while FlexKV still
+holds it in host memory. vLLM's own prefix cache is on in both runs.
+"""

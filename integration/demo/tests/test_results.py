@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of two finished runs: verdict, table, chart, and the options about them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from integration.demo import chart, options, screen
+from integration.demo.conversation import Turn
+from integration.demo.engines import root_cause
+from integration.demo.options import OptionError
+from integration.demo.verdict import Pair, judge
+from integration.harness.engine import EngineStartError
+
+FACTS = {"engine": "vLLM", "model": "a model", "talk": "two users"}
+
+
+def turn(number: int, user: str, ttft: float, tokens: list[int], cached: int = 0) -> Turn:
+    return Turn(number, user, 1_000, cached, ttft, ttft + 1, tokens)
+
+
+def pairs() -> list[Pair]:
+    """Two users, two turns each; the second turn comes ten times sooner with FlexKV."""
+    return [
+        Pair(turn(1, "Ada", 2.0, [1, 2]), turn(1, "Ada", 2.0, [1, 2])),
+        Pair(turn(1, "Ben", 2.0, [3, 4]), turn(1, "Ben", 2.0, [3, 4])),
+        Pair(turn(2, "Ada", 3.0, [5, 6]), turn(2, "Ada", 0.3, [5, 6], 900)),
+        Pair(turn(2, "Ben", 3.0, [7, 8]), turn(2, "Ben", 0.3, [7, 8], 900)),
+    ]
+
+
+def with_another_answer() -> list[Pair]:
+    *rest, last = pairs()
+    return [*rest, Pair(last.without, turn(2, "Ben", 0.3, [7, 9], 900))]
+
+
+def test_medians_are_taken_over_first_and_returning_turns_apart() -> None:
+    verdict = judge(pairs(), loaded_tokens=1_800)
+    assert verdict.passed
+    assert (verdict.first_without, verdict.first_with) == (2.0, 2.0)
+    assert (verdict.returning_without, verdict.returning_with) == (3.0, 0.3)
+    assert verdict.speedup == pytest.approx(10)
+    assert verdict.compared_tokens == 8
+
+
+def test_one_other_token_fails_the_demo_and_is_named() -> None:
+    verdict = judge(with_another_answer(), loaded_tokens=1_800)
+    assert not verdict.passed
+    assert verdict.different == [(2, "Ben")]
+
+
+def test_a_demo_without_loads_fails() -> None:
+    assert not judge(pairs(), loaded_tokens=0).passed
+
+
+def shown(finished: list[Pair], loaded: int, *, terminal: bool, random: bool = True) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    with screen.Screen(console, ["Ada", "Ben"], 2) as display:
+        display.say("starting vLLM")
+        for pair in finished:
+            display.add(screen.WITHOUT, pair.without)
+        for pair in finished:
+            display.add(screen.WITH, pair.with_flexkv)
+    console.print(display.table())
+    screen.show_verdict(console, judge(finished, loaded), random=random)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_screen_shows_times_and_equality(terminal: bool) -> None:
+    text = shown(pairs(), 1_800, terminal=terminal)
+    assert "10.0x" in text
+    assert "0.30 s" in text
+    assert "All 4 answers are identical" in text
+    assert "gibberish" in text
+    assert "DIFFERENT" not in text
+
+
+def test_the_screen_shows_a_difference_and_what_it_may_be() -> None:
+    text = shown(with_another_answer(), 1_800, terminal=False, random=False)
+    assert "DIFFERENT" in text
+    assert "Answers differ: turn 2 of Ben" in text
+    assert "--dtype float32" in text
+    assert "identical, token by token" not in text
+
+
+def test_the_screen_says_when_flexkv_had_no_part() -> None:
+    assert "FlexKV brought nothing back" in shown(pairs(), 0, terminal=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "magic"), [("d.png", b"\x89PNG"), ("d.pdf", b"%PDF"), ("d.svg", b"<?xml")]
+)
+def test_the_chart_is_an_image(tmp_path: Path, name: str, magic: bytes) -> None:
+    path = tmp_path / name
+    chart.draw(pairs(), judge(pairs(), 1_800), FACTS, path)
+    assert path.read_bytes().startswith(magic)
+
+
+def chart_text(path: Path, finished: list[Pair]) -> str:
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        chart.draw(finished, judge(finished, 1_800), FACTS, path)
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_chart_claims_only_what_was_found(tmp_path: Path) -> None:
+    claim = "10 times sooner, and the same answer"
+    assert claim in chart_text(tmp_path / "good.svg", pairs())
+    assert claim not in chart_text(tmp_path / "bad.svg", with_another_answer())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--users", "1"], ["--turns", "1"], ["--kv-conversations", "0.5"], ["--cpu-cache-gb", "x"]],
+)
+def test_options_out_of_range_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options.parse(arguments)
+    assert caught.value.code != 0
+    message = capsys.readouterr().err
+    assert arguments[0] in message
+    assert f"{arguments[1]!r} is not allowed; allowed:" in message
+
+
+@pytest.mark.parametrize("out", ["missing/demo.png", "demo.xyz", "."])
+def test_a_chart_that_could_not_be_written_is_refused_at_once(tmp_path: Path, out: str) -> None:
+    asked = options.parse(["--out", str(tmp_path / out), "--json", str(tmp_path / "demo.json")])
+    with pytest.raises(OptionError, match="--out"):
+        asked.check_outputs()
+
+
+def test_why_an_engine_did_not_start_is_found_in_its_log() -> None:
+    log = (
+        "(EngineCore pid=1) INFO starting\n"
+        "(Worker pid=2) ERROR [worker.py:1] flexkv.errors.ArenaError: cpu_cache_gb is 900 GiB\n"
+        "(EngineCore pid=1) Exception: WorkerProc initialization failed\n"
+    )
+    cause = root_cause(EngineStartError("the engine did not start", log, []))
+    assert cause == "flexkv.errors.ArenaError: cpu_cache_gb is 900 GiB"
+    assert root_cause(EngineStartError("not ready within 9 s", "", [])) == "not ready within 9 s"

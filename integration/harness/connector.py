@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to give an engine a KV connector, as ``--kv-transfer-config`` dicts and environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODULE_PATH = "flexkv_vllm.connector"
+CONNECTOR = "FlexKVConnectorV1"
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """A KV connector of an engine.
+
+    ``transfer_config`` is vLLM's KV transfer config, None for an engine without a connector.
+    ``env`` is added to the environment of the engine.
+    """
+
+    name: str
+    transfer_config: dict[str, Any] | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+NONE = Connector("none")
+
+
+def plugin(*, engine_id: str | None = None, **extra: Any) -> Connector:
+    """FlexKV as users start it: the plugin registers the connector under its name.
+
+    ``extra`` becomes ``kv_connector_extra_config``; without an ``engine_id`` vLLM draws one.
+    """
+    config = _flexkv(extra)
+    if engine_id is not None:
+        config["engine_id"] = engine_id
+    return Connector("plugin", config)
+
+
+def in_tree_shim(**extra: Any) -> Connector:
+    """The same config with vLLM's plugins off: vLLM's own shim imports FlexKV."""
+    return Connector("shim", _flexkv(extra), {"VLLM_PLUGINS": ""})
+
+
+def module_path(**extra: Any) -> Connector:
+    """FlexKV named by its module, plugins off so that nothing else can have registered it."""
+    config = _flexkv(extra) | {"kv_connector_module_path": MODULE_PATH}
+    return Connector("module_path", config, {"VLLM_PLUGINS": ""})
+
+
+def example(storage: Path) -> Connector:
+    """vLLM's ExampleConnector, which keeps safetensors files under ``storage``."""
+    return Connector(
+        "example",
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+        },
+    )
+
+
+def _flexkv(extra: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
+    if extra:
+        config["kv_connector_extra_config"] = extra
+    return config

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in processes of its own, driven from a process that imports neither.
+
+``Engine`` starts ``driver.py`` in a session of its own, so all processes of the engine are known
+and end with it. Methods may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from integration.harness import processes
+from integration.harness.checkpoint import Dtype
+from integration.harness.connector import NONE, Connector
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_DRIVER = Path(__file__).with_name("driver.py")
+_LOG_TAIL_LINES = 60
+# A tiny model starts in 25 to 45 s on two cores of its own; leave room for a loaded machine.
+START_TIMEOUT = 300.0
+CALL_TIMEOUT = 300.0
+STOP_TIMEOUT = 60.0
+# vLLM's processes catch SIGTERM and give back their shared memory.
+_TERM_SECONDS = 5.0
+
+
+class EngineError(RuntimeError):
+    """The engine answered with an error, died, or did not answer in time."""
+
+
+class EngineStartError(EngineError):
+    """The engine did not start.
+
+    ``log`` is all it wrote, ``killed`` the pids that did not end by themselves.
+    """
+
+    def __init__(self, message: str, log: str, killed: list[int]) -> None:
+        tail = "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
+        super().__init__(f"{message}\n--- last lines of the engine's log ---\n{tail}")
+        self.log = log
+        self.killed = killed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is started with; sizes in tokens, blocks and bytes as named.
+
+    ``num_blocks`` overrides how many blocks the KV cache has, whatever ``kv_cache_bytes`` holds.
+    ``probe`` adds the worker methods of ``probe.KVProbe``.
+    """
+
+    model: Path
+    dtype: Dtype
+    connector: Connector = NONE
+    max_model_len: int = 8192
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 32
+    block_size: int | None = None
+    num_blocks: int | None = None
+    kv_cache_bytes: int = 1 << 30
+    tensor_parallel_size: int = 1
+    probe: bool = False
+    prefix_caching: bool = True
+    env: dict[str, str] = field(default_factory=dict)
+
+    def engine_args(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's ``AsyncEngineArgs``."""
+        args: dict[str, Any] = {
+            "model": str(self.model),
+            # Never "auto": it turns a float32 checkpoint into bfloat16.
+            "dtype": self.dtype,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_prefix_caching": self.prefix_caching,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if self.block_size is not None:
+            args["block_size"] = self.block_size
+        if self.num_blocks is not None:
+            args["num_gpu_blocks_override"] = self.num_blocks
+        if self.connector.transfer_config is not None:
+            args["kv_transfer_config"] = self.connector.transfer_config
+        if self.probe:
+            args["worker_extension_cls"] = "integration.harness.probe.KVProbe"
+        return args
+
+    def environment(self) -> dict[str, str]:
+        """The engine's environment: this process's, what the engine needs, what was asked for."""
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(
+            part for part in (str(_REPOSITORY), env.get("PYTHONPATH", "")) if part
+        )
+        env["VLLM_NO_USAGE_STATS"] = "1"
+        env["HF_HUB_OFFLINE"] = "1"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tensor_parallel_size)
+        return env | self.connector.env | self.env
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Outcome of one request.
+
+    ``times`` holds, in seconds since the request was handed to vLLM, when each token arrived.
+    ``cached_tokens`` counts prompt tokens that were not computed, from whichever cache they came.
+    ``logprobs`` is empty unless asked for.
+    """
+
+    tokens: list[int]
+    finish_reason: str | None
+    cached_tokens: int | None = None
+    times: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0]
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token after the first."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+
+class Generation:
+    """A request under way."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._first_token = threading.Event()
+        self.future: Future[Any] = Future()
+        # A request that ends without a token must not keep a waiter waiting.
+        self.future.add_done_callback(lambda _: self._first_token.set())
+
+    def note_first_token(self) -> None:
+        """Called by the engine's reader."""
+        self._first_token.set()
+
+    def wait_first_token(self, timeout: float = CALL_TIMEOUT) -> None:
+        """Wait until a token is there or the request has ended; EngineError after ``timeout``."""
+        if not self._first_token.wait(timeout):
+            raise EngineError(f"no token of {self.request_id} within {timeout:.0f} s")
+
+    def abort(self) -> bool:
+        """Abort it; False when it had ended already."""
+        return bool(self._engine.call("abort", target=self.request_id))
+
+    def result(self, timeout: float = CALL_TIMEOUT) -> Completion:
+        """Wait for the end; EngineError when the engine fails or ``timeout`` passes."""
+        return Completion(**await_answer(self.future, f"generate {self.request_id}", timeout))
+
+
+class Engine:
+    """A running engine; also a context manager that closes it.
+
+    ``leftovers`` holds, once it has ended, what it left in /dev/shm; those files are removed then
+    (vLLM itself leaves some after a kill, and always with two CPU ranks).
+    ``log_path`` receives all that the engine's processes print. Raises EngineStartError when the
+    engine is not ready in ``start_timeout`` seconds; no process of it is left then.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_path: Path,
+        *,
+        python: str = sys.executable,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
+        self.config = config
+        self.log_path = log_path
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._generations: dict[int, Generation] = {}
+        self._lock = threading.Lock()
+        self._started: Future[None] = Future()
+        self._closed = False
+        self.leftovers: set[Path] = set()
+        began = time.monotonic()
+        self._spawn(python)
+        try:
+            self._started.result(start_timeout)
+        except (EngineError, TimeoutError) as error:
+            late = isinstance(error, TimeoutError)
+            killed = self.close(timeout=0 if late else STOP_TIMEOUT)
+            reason = f"not ready within {start_timeout:.0f} s" if late else str(error)
+            raise EngineStartError(
+                f"the engine did not start ({config.connector.name}): {reason}", self.log(), killed
+            ) from error
+        except BaseException:
+            self.close(timeout=0)
+            raise
+        self.start_seconds = time.monotonic() - began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Requests -------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        cache_salt: str | None = None,
+        logprobs: bool = False,
+        ignore_eos: bool = True,
+        abort_after: float | None = None,
+    ) -> Generation:
+        """Start a greedy generation and return at once.
+
+        ``logprobs`` asks for those of the tokens that were chosen. ``abort_after`` seconds after
+        the request was handed to vLLM it is aborted, if it still runs; the clock is the driver's,
+        so short delays are kept.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            generation = Generation(self, f"request-{number}-")
+            self._generations[number] = generation
+        self._send(
+            number,
+            generation.future,
+            op="generate",
+            request_id=generation.request_id,
+            prompt=list(prompt),
+            max_tokens=max_tokens,
+            cache_salt=cache_salt,
+            logprobs=logprobs,
+            ignore_eos=ignore_eos,
+            abort_after=abort_after,
+        )
+        return generation
+
+    def generate(self, prompt: Sequence[int], **options: Any) -> Completion:
+        """Generate for one prompt and wait; options as in ``submit``."""
+        return self.submit(prompt, **options).result()
+
+    def generate_many(
+        self, prompts: Iterable[Sequence[int]], *, timeout: float = CALL_TIMEOUT, **options: Any
+    ) -> list[Completion]:
+        """Generate for all prompts at once; results in their order."""
+        generations = [self.submit(prompt, **options) for prompt in prompts]
+        wait([generation.future for generation in generations], timeout)
+        return [generation.result(timeout=1.0) for generation in generations]
+
+    # The engine -----------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False, timeout: float = 30.0) -> None:
+        """Empty vLLM's prefix cache (and the connector's cache, if asked).
+
+        vLLM refuses while blocks are in use, also those that a connector still holds, so this asks
+        again until ``timeout`` seconds have passed, then raises EngineError.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.call("reset_prefix_cache", reset_connector=reset_connector):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the prefix cache could not be reset for {timeout:.0f} s: blocks are in use"
+                )
+            time.sleep(0.05)
+
+    def forget(self) -> None:
+        """Empty vLLM's prefix cache and overwrite its blocks (needs ``probe``).
+
+        A hit after this comes from the connector, and so do its bytes.
+        """
+        self.reset_prefix_cache()
+        self.rpc("probe_scrub")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """vLLM's metrics; see ``vllm.v1.metrics.reader``."""
+        found: list[dict[str, Any]] = self.call("metrics")
+        return found
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Sum of a counter or gauge over all label sets that contain ``labels``; 0 if absent."""
+        return sum(
+            float(metric["value"])
+            for metric in self.metrics()
+            if metric["name"] == name
+            and "value" in metric
+            and labels.items() <= metric["labels"].items()
+        )
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a worker method on every rank; results in rank order."""
+        results: list[Any] = self.call("rpc", method=method, args=args)
+        return results
+
+    def call(self, op: str, *, timeout: float = CALL_TIMEOUT, **arguments: Any) -> Any:
+        """Send one command and wait for its answer."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+        self._send(number, future, op=op, **arguments)
+        return await_answer(future, op, timeout)
+
+    # Processes ------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> int:
+        """Session id of the engine's processes: the pid of the driver."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has neither been closed nor died."""
+        return not self._closed and self._process.poll() is None
+
+    def pids(self) -> list[int]:
+        """Pids of all living processes of the engine, the driver included."""
+        return processes.session_pids(self.session)
+
+    def memory(self) -> processes.Memory:
+        """Memory of all processes of the engine."""
+        return processes.memory_of(self.pids())
+
+    def log(self) -> str:
+        """All that the engine has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def kill(self) -> list[int]:
+        """SIGKILL all processes at once, as a crash would; return their pids."""
+        shm = processes.shm_files(self.pids())
+        killed = processes.kill_session(self.session)
+        self.close()
+        self._note_leftovers(shm)
+        return killed
+
+    def close(self, timeout: float = STOP_TIMEOUT) -> list[int]:
+        """Stop the engine; return the pids that did not end by themselves and were killed."""
+        if self._closed:
+            return []
+        self._closed = True
+        shm = processes.shm_files(self.pids())
+        self._commands.close()
+        stubborn = processes.wait_until_gone(self.session, timeout)
+        if stubborn:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.session, signal.SIGTERM)
+            processes.wait_until_gone(self.session, _TERM_SECONDS)
+        processes.kill_session(self.session)
+        self._process.wait()
+        self._reader.join()
+        self._note_leftovers(shm)
+        return stubborn
+
+    def _note_leftovers(self, shm: set[Path]) -> None:
+        self.leftovers = {path for path in shm if path.exists()}
+        for path in self.leftovers:
+            path.unlink(missing_ok=True)
+
+    # Plumbing -------------------------------------------------------------------------------------
+
+    def _spawn(self, python: str) -> None:
+        command_read, command_write = os.pipe()
+        event_read, event_write = os.pipe()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python, str(_DRIVER), str(command_read), str(event_write)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(command_read, event_write),
+                start_new_session=True,
+                env=self.config.environment(),
+            )
+        os.close(command_read)
+        os.close(event_write)
+        self._commands = os.fdopen(command_write, "w", buffering=1)
+        self._events = os.fdopen(event_read)
+        self._reader = threading.Thread(target=self._read_events, name="engine-events", daemon=True)
+        self._reader.start()
+        self._write(self.config.engine_args())
+
+    def _write(self, message: dict[str, Any]) -> None:
+        try:
+            self._commands.write(json.dumps(message) + "\n")
+        except (BrokenPipeError, ValueError) as error:
+            raise EngineError("the engine is gone") from error
+
+    def _send(self, number: int, future: Future[Any], **command: Any) -> None:
+        with self._lock:
+            self._pending[number] = future
+            self._write({"id": number, **command})
+
+    def _read_events(self) -> None:
+        with self._events:
+            for line in self._events:
+                self._take(json.loads(line))
+        self._fail_all(EngineError(f"the engine ended; its log is {self.log_path}"))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"event": "ready"}:
+                self._started.set_result(None)
+            case {"event": "failed", "error": str(error)}:
+                if not self._started.done():
+                    self._started.set_exception(EngineError(error))
+            case {"event": "first_token", "id": int(number)}:
+                self._generations[number].note_first_token()
+            case {"id": int(number)}:
+                with self._lock:
+                    future = self._pending.pop(number)
+                    self._generations.pop(number, None)
+                if "error" in message:
+                    future.set_exception(EngineError(message["error"]))
+                else:
+                    future.set_result(message["result"])
+
+    def _fail_all(self, error: EngineError) -> None:
+        with self._lock:
+            pending = list(self._pending.values())
+            self._pending.clear()
+            self._generations.clear()
+        if not self._started.done():
+            self._started.set_exception(error)
+        for future in pending:
+            future.set_exception(error)
+
+
+def await_answer(future: Future[Any], what: str, timeout: float) -> Any:
+    """Wait for an answer; EngineError says what was waited for."""
+    try:
+        return future.result(timeout)
+    except TimeoutError as error:
+        raise EngineError(f"no answer to {what} within {timeout:.0f} s") from error
+
+
+def _cores_of_ranks(ranks: int) -> str:
+    """Which cores compute, for vLLM's CPU build: "0,1|2,3" are two ranks with two cores each.
+
+    Left to itself vLLM keeps one core free for its other processes, and another one as soon as
+    there is a connector, unless none is left then: on two cores an engine with a connector
+    computes on two and one without on one. Engines must differ in nothing but the connector, so
+    one core is always kept free if there is one. Two ranks it would refuse on one NUMA node.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    computing = cores[:-1] if len(cores) > ranks else cores
+    share = max(1, len(computing) // ranks)
+    return "|".join(
+        ",".join(str(computing[(rank * share + i) % len(computing)]) for i in range(share))
+        for rank in range(ranks)
+    )

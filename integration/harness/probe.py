@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM worker extension that reads and damages KV blocks of a running request.
+
+vLLM mixes ``KVProbe`` into its worker class (``worker_extension_cls``), so the methods run in
+every worker process, between two steps, through ``collective_rpc``. Tests use it to prove that
+wrong bytes change the tokens, and to compare restored blocks byte by byte with computed ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+
+class KVProbe:
+    """Methods added to the worker; a request must be running while its blocks are asked for."""
+
+    model_runner: Any
+
+    def probe_blocks(self, request_prefix: str) -> list[int]:
+        """Block numbers, in order, of the one running request whose id has that prefix.
+
+        vLLM appends a random suffix to request ids. Raises KeyError unless exactly one fits.
+        """
+        requests = self.model_runner.requests
+        found = [rid for rid in requests if rid.startswith(request_prefix)]
+        if len(found) != 1:
+            raise KeyError(f"{len(found)} requests start with {request_prefix!r}: {list(requests)}")
+        groups = requests[found[0]].block_ids
+        if len(groups) != 1:
+            raise KeyError(f"expected one KV cache group, the engine has {len(groups)}")
+        return [int(block) for block in groups[0]]
+
+    def probe_digests(self, blocks: list[int]) -> list[str]:
+        """Digest of the bytes of each block over all layers of this rank."""
+        caches = self._probe_caches()
+        digests = []
+        for block in blocks:
+            digest = hashlib.blake2b(digest_size=16)
+            for cache in caches:
+                digest.update(_bytes_of(cache[block]).numpy().tobytes())
+            digests.append(digest.hexdigest())
+        return digests
+
+    def probe_block_bytes(self) -> int:
+        """Bytes of one block of one layer of this rank."""
+        cache = self._probe_caches()[0]
+        return int(cache[0].numel() * cache.element_size())
+
+    def probe_read(self, blocks: list[int], layers: list[int]) -> list[str]:
+        """Bytes of blocks as hex, for ``probe_write``: block by block, layer by layer."""
+        caches = self._probe_caches()
+        return [
+            _bytes_of(caches[layer][block]).numpy().tobytes().hex()
+            for block in blocks
+            for layer in layers
+        ]
+
+    def probe_write(self, blocks: list[int], layers: list[int], pages: list[str]) -> None:
+        """Put back what ``probe_read`` of the same blocks and layers gave."""
+        caches = self._probe_caches()
+        places = [caches[layer][block] for block in blocks for layer in layers]
+        for page, data in zip(places, pages, strict=True):
+            _overwrite(page, torch.frombuffer(bytearray.fromhex(data), dtype=torch.uint8))
+
+    def probe_flip(self, block: int, layer: int, offset: int, mask: int) -> None:
+        """XOR one byte of a block with ``mask``.
+
+        ``offset`` is in bytes within the layer's block, in the logical order of the tensor.
+        """
+        page = self._probe_caches()[layer][block]
+        data = _bytes_of(page)
+        data[offset] = int(data[offset]) ^ mask
+        _overwrite(page, data)
+
+    def probe_zero_row(self, block: int, layers: list[int], row: int) -> None:
+        """Zero K and V of one token of a block: ``row`` counts its tokens."""
+        caches = self._probe_caches()
+        for layer in layers:
+            caches[layer][block].select(-2, row).zero_()
+
+    def probe_copy(self, source: int, target: int, layers: list[int]) -> None:
+        """Overwrite block ``target`` with the bytes of block ``source``."""
+        caches = self._probe_caches()
+        for layer in layers:
+            caches[layer][target].copy_(caches[layer][source])
+
+    def probe_scrub(self) -> None:
+        """Overwrite every block with a pattern, once no request runs.
+
+        A block that was freed keeps its bytes, and the next request may get just that block. So
+        without this a load that copies nothing at all could go unnoticed.
+        """
+        for cache in self._probe_caches():
+            # Finite, because attention may multiply rows that it does not use by zero.
+            cache.fill_(7.0)
+
+    def _probe_caches(self) -> list[torch.Tensor]:
+        caches: list[torch.Tensor] = list(self.model_runner.kv_caches)
+        return caches
+
+
+def _bytes_of(page: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 copy of a page, in logical order whatever its strides are."""
+    return page.contiguous().clone().view(torch.uint8).flatten()
+
+
+def _overwrite(page: torch.Tensor, data: torch.Tensor) -> None:
+    page.copy_(data.view(page.dtype).view(page.shape))

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes an engine consists of, how much memory they hold, and how to end them.
+
+Linux only, from /proc: an engine runs in a session of its own, so its processes are those whose
+session id is the pid of the driver, also after their parents have died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of several processes in bytes.
+
+    ``rss`` counts a page once for each process that maps it, ``pss`` once in all.
+    ``anonymous`` leaves out files and shared memory.
+    """
+
+    rss: int
+    pss: int
+    anonymous: int
+
+
+def session_pids(session: int) -> list[int]:
+    """Pids of the living processes of session ``session``; zombies are not alive."""
+    found: list[int] = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # The name in brackets may hold blanks: read from behind it. Fields: state ppid pgrp session
+        state, _, _, sid = stat.rpartition(")")[2].split()[:4]
+        if int(sid) == session and state not in ("Z", "X"):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def memory_of(pids: list[int]) -> Memory:
+    """Memory of ``pids`` together; a process that ends meanwhile counts nothing."""
+    rss = pss = anonymous = 0
+    for pid in pids:
+        try:
+            rollup = (_PROC / str(pid) / "smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = {
+            line.split(":")[0]: int(line.split()[1]) * 1024
+            for line in rollup.splitlines()
+            if line.endswith(" kB")
+        }
+        rss += fields.get("Rss", 0)
+        pss += fields.get("Pss", 0)
+        anonymous += fields.get("Anonymous", 0)
+    return Memory(rss, pss, anonymous)
+
+
+def command_of(pid: int) -> str:
+    """Command line of a process, for messages; "" when it is gone."""
+    try:
+        raw = (_PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def wait_until_gone(session: int, timeout: float) -> list[int]:
+    """Wait up to ``timeout`` seconds for a session to be empty; return who is still there."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = session_pids(session)
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.05)
+
+
+def kill_session(session: int) -> list[int]:
+    """SIGKILL every process of a session, each by its pid; return the pids."""
+    killed: list[int] = []
+    while pids := session_pids(session):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            killed.append(pid)
+        time.sleep(0.05)
+    return killed
+
+
+def shm_files(pids: list[int]) -> set[Path]:
+    """Files in /dev/shm that any of ``pids`` maps or holds open.
+
+    Asked of the processes and not of the folder, in which other programs have files, too.
+    """
+    prefix = f"{SHM}/"
+    found: set[str] = set()
+    for pid in pids:
+        try:
+            maps = (_PROC / str(pid) / "maps").read_text()
+            found.update(_link(entry) for entry in (_PROC / str(pid) / "fd").iterdir())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # Of six columns the last is the path, which may hold blanks.
+        found.update(line.split(maxsplit=5)[5] for line in maps.splitlines() if prefix in line)
+    return {
+        Path(name) for name in found if name.startswith(prefix) and not name.endswith(" (deleted)")
+    }
+
+
+def memory_files(pid: int, name: str) -> list[Path]:
+    """The memfd files called ``name`` that a process holds open, as paths that can be opened."""
+    found = []
+    for link in (_PROC / str(pid) / "fd").iterdir():
+        if _link(link).startswith(f"/memfd:{name}"):
+            found.append(link)
+    return found
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""

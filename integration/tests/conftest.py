@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests with real engines. One engine lives at a time; see ``EngineHost``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.harness import connector
+from integration.harness.checkpoint import TINY, write_checkpoint
+from integration.harness.connector import Connector
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.host import EngineHost
+from integration.tests import corpus
+from integration.tests.reference import Reference, plain_config
+
+# Bytes of KV cache and of arena that hold all that one test stores, and little more.
+KV_CACHE_BYTES = 64 << 20
+ARENA_GB = 0.125
+
+
+# Modules whose tests share an engine are neighbours. First of all: the proof that the others
+# would notice wrong bytes.
+ORDER = (
+    "test_notices_wrong_bytes",
+    "test_equality_warm",
+    "test_equality_partial",
+    "test_equality_concurrent",
+    "test_equality_aborted",
+    "test_salts_and_reset",
+    "test_equality_evicted",
+    "test_equality_preempted",
+    "test_equality_tp2",
+    "test_entry_paths",
+    "test_lifecycle",
+    "test_bad_input",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test here, so that unit test runs can leave out what starts engines; sort them."""
+    here = Path(__file__).parent
+    ours = [item for item in items if item.path.is_relative_to(here)]
+    for item in ours:
+        item.add_marker(pytest.mark.engine)
+    others = [item for item in items if item not in ours]
+    items[:] = others + sorted(ours, key=lambda item: ORDER.index(item.path.stem))
+
+
+@pytest.fixture(scope="session")
+def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where logs, the checkpoint and FlexKV's runtime files go."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def model(work_dir: Path) -> Path:
+    """The tests' checkpoint."""
+    return write_checkpoint(TINY, work_dir)
+
+
+@pytest.fixture(scope="session")
+def runtime_dir(work_dir: Path) -> Path:
+    """FlexKV's ``runtime_dir``: nothing else puts files there."""
+    return work_dir / "run"
+
+
+@pytest.fixture(scope="session")
+def host(work_dir: Path) -> Iterator[EngineHost]:
+    """All engines come from here."""
+    found = EngineHost(work_dir / "logs")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def reference(host: EngineHost, model: Path) -> Reference:
+    """Plain vLLM's answers to the whole corpus."""
+    return Reference(host.start(plain_config(model)))
+
+
+@pytest.fixture(scope="session")
+def flexkv(runtime_dir: Path) -> Callable[..., dict[str, Any]]:
+    """FlexKV's settings for the tests; keywords change or add some."""
+
+    def settings(**changes: Any) -> dict[str, Any]:
+        base = {
+            "cpu_cache_gb": ARENA_GB,
+            "block_tokens": corpus.FLEXKV_BLOCK,
+            "runtime_dir": str(runtime_dir),
+        }
+        return base | changes
+
+    return settings
+
+
+@pytest.fixture(scope="session")
+def engine_config(model: Path) -> Callable[..., EngineConfig]:
+    """Engines of the tests: a connector, and keywords that change the rest."""
+
+    def config(chosen: Connector, **changes: Any) -> EngineConfig:
+        base: dict[str, Any] = {
+            "model": model,
+            "dtype": TINY.dtype,
+            "connector": chosen,
+            "block_size": corpus.ENGINE_BLOCK,
+            "max_num_batched_tokens": corpus.BATCHED_TOKENS,
+            "kv_cache_bytes": KV_CACHE_BYTES,
+            "probe": True,
+        }
+        return EngineConfig(**(base | changes))
+
+    return config
+
+
+@pytest.fixture
+def engine(
+    host: EngineHost,
+    reference: Reference,
+    flexkv: Callable[..., dict[str, Any]],
+    engine_config: Callable[..., EngineConfig],
+) -> Engine:
+    """The engine that most tests share: FlexKV as a plugin, with nothing cached anywhere."""
+    engine = host.get(engine_config(connector.plugin(**flexkv())))
+    engine.reset_prefix_cache(reset_connector=True)
+    return engine

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several tests do with an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from integration.harness.engine import Completion, Engine
+from integration.tests import corpus
+from integration.tests.corpus import Tokens
+
+# Far more than any test waits for: the request is aborted long before.
+_ENDLESS = 4000
+
+
+def ask(
+    engine: Engine,
+    prompt: Sequence[int],
+    max_tokens: int = corpus.NEW_TOKENS,
+    cache_salt: str | None = None,
+) -> Completion:
+    """One prompt, with log probabilities, so that it can be compared with the reference."""
+    return engine.generate(prompt, max_tokens=max_tokens, cache_salt=cache_salt, logprobs=True)
+
+
+def ask_each(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[Completion]:
+    """One prompt after the other."""
+    return [ask(engine, prompt) for prompt in prompts]
+
+
+def ask_together(
+    engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int = corpus.NEW_TOKENS
+) -> list[Completion]:
+    """All prompts at once."""
+    return engine.generate_many(prompts, max_tokens=max_tokens, logprobs=True)
+
+
+def whole_blocks(tokens: int, block: int = corpus.FLEXKV_BLOCK) -> int:
+    """Tokens of the whole blocks among ``tokens``."""
+    return tokens // block * block
+
+
+def external_hits(engine: Engine) -> int:
+    """Prompt tokens that vLLM has taken from its connector so far."""
+    return int(engine.counter("vllm:external_prefix_cache_hits"))
+
+
+def flexkv_counters(engine: Engine) -> dict[str, int]:
+    """What FlexKV says that it did, in its last line; the engine must have ended."""
+    lines = re.findall(r"FlexKV ends: (.*)", engine.log())
+    assert len(lines) == 1, lines
+    return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", lines[0])}
+
+
+def running_blocks(engine: Engine, prompt: Tokens) -> list[int]:
+    """Run a prompt until its first token, note its engine blocks, abort it.
+
+    Returns the blocks that the prompt fills. They stay in vLLM's prefix cache.
+    """
+    generation = engine.submit(prompt, max_tokens=_ENDLESS)
+    generation.wait_first_token()
+    blocks: list[int] = engine.rpc("probe_blocks", generation.request_id)[0]
+    generation.abort()
+    assert generation.result().finish_reason == "abort"
+    return blocks[: len(prompt) // corpus.ENGINE_BLOCK]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input stops the engine at start, with one clear line and nothing left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.harness import connector
+from integration.harness.connector import Connector
+from integration.harness.engine import Engine, EngineConfig, EngineStartError
+from integration.harness.host import EngineHost
+from integration.tests.corpus import WARM
+from integration.tests.reference import Reference
+from integration.tests.steps import ask_each
+
+FLEXKV_ERROR = re.compile(r"^.*flexkv\.errors\.\w+: (.*)$", re.MULTILINE)
+
+
+def _refusal(start: Callable[[], Engine]) -> str:
+    """What FlexKV says when this start fails: one line, however often vLLM repeats it."""
+    with pytest.raises(EngineStartError) as caught:
+        start()
+    said = set(FLEXKV_ERROR.findall(caught.value.log))
+    assert len(said) == 1, said or caught.value.log
+    assert caught.value.killed == [], "a half-started engine was left"
+    return str(said.pop())
+
+
+@pytest.fixture
+def refuse(
+    host: EngineHost, engine_config: Callable[..., EngineConfig]
+) -> Callable[[Connector], str]:
+    """Start an engine that must not start; what FlexKV says."""
+    return lambda chosen: _refusal(lambda: host.start(engine_config(chosen)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "allowed"),
+    [
+        pytest.param(
+            {"cpu_cash_gb": 1},
+            ["'cpu_cash_gb'", "kv_connector_extra_config", "did you mean 'cpu_cache_gb'"],
+            "cpu_cache_gb",
+            id="unknown key",
+        ),
+        pytest.param(
+            {"cpu_cache_gb": -1},
+            ["-1", "kv_connector_extra_config", "cpu_cache_gb"],
+            "a number above 0",
+            id="negative size",
+        ),
+        pytest.param(
+            {"cpu_cache_gb": "lots"},
+            ["'lots'", "kv_connector_extra_config", "cpu_cache_gb"],
+            "a number above 0",
+            id="size that is no number",
+        ),
+        pytest.param(
+            {"cpu_cache_gb": 1e6},
+            ["cpu_cache_gb", "1e+06 GiB"],
+            "available on this machine",
+            id="more than the machine has",
+        ),
+        pytest.param(
+            {"block_tokens": 48},
+            ["block_tokens", "48"],
+            "multiple",
+            id="block that does not fit the engine's",
+        ),
+    ],
+)
+def test_bad_settings(
+    refuse: Callable[[Connector], str],
+    flexkv: Callable[..., dict[str, Any]],
+    settings: dict[str, Any],
+    said: list[str],
+    allowed: str,
+) -> None:
+    message = refuse(connector.plugin(**flexkv(**settings)))
+    assert [phrase for phrase in said if phrase not in message] == [], message
+    assert allowed in message.partition("allowed:")[2], message
+
+
+def test_an_unwritable_runtime_dir(
+    refuse: Callable[[Connector], str], flexkv: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    # Below a file: not even root can make a directory there.
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "run")
+    message = refuse(connector.plugin(**flexkv(runtime_dir=folder)))
+    assert folder in message
+    assert "runtime_dir" in message
+    assert "can create and write" in message.partition("allowed:")[2], message
+
+
+def test_the_same_engine_id_twice(
+    host: EngineHost,
+    reference: Reference,
+    flexkv: Callable[..., dict[str, Any]],
+    engine_config: Callable[..., EngineConfig],
+    work_dir: Path,
+) -> None:
+    """The second engine stops; the first one goes on."""
+    config = engine_config(connector.plugin(engine_id="twice", **flexkv()))
+    first = host.start(config)
+    said = _refusal(lambda: Engine(config, work_dir / "logs" / "second.log"))
+    assert "'twice'" in said
+    assert "engine_id of its own" in said.partition("allowed:")[2]
+
+    reference.check_all(WARM, ask_each(first, WARM), what="the first engine")
+    first.forget()
+    warm = ask_each(first, WARM)
+    reference.check_all(WARM, warm, what="the first engine, warm")
+    assert all(answer.cached_tokens for answer in warm)

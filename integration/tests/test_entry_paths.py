@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three ways into vLLM: our plugin (most other tests), vLLM's own shim, our module by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from integration.harness import connector
+from integration.harness.connector import Connector
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.host import EngineHost
+from integration.tests.corpus import CONCURRENT, LONG, PREEMPTED, PREEMPTED_NEW_TOKENS, WARM
+from integration.tests.reference import Reference
+from integration.tests.steps import ask_each, ask_together, external_hits, whole_blocks
+
+# As in the test of preemptions, but large enough for the long prompts.
+BLOCKS = 131
+ENTRIES = {
+    "vLLM's own shim": connector.in_tree_shim,
+    "by module path": connector.module_path,
+}
+
+
+@pytest.fixture(params=[pytest.param(make, id=name) for name, make in ENTRIES.items()])
+def entered(
+    request: pytest.FixtureRequest,
+    host: EngineHost,
+    reference: Reference,
+    flexkv: Callable[..., dict[str, Any]],
+    engine_config: Callable[..., EngineConfig],
+) -> Engine:
+    chosen: Connector = request.param(**flexkv())
+    return host.start(engine_config(chosen, num_blocks=BLOCKS, max_model_len=4096 + 32))
+
+
+def test_an_entry_path(entered: Engine, reference: Reference) -> None:
+    """One engine for each path, taken through the main cases one after the other."""
+    prompts = WARM + LONG
+    reference.check_all(prompts, ask_each(entered, prompts), what="cold")
+    entered.forget()
+    warm = ask_each(entered, prompts)
+    reference.check_all(prompts, warm, what="warm")
+    assert [answer.cached_tokens for answer in warm] == [whole_blocks(len(p)) for p in prompts]
+
+    entered.forget()
+    reference.check_all(CONCURRENT, ask_together(entered, CONCURRENT), what="concurrent")
+    entered.forget()
+    hits = external_hits(entered)
+    reference.check_all(CONCURRENT, ask_together(entered, CONCURRENT), what="concurrent, warm")
+    assert external_hits(entered) > hits
+
+    for what in ("preempted", "preempted, warm"):
+        entered.forget()
+        preemptions = entered.counter("vllm:num_preemptions")
+        crowd = PREEMPTED * 2
+        answers = ask_together(entered, crowd, max_tokens=PREEMPTED_NEW_TOKENS)
+        reference.check_all(crowd, answers, PREEMPTED_NEW_TOKENS, what)
+        assert entered.counter("vllm:num_preemptions") > preemptions

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other tests prove something only if wrong bytes change what they look at: first, prove that.
+
+Each test damages cached KV, sees that the tokens change, and that undamaged KV gives the right
+ones again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from integration.harness import processes
+from integration.harness.checkpoint import TINY
+from integration.harness.engine import Engine
+from integration.tests import corpus
+from integration.tests.corpus import DAMAGED
+from integration.tests.reference import Reference, differs
+from integration.tests.steps import ask, external_hits, running_blocks, whole_blocks
+
+LAYERS = range(TINY.layers)
+OWN_HIT = whole_blocks(len(DAMAGED), corpus.ENGINE_BLOCK)
+# The top bit of a float32's exponent, in its last byte: 0.5 becomes 1.7e38.
+EXPONENT_BIT = 0x40
+
+
+def _byte_of_a_value(page: bytes) -> int:
+    """Offset of the last byte of a number between 0.5 and 2 among the first head's V.
+
+    The CPU backend keeps, for each head, all K of the block and then all V.
+    """
+    head = len(page) // TINY.kv_heads
+    for offset in range(head // 2, head, 4):
+        (number,) = struct.unpack_from("<f", page, offset)
+        if 0.5 <= abs(number) < 2:
+            return offset + 3
+    raise AssertionError("no value between 0.5 and 2 in this page")
+
+
+def _page(engine: Engine, block: int, layer: int) -> bytes:
+    return bytes.fromhex(engine.rpc("probe_read", [block], [layer])[0][0])
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_flipped_byte_in_the_engines_cache_changes_the_tokens(
+    engine: Engine, reference: Reference, layer: int
+) -> None:
+    block = running_blocks(engine, DAMAGED)[3]
+    offset = _byte_of_a_value(_page(engine, block, layer))
+    engine.rpc("probe_flip", block, layer, offset, EXPONENT_BIT)
+
+    damaged = ask(engine, DAMAGED)
+    assert damaged.cached_tokens == OWN_HIT
+    assert differs(damaged, reference.of(DAMAGED))
+
+    engine.rpc("probe_flip", block, layer, offset, EXPONENT_BIT)
+    reference.check(DAMAGED, ask(engine, DAMAGED), what="after the byte was put back")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_flipped_byte_in_the_arena_changes_the_tokens(
+    engine: Engine, reference: Reference, layer: int
+) -> None:
+    """The byte is flipped in the shared memory of FlexKV, behind its back."""
+    block = running_blocks(engine, DAMAGED)[3]
+    page = _page(engine, block, layer)
+    offset = _byte_of_a_value(page)
+    engine.forget()
+
+    _flip_in_arena(engine, page, offset)
+    damaged = ask(engine, DAMAGED)
+    assert damaged.cached_tokens == whole_blocks(len(DAMAGED))
+    assert differs(damaged, reference.of(DAMAGED))
+
+    engine.forget()
+    _flip_in_arena(engine, _flipped(page, offset), offset)
+    reference.check(DAMAGED, ask(engine, DAMAGED), what="after the byte was put back")
+
+
+def _flipped(page: bytes, offset: int) -> bytes:
+    return page[:offset] + bytes([page[offset] ^ EXPONENT_BIT]) + page[offset + 1 :]
+
+
+def _flip_in_arena(engine: Engine, page: bytes, offset: int) -> None:
+    """Find the page among FlexKV's slots and flip one byte of it there."""
+    for pid in engine.pids():
+        for arena in processes.memory_files(pid, "flexkv-arena"):
+            with arena.open("r+b") as file:
+                at = file.read().find(page)
+                assert at >= 0, "the page is not in the arena"
+                file.seek(at + offset)
+                file.write(bytes([page[offset] ^ EXPONENT_BIT]))
+            return
+    raise AssertionError("no process of the engine holds an arena")
+
+
+def _zero_row(engine: Engine, blocks: list[int], layers: list[int]) -> None:
+    engine.rpc("probe_zero_row", blocks[3], layers, 5)
+
+
+def _wrong_block(engine: Engine, blocks: list[int], layers: list[int]) -> None:
+    engine.rpc("probe_copy", blocks[0], blocks[3], layers)
+
+
+@pytest.mark.parametrize(
+    ("damage", "layers"),
+    [
+        pytest.param(_zero_row, list(LAYERS), id="a token's row zeroed"),
+        *(pytest.param(_wrong_block, [n], id=f"a wrong block in layer {n}") for n in LAYERS),
+    ],
+)
+def test_wrong_rows_and_blocks_are_noticed(
+    engine: Engine,
+    reference: Reference,
+    damage: Callable[[Engine, list[int], list[int]], None],
+    layers: list[int],
+) -> None:
+    blocks = running_blocks(engine, DAMAGED)
+    damage(engine, blocks, layers)
+    damaged = ask(engine, DAMAGED)
+    assert damaged.cached_tokens == OWN_HIT
+    with pytest.raises(AssertionError):
+        reference.check(DAMAGED, damaged)
+
+
+def test_a_scrubbed_cache_is_noticed(engine: Engine, reference: Reference) -> None:
+    """``Engine.forget`` must leave nothing in the engine's memory that could pass for KV."""
+    running_blocks(engine, DAMAGED)
+    engine.rpc("probe_scrub")
+    damaged = ask(engine, DAMAGED)
+    assert damaged.cached_tokens == OWN_HIT
+    assert differs(damaged, reference.of(DAMAGED))
+
+
+def test_restored_blocks_have_the_bytes_that_were_computed(engine: Engine) -> None:
+    """Byte by byte, over all layers; whatever the tokens say."""
+    restorable = whole_blocks(len(DAMAGED)) // corpus.ENGINE_BLOCK
+    computed = engine.rpc("probe_digests", running_blocks(engine, DAMAGED)[:restorable])
+    assert len(set(computed[0])) == restorable
+
+    engine.forget()
+    hits = external_hits(engine)
+    restored = engine.rpc("probe_digests", running_blocks(engine, DAMAGED)[:restorable])
+    assert external_hits(engine) - hits == restorable * corpus.ENGINE_BLOCK
+    assert restored == computed
