@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,29 @@ def sockets(vllm_config: VllmConfig) -> list[Path]:
 def test_a_start_leaves_nothing_after_shutdown(vllm_config: VllmConfig) -> None:
     start(vllm_config)
     assert sockets(vllm_config) == []
+
+
+def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
+    vllm_config: VllmConfig,
+) -> None:
+    allowed = os.sched_getaffinity(os.getppid())
+    pinned = {min(allowed)}
+    adapter = Adapter(vllm_config, StoreTime.STEP)
+    os.sched_setaffinity(0, pinned)
+    try:
+        adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), rank=0)
+        assert os.sched_getaffinity(0) == pinned
+        movers = [
+            task
+            for task in Path("/proc/self/task").iterdir()
+            if (task / "comm").read_text().strip() == "flexkv-mover"
+        ]
+        assert movers
+        for task in movers:
+            assert os.sched_getaffinity(int(task.name)) == allowed
+    finally:
+        os.sched_setaffinity(0, allowed)
+        adapter.shutdown()
 
 
 def test_unknown_key(vllm_config: VllmConfig) -> None:

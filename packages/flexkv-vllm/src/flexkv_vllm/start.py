@@ -6,9 +6,10 @@ Everything that can be wrong is found here, and raised: at run time nothing is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,16 +95,18 @@ def make_worker_side(
         engine_blocks,
         engine_blocks * layout.block_bytes,
     )
-    threads = config.copy_threads or min(4, len(os.sched_getaffinity(0)))
-    session = _meet(config, _engine_id(vllm_config), shard, ranks, threads)
-    arena = session.arena
-    try:
-        mover = CpuMover(
-            layout.planes, layout.num_blocks, arena.address, arena.spec.total_bytes, threads
-        )
-    except ValueError as error:
-        session.close()
-        raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
+    cpus = _copy_cpus()
+    threads = config.copy_threads or min(4, len(cpus))
+    with _running_on(cpus):
+        session = _meet(config, _engine_id(vllm_config), shard, ranks, threads)
+        arena = session.arena
+        try:
+            mover = CpuMover(
+                layout.planes, layout.num_blocks, arena.address, arena.spec.total_bytes, threads
+            )
+        except ValueError as error:
+            session.close()
+            raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
     return WorkerSide(session, mover, rank, layout.block_bytes, edge)
 
 
@@ -143,6 +146,26 @@ def _meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads
         lambda block_format: plan_arena(block_format, config.cpu_cache_gb),
         threads=threads,
     )
+
+
+def _copy_cpus() -> set[int]:
+    """Processors that copies may run on: this process's, and those of the one that started it.
+
+    vLLM's CPU build pins a worker, and with it all threads it starts, to the processors that
+    compute. Copies there would take turns with the forward pass while others are idle.
+    """
+    return os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
+
+
+@contextlib.contextmanager
+def _running_on(cpus: set[int]) -> Iterator[None]:
+    """Let this thread run on `cpus`: threads that it starts meanwhile keep them."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
