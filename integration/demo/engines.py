@@ -193,13 +193,17 @@ def running_engine(setup: Setup, connector: Connector, log: Path) -> Iterator[En
         "max_num_batched_tokens": 4096,
         "max_num_seqs": 4,
         "block_size": backend.block_size,
+        "env": _environment(model),
         "num_blocks": math.ceil(plan.kv_tokens / backend.block_size) + 1,  # one is vLLM's own
     }
-    if not model.random:
-        settings["env"] = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
     config = GpuEngineConfig(**settings) if backend.gpu else EngineConfig(**settings)
     with Engine(config, log) as engine:
         yield engine
+
+
+def _environment(model: Model) -> dict[str, str]:
+    """A model of the user's may have to be downloaded."""
+    return {} if model.random else {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
 
 
 def root_cause(error: EngineStartError) -> str:

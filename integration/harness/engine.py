@@ -112,6 +112,9 @@ class EngineConfig:
         )
         env["VLLM_NO_USAGE_STATS"] = "1"
         env["HF_HUB_OFFLINE"] = "1"
+        # vLLM's CPU build keeps one core free of computing threads, and one more as soon as there
+        # is any KV connector: engines with and without would not compute with the same number.
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
         env["VLLM_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tensor_parallel_size)
         return env | self.connector.env | self.env
 

@@ -216,7 +216,8 @@ class SchedulerSide:
         covers the whole prefix up to there."""
         step = self._sizes.engine_blocks
         end = None if stop is None else stop * step
-        return request.block_hashes[(start + 1) * step - 1 : end : step]
+        keys: Sequence[bytes] = request.block_hashes[(start + 1) * step - 1 : end : step]
+        return keys
 
     def _order_load(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> None:
         size = self._sizes

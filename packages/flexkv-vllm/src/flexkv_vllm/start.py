@@ -211,7 +211,7 @@ def _views(kv_caches: Mapping[str, torch.Tensor]) -> Iterable[TensorView]:
 
 
 def _num_blocks(vllm_config: VllmConfig) -> int:
-    num_blocks = vllm_config.cache_config.num_gpu_blocks
+    num_blocks: int | None = vllm_config.cache_config.num_gpu_blocks
     if not num_blocks:
         raise LayoutError("vLLM does not say how many KV blocks it has; allowed: 1 or more")
     return num_blocks
@@ -219,9 +219,10 @@ def _num_blocks(vllm_config: VllmConfig) -> int:
 
 def _engine_id(vllm_config: VllmConfig) -> str:
     transfer = vllm_config.kv_transfer_config
-    if transfer is None or not transfer.engine_id:
+    engine_id: str | None = None if transfer is None else transfer.engine_id
+    if not engine_id:
         raise LayoutError("vLLM gave the connector no engine_id; allowed: any text")
-    return transfer.engine_id
+    return engine_id
 
 
 def _model_identity(vllm_config: VllmConfig) -> list[str]:
