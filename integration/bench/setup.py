@@ -19,9 +19,9 @@ BATCHED_TOKENS = 4096
 # Holds one prompt of each length several times over: 4 KiB a token.
 KV_CACHE_BYTES = 1 << 30
 ARENA_GB = 1.0
-# oneDNN, which vLLM's CPU build computes with, keeps compiled code for so many shapes of matrices, by
-# default 1,024. Steps of mixed requests have more shapes than that, so a plain vLLM grows by 400 MiB
-# during 10,000 requests, with or without FlexKV; with so few it is full early.
+# oneDNN, which vLLM's CPU build computes with, keeps compiled code for so many shapes of
+# matrices, by default 1,024. Steps of mixed requests have more shapes than that, so a plain vLLM
+# grows by 400 MiB during 10,000 requests, with or without FlexKV; with so few it is full early.
 SHAPES_CACHED = 32
 
 
