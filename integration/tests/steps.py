@@ -10,9 +10,6 @@ from integration.harness.engine import Completion, Engine
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
 
-# Far more than any test waits for: the request is aborted long before.
-_ENDLESS = 4000
-
 
 def ask(
     engine: Engine,
@@ -53,14 +50,13 @@ def flexkv_counters(engine: Engine) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", lines[0])}
 
 
-def running_blocks(engine: Engine, prompt: Tokens) -> list[int]:
-    """Run a prompt until its first token, note its engine blocks, abort it.
+def blocks_of(engine: Engine, prompt: Tokens) -> list[int]:
+    """Compute (or restore) a prompt; the engine blocks that it fills, in order.
 
-    Returns the blocks that the prompt fills. They stay in vLLM's prefix cache.
+    The request has ended then. Its blocks keep what they hold, in vLLM's prefix cache.
     """
-    generation = engine.submit(prompt, max_tokens=_ENDLESS)
-    generation.wait_first_token()
+    engine.rpc("probe_record")
+    generation = engine.submit(prompt, max_tokens=1)
+    generation.result()
     blocks: list[int] = engine.rpc("probe_blocks", generation.request_id)[0]
-    generation.abort()
-    assert generation.result().finish_reason == "abort"
     return blocks[: len(prompt) // corpus.ENGINE_BLOCK]

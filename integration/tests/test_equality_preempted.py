@@ -16,7 +16,7 @@ from integration.tests.reference import Reference
 from integration.tests.steps import ask_together, external_hits, flexkv_counters
 
 # The 16 requests grow to 8 blocks each; one more block is vLLM's own.
-BLOCKS = 61
+BLOCKS = 45
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_preempted_requests(host: EngineHost, small_engine: Engine, reference: R
         hits = external_hits(small_engine)
         answers = ask_together(small_engine, PREEMPTED, max_tokens=PREEMPTED_NEW_TOKENS)
         reference.check_all(PREEMPTED, answers, PREEMPTED_NEW_TOKENS, what)
-        assert small_engine.counter("vllm:num_preemptions") - preemptions >= len(PREEMPTED) / 2
+        assert small_engine.counter("vllm:num_preemptions") > preemptions
         assert (external_hits(small_engine) > hits) == (what != "cold")
         hit_at_first += sum(answer.cached_tokens != 0 for answer in answers)
         small_engine.forget()

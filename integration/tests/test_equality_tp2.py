@@ -13,7 +13,7 @@ from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
 from integration.tests.corpus import CONCURRENT, LONG, PARTIAL, PREFIX, WARM
 from integration.tests.reference import Reference
-from integration.tests.steps import ask, ask_each, ask_together, running_blocks, whole_blocks
+from integration.tests.steps import ask, ask_each, ask_together, blocks_of, whole_blocks
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_partial(two_ranks: Engine, reference: Reference) -> None:
 
 
 def test_both_ranks_restore_their_bytes(two_ranks: Engine) -> None:
-    computed = two_ranks.rpc("probe_digests", running_blocks(two_ranks, PREFIX)[:-1])
+    computed = two_ranks.rpc("probe_digests", blocks_of(two_ranks, PREFIX)[:-1])
     assert len(computed) == 2
     assert computed[0] != computed[1]
     two_ranks.forget()
-    restored = two_ranks.rpc("probe_digests", running_blocks(two_ranks, PREFIX)[:-1])
+    restored = two_ranks.rpc("probe_digests", blocks_of(two_ranks, PREFIX)[:-1])
     assert restored == computed

@@ -18,7 +18,7 @@ from integration.harness.engine import Engine
 from integration.tests import corpus
 from integration.tests.corpus import DAMAGED
 from integration.tests.reference import Reference, differs
-from integration.tests.steps import ask, external_hits, running_blocks, whole_blocks
+from integration.tests.steps import ask, external_hits, blocks_of, whole_blocks
 
 LAYERS = range(TINY.layers)
 OWN_HIT = whole_blocks(len(DAMAGED), corpus.ENGINE_BLOCK)
@@ -47,7 +47,7 @@ def _page(engine: Engine, block: int, layer: int) -> bytes:
 def test_a_flipped_byte_in_the_engines_cache_changes_the_tokens(
     engine: Engine, reference: Reference, layer: int
 ) -> None:
-    block = running_blocks(engine, DAMAGED)[3]
+    block = blocks_of(engine, DAMAGED)[3]
     offset = _byte_of_a_value(_page(engine, block, layer))
     engine.rpc("probe_flip", block, layer, offset, EXPONENT_BIT)
 
@@ -64,7 +64,7 @@ def test_a_flipped_byte_in_the_arena_changes_the_tokens(
     engine: Engine, reference: Reference, layer: int
 ) -> None:
     """The byte is flipped in the shared memory of FlexKV, behind its back."""
-    block = running_blocks(engine, DAMAGED)[3]
+    block = blocks_of(engine, DAMAGED)[3]
     page = _page(engine, block, layer)
     offset = _byte_of_a_value(page)
     engine.forget()
@@ -84,16 +84,23 @@ def _flipped(page: bytes, offset: int) -> bytes:
 
 
 def _flip_in_arena(engine: Engine, page: bytes, offset: int) -> None:
-    """Find the page among FlexKV's slots and flip one byte of it there."""
-    for pid in engine.pids():
-        for arena in processes.memory_files(pid, "flexkv-arena"):
-            with arena.open("r+b") as file:
-                at = file.read().find(page)
-                assert at >= 0, "the page is not in the arena"
-                file.seek(at + offset)
-                file.write(bytes([page[offset] ^ EXPONENT_BIT]))
-            return
-    raise AssertionError("no process of the engine holds an arena")
+    """Find the page among FlexKV's slots and flip one byte of it there.
+
+    Slots keep their bytes after a reset, so the page may be there several times: in one slot that
+    is in use, and in others from earlier tests.
+    """
+    flipped = bytes([page[offset] ^ EXPONENT_BIT])
+    arena = next(
+        arena for pid in engine.pids() for arena in processes.memory_files(pid, "flexkv-arena")
+    )
+    with arena.open("r+b") as file:
+        content = file.read()
+        at = content.find(page)
+        assert at >= 0, "the page is not in the arena"
+        while at >= 0:
+            file.seek(at + offset)
+            file.write(flipped)
+            at = content.find(page, at + len(page))
 
 
 def _zero_row(engine: Engine, blocks: list[int], layers: list[int]) -> None:
@@ -117,7 +124,7 @@ def test_wrong_rows_and_blocks_are_noticed(
     damage: Callable[[Engine, list[int], list[int]], None],
     layers: list[int],
 ) -> None:
-    blocks = running_blocks(engine, DAMAGED)
+    blocks = blocks_of(engine, DAMAGED)
     damage(engine, blocks, layers)
     damaged = ask(engine, DAMAGED)
     assert damaged.cached_tokens == OWN_HIT
@@ -127,7 +134,7 @@ def test_wrong_rows_and_blocks_are_noticed(
 
 def test_a_scrubbed_cache_is_noticed(engine: Engine, reference: Reference) -> None:
     """``Engine.forget`` must leave nothing in the engine's memory that could pass for KV."""
-    running_blocks(engine, DAMAGED)
+    blocks_of(engine, DAMAGED)
     engine.rpc("probe_scrub")
     damaged = ask(engine, DAMAGED)
     assert damaged.cached_tokens == OWN_HIT
@@ -137,11 +144,11 @@ def test_a_scrubbed_cache_is_noticed(engine: Engine, reference: Reference) -> No
 def test_restored_blocks_have_the_bytes_that_were_computed(engine: Engine) -> None:
     """Byte by byte, over all layers; whatever the tokens say."""
     restorable = whole_blocks(len(DAMAGED)) // corpus.ENGINE_BLOCK
-    computed = engine.rpc("probe_digests", running_blocks(engine, DAMAGED)[:restorable])
+    computed = engine.rpc("probe_digests", blocks_of(engine, DAMAGED)[:restorable])
     assert len(set(computed[0])) == restorable
 
     engine.forget()
     hits = external_hits(engine)
-    restored = engine.rpc("probe_digests", running_blocks(engine, DAMAGED)[:restorable])
+    restored = engine.rpc("probe_digests", blocks_of(engine, DAMAGED)[:restorable])
     assert external_hits(engine) - hits == restorable * corpus.ENGINE_BLOCK
     assert restored == computed
