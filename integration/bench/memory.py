@@ -21,7 +21,7 @@ NEW_TOKENS = 4
 # The prompts are drawn from this many. Together they are several times the arena and the engine's
 # own cache, so that blocks are loaded, stored and evicted all the time, from before the first
 # measurement on.
-DISTINCT_PROMPTS = 3_000
+DISTINCT_PROMPTS = 1_000
 ARENA_GB = 0.0625
 MIB = 1 << 20
 

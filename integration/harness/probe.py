@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM worker extension that reads and damages KV blocks of a running request.
+"""A vLLM worker extension that reads and damages KV blocks.
 
 vLLM mixes ``KVProbe`` into its worker class (``worker_extension_cls``), so the methods run in
 every worker process, between two steps, through ``collective_rpc``. Tests use it to prove that
@@ -15,23 +15,36 @@ import torch
 
 
 class KVProbe:
-    """Methods added to the worker; a request must be running while its blocks are asked for."""
+    """Methods added to the worker."""
 
     model_runner: Any
+    _probe_seen: dict[str, list[int]]
+
+    def probe_record(self) -> None:
+        """From now on remember which blocks every request had in its last step. Idempotent."""
+        if hasattr(self, "_probe_seen"):
+            return
+        self._probe_seen = {}
+        runner, execute = self.model_runner, self.model_runner.execute_model
+
+        def execute_and_record(*args: Any, **kwargs: Any) -> Any:
+            output = execute(*args, **kwargs)
+            for request_id, request in runner.requests.items():
+                (blocks,) = request.block_ids  # one group of layers
+                self._probe_seen[request_id] = list(blocks)
+            return output
+
+        runner.execute_model = execute_and_record
 
     def probe_blocks(self, request_prefix: str) -> list[int]:
-        """Block numbers, in order, of the one running request whose id has that prefix.
+        """Block numbers, in order, of the one recorded request whose id has that prefix.
 
         vLLM appends a random suffix to request ids. Raises KeyError unless exactly one fits.
         """
-        requests = self.model_runner.requests
-        found = [rid for rid in requests if rid.startswith(request_prefix)]
+        found = [rid for rid in self._probe_seen if rid.startswith(request_prefix)]
         if len(found) != 1:
-            raise KeyError(f"{len(found)} requests start with {request_prefix!r}: {list(requests)}")
-        groups = requests[found[0]].block_ids
-        if len(groups) != 1:
-            raise KeyError(f"expected one KV cache group, the engine has {len(groups)}")
-        return [int(block) for block in groups[0]]
+            raise KeyError(f"{len(found)} requests start with {request_prefix!r}")
+        return self._probe_seen[found[0]]
 
     def probe_digests(self, blocks: list[int]) -> list[str]:
         """Digest of the bytes of each block over all layers of this rank."""

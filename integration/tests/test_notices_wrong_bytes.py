@@ -18,7 +18,7 @@ from integration.harness.engine import Engine
 from integration.tests import corpus
 from integration.tests.corpus import DAMAGED
 from integration.tests.reference import Reference, differs
-from integration.tests.steps import ask, external_hits, blocks_of, whole_blocks
+from integration.tests.steps import ask, blocks_of, external_hits, whole_blocks
 
 LAYERS = range(TINY.layers)
 OWN_HIT = whole_blocks(len(DAMAGED), corpus.ENGINE_BLOCK)
