@@ -217,7 +217,7 @@ class World:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        if self.scheduler.has_requests():
+        if self.scheduler.has_requests() or not self.steps:
             output = self.scheduler.schedule()
             self.preemptions += len(output.preempted_req_ids or ())
             self.steps.append(Step(output))
