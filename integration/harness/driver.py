@@ -28,6 +28,10 @@ Message = dict[str, Any]
 # is far beyond the longest context.
 MAX_LINE = 1 << 30
 
+# vLLM gives its processes 5 s to end and kills them then. On a busy machine some need longer, and
+# an engine that was told to stop must not be killed before its connector has heard of it.
+STOP_SECONDS = 30.0
+
 
 class Events:
     """Writes messages to the event pipe, one line each."""
@@ -164,7 +168,7 @@ async def serve(commands: asyncio.StreamReader, events: Events) -> None:
             driver.start(json.loads(line))
         driver.stop()
     finally:
-        llm.shutdown()
+        llm.shutdown(timeout=STOP_SECONDS)
         # AsyncLLM shuts down in __del__ as well, which fails once the interpreter is ending.
         del llm, driver
         gc.collect()

@@ -14,7 +14,7 @@ from integration.harness.checkpoint import TINY, write_checkpoint
 from integration.harness.connector import Connector
 from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
-from integration.tests import corpus
+from integration.tests import corpus, disks
 from integration.tests.reference import Reference, plain_config
 
 # Bytes of KV cache and of arena that hold all that one test stores, and little more.
@@ -34,6 +34,11 @@ ORDER = (
     "test_equality_evicted",
     "test_equality_preempted",
     "test_equality_tp2",
+    "test_disk_warm",
+    "test_disk_in_use",
+    "test_disk_restart",
+    "test_disk_tp2",
+    "test_observed",
     "test_entry_paths",
     "test_lifecycle",
     "test_bad_input",
@@ -114,6 +119,44 @@ def engine_config(model: Path) -> Callable[..., EngineConfig]:
         return EngineConfig(**(base | changes))
 
     return config
+
+
+@pytest.fixture(scope="session")
+def disk_dir(work_dir: Path) -> Path:
+    """The cache directory that most tests of the disk share."""
+    return work_dir / "disk"
+
+
+@pytest.fixture(scope="session")
+def disk_config(
+    flexkv: Callable[..., dict[str, Any]], engine_config: Callable[..., EngineConfig]
+) -> Callable[..., EngineConfig]:
+    """Engines with a small arena and a disk of so many slots; keywords change the rest of the
+    engine."""
+
+    def config(
+        directory: Path,
+        disk_slots: int = disks.ROOMY,
+        in_use: str = "error",
+        **changes: Any,
+    ) -> EngineConfig:
+        settings = disks.settings(directory, disk_slots) | {"ssd_in_use": in_use}
+        return engine_config(connector.plugin(**flexkv(**settings)), **changes)
+
+    return config
+
+
+@pytest.fixture
+def disk_engine(
+    host: EngineHost,
+    reference: Reference,
+    disk_config: Callable[..., EngineConfig],
+    disk_dir: Path,
+) -> Engine:
+    """The engine with a roomy disk that tests share; the disk may hold what others stored."""
+    engine = host.get(disk_config(disk_dir))
+    engine.forget()
+    return engine
 
 
 @pytest.fixture

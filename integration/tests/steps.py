@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from integration.harness.engine import Completion, Engine
+import pytest
+
+from integration.harness.engine import Completion, Engine, EngineStartError
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
+
+_FLEXKV_ERROR = re.compile(r"^.*flexkv\.errors\.\w+: (.*)$", re.MULTILINE)
 
 
 def ask(
@@ -48,6 +52,16 @@ def flexkv_counters(engine: Engine) -> dict[str, int]:
     lines = re.findall(r"FlexKV ends: (.*)", engine.log())
     assert len(lines) == 1, lines
     return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", lines[0])}
+
+
+def refusal(start: Callable[[], Engine]) -> str:
+    """What FlexKV says when this start fails: one line, however often vLLM repeats it."""
+    with pytest.raises(EngineStartError) as caught:
+        start()
+    said = set(_FLEXKV_ERROR.findall(caught.value.log))
+    assert len(said) == 1, said or caught.value.log
+    assert caught.value.killed == [], "a half-started engine was left"
+    return str(said.pop())
 
 
 def blocks_of(engine: Engine, prompt: Tokens) -> list[int]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,12 @@ import pytest
 
 from integration.harness import connector
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig, EngineStartError
+from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
+from integration.tests import disks
 from integration.tests.corpus import WARM
 from integration.tests.reference import Reference
-from integration.tests.steps import ask_each
-
-FLEXKV_ERROR = re.compile(r"^.*flexkv\.errors\.\w+: (.*)$", re.MULTILINE)
-
-
-def _refusal(start: Callable[[], Engine]) -> str:
-    """What FlexKV says when this start fails: one line, however often vLLM repeats it."""
-    with pytest.raises(EngineStartError) as caught:
-        start()
-    said = set(FLEXKV_ERROR.findall(caught.value.log))
-    assert len(said) == 1, said or caught.value.log
-    assert caught.value.killed == [], "a half-started engine was left"
-    return str(said.pop())
+from integration.tests.steps import ask_each, refusal
 
 
 @pytest.fixture
@@ -36,7 +24,7 @@ def refuse(
     host: EngineHost, engine_config: Callable[..., EngineConfig]
 ) -> Callable[[Connector], str]:
     """Start an engine that must not start; what FlexKV says."""
-    return lambda chosen: _refusal(lambda: host.start(engine_config(chosen)))
+    return lambda chosen: refusal(lambda: host.start(engine_config(chosen)))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +60,18 @@ def refuse(
             "multiple",
             id="block that does not fit the engine's",
         ),
+        pytest.param(
+            {"ssd_cache_gb": 1},
+            ["ssd_cache_gb is 1", "ssd_cache_dir is ''"],
+            "both set, or neither",
+            id="disk space without a directory",
+        ),
+        pytest.param(
+            {"ssd_cache_gb": 1, "ssd_cache_dir": "cache"},
+            ["'cache'", "kv_connector_extra_config", "ssd_cache_dir"],
+            "absolute paths",
+            id="cache directory with a relative path",
+        ),
     ],
 )
 def test_bad_settings(
@@ -98,6 +98,29 @@ def test_an_unwritable_runtime_dir(
     assert "can create and write" in message.partition("allowed:")[2], message
 
 
+def test_an_unwritable_cache_directory(
+    refuse: Callable[[Connector], str], flexkv: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "cache"
+    message = refuse(connector.plugin(**flexkv(**disks.settings(folder))))
+    assert str(folder) in message
+    assert "ssd_cache_dir" in message
+    assert "can create and write" in message.partition("allowed:")[2], message
+
+
+def test_more_than_the_disk_has(
+    refuse: Callable[[Connector], str], flexkv: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Neither blocks nor files are left of what could not be had."""
+    settings = disks.settings(tmp_path / "cache") | {"ssd_cache_gb": 1e6}
+    message = refuse(connector.plugin(**flexkv(**settings)))
+    assert str(tmp_path / "cache") in message
+    assert "ssd_cache_gb" in message
+    assert "that much room" in message.partition("allowed:")[2], message
+    assert disks.slab_files(tmp_path / "cache") == []
+
+
 def test_the_same_engine_id_twice(
     host: EngineHost,
     reference: Reference,
@@ -108,7 +131,7 @@ def test_the_same_engine_id_twice(
     """The second engine stops; the first one goes on."""
     config = engine_config(connector.plugin(engine_id="twice", **flexkv()))
     first = host.start(config)
-    said = _refusal(lambda: Engine(config, work_dir / "logs" / "second.log"))
+    said = refusal(lambda: Engine(config, work_dir / "logs" / "second.log"))
     assert "'twice'" in said
     assert "engine_id of its own" in said.partition("allowed:")[2]
 

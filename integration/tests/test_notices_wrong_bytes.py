@@ -31,7 +31,7 @@ def _byte_of_a_value(page: bytes) -> int:
 
     The CPU backend keeps, for each head, all K of the block and then all V.
     """
-    head = len(page) // TINY.kv_heads
+    head = len(_first_head(page))
     for offset in range(head // 2, head, 4):
         (number,) = struct.unpack_from("<f", page, offset)
         if 0.5 <= abs(number) < 2:
@@ -67,40 +67,46 @@ def test_a_flipped_byte_in_the_arena_changes_the_tokens(
     block = blocks_of(engine, DAMAGED)[3]
     page = _page(engine, block, layer)
     offset = _byte_of_a_value(page)
+    head = _first_head(page)  # in the arena other heads of the page lie elsewhere
     engine.forget()
 
-    _flip_in_arena(engine, page, offset)
+    _flip_in_arena(engine, head, offset)
     damaged = ask(engine, DAMAGED)
     assert damaged.cached_tokens == whole_blocks(len(DAMAGED))
     assert differs(damaged, reference.of(DAMAGED))
 
     engine.forget()
-    _flip_in_arena(engine, _flipped(page, offset), offset)
+    _flip_in_arena(engine, _flipped(head, offset), offset)
     reference.check(DAMAGED, ask(engine, DAMAGED), what="after the byte was put back")
 
 
-def _flipped(page: bytes, offset: int) -> bytes:
-    return page[:offset] + bytes([page[offset] ^ EXPONENT_BIT]) + page[offset + 1 :]
+def _first_head(page: bytes) -> bytes:
+    """The part of a page that belongs to its first KV head."""
+    return page[: len(page) // TINY.kv_heads]
 
 
-def _flip_in_arena(engine: Engine, page: bytes, offset: int) -> None:
-    """Find the page among FlexKV's slots and flip one byte of it there.
+def _flipped(head: bytes, offset: int) -> bytes:
+    return head[:offset] + bytes([head[offset] ^ EXPONENT_BIT]) + head[offset + 1 :]
 
-    Slots keep their bytes after a reset, so the page may be there several times: in one slot that
-    is in use, and in others from earlier tests.
+
+def _flip_in_arena(engine: Engine, head: bytes, offset: int) -> None:
+    """Find the page of a head among FlexKV's slots and flip one byte of it there.
+
+    Slots keep their bytes after a reset, so it may be there several times: in one slot that is in
+    use, and in others from earlier tests.
     """
-    flipped = bytes([page[offset] ^ EXPONENT_BIT])
+    flipped = bytes([head[offset] ^ EXPONENT_BIT])
     arena = next(
         arena for pid in engine.pids() for arena in processes.memory_files(pid, "flexkv-arena")
     )
     with arena.open("r+b") as file:
         content = file.read()
-        at = content.find(page)
+        at = content.find(head)
         assert at >= 0, "the page is not in the arena"
         while at >= 0:
             file.seek(at + offset)
             file.write(flipped)
-            at = content.find(page, at + len(page))
+            at = content.find(head, at + len(head))
 
 
 def _zero_row(engine: Engine, blocks: list[int], layers: list[int]) -> None:

@@ -108,8 +108,10 @@ def measure_copies(
 ) -> list[CopyRow]:
     """Both directions, over blocks and slots in random order, interleaved with the yardstick."""
     num_blocks = buffers.size // (page_bytes * PLANES)
+    stride = num_blocks * page_bytes
     planes = [
-        (buffers.pages + i * num_blocks * page_bytes, page_bytes, page_bytes) for i in range(PLANES)
+        (buffers.pages + i * stride, page_bytes, 1, page_bytes, page_bytes, i * page_bytes)
+        for i in range(PLANES)
     ]
     mover = CpuMover(planes, num_blocks, buffers.arena, buffers.size, threads)
     rng = random.Random(settings.seed)
@@ -172,7 +174,7 @@ def time_transfer(
 
 def measure_submit(buffers: Buffers, blocks: int = 4096, repeats: int = 101) -> list[SubmitRow]:
     """The call alone, for the two kinds of input that need no and most conversion."""
-    mover = CpuMover([(buffers.pages, 64, 64)], blocks, buffers.arena, buffers.size, 1)
+    mover = CpuMover([(buffers.pages, 64, 1, 64, 64, 0)], blocks, buffers.arena, buffers.size, 1)
     rows = []
     inputs: list[tuple[str, Sequence[int], Sequence[int]]] = [
         ("array", array("Q", range(blocks)), array("Q", range(0, blocks * 64, 64))),

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "c_api.hpp"
+
 #include "copy.hpp"
 #include "cpu_mover.hpp"
 #include "cpu_tuning.hpp"
@@ -17,11 +19,7 @@
 #include "layout.hpp"
 #include "mover.hpp"
 
-struct fkv_mover {
-  std::unique_ptr<flexkv::Mover> mover;
-};
-
-namespace {
+namespace flexkv {
 
 void write_message(char* err, std::size_t err_len, std::string_view message) noexcept {
   if (err == nullptr || err_len == 0) {
@@ -31,6 +29,12 @@ void write_message(char* err, std::size_t err_len, std::string_view message) noe
   std::memcpy(err, message.data(), length);
   err[length] = '\0';
 }
+
+}  // namespace flexkv
+
+using flexkv::write_message;
+
+namespace {
 
 flexkv::Direction checked_direction(int direction) {
   switch (direction) {
@@ -50,19 +54,14 @@ uint32_t fkv_abi_version(void) { return FKV_ABI_VERSION; }
 
 const char* fkv_cpu_kernels(void) { return flexkv::copy_kernel_names(); }
 
-fkv_mover* fkv_cpu_mover_create(const fkv_plane* planes, uint32_t n_planes, uint64_t num_blocks,
-                                void* arena, uint64_t arena_bytes, const fkv_cpu_options* options,
-                                char* err, size_t err_len) {
+fkv_mover* fkv_cpu_mover_create(const fkv_layout* layout, const fkv_cpu_options* options, char* err,
+                                size_t err_len) {
   try {
-    if (planes == nullptr && n_planes != 0) {
-      throw flexkv::InvalidArgument("planes is a null pointer");
+    if (layout == nullptr || options == nullptr) {
+      throw flexkv::InvalidArgument("layout or options is a null pointer");
     }
-    if (options == nullptr) {
-      throw flexkv::InvalidArgument("options is a null pointer");
-    }
-    flexkv::Layout layout({planes, n_planes}, num_blocks, arena, arena_bytes);
     auto mover =
-        std::make_unique<flexkv::CpuMover>(std::move(layout), flexkv::tune(*options));
+        std::make_unique<flexkv::CpuMover>(flexkv::Layout(*layout), flexkv::tune(*options));
     mover->start();
     return new fkv_mover{std::move(mover)};
   } catch (const flexkv::InvalidArgument& error) {
@@ -101,6 +100,18 @@ int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us) {
     return static_cast<int>(mover->mover->wait(ticket, timeout_us));
   } catch (const flexkv::InvalidArgument&) {
     return FKV_EINVAL;
+  } catch (const flexkv::Closed&) {
+    return FKV_ECLOSED;
+  } catch (const std::bad_alloc&) {
+    return FKV_ENOMEM;
+  }
+}
+
+int fkv_mover_error(fkv_mover* mover, char* err, size_t err_len) {
+  try {
+    const std::string error = mover->mover->error();
+    write_message(err, err_len, error);
+    return error.empty() ? 0 : 1;
   } catch (const flexkv::Closed&) {
     return FKV_ECLOSED;
   } catch (const std::bad_alloc&) {

@@ -2,13 +2,12 @@
 #include "cpu_mover.hpp"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
+#include "flag.hpp"
 #include "geometry.hpp"
 
 namespace flexkv {
@@ -18,22 +17,12 @@ namespace {
 // microseconds, in which another one copies as much at 10 to 20 GB/s) would not pay.
 constexpr std::uint64_t kChunkMultiple = 64 * 1024;
 
-// Waits are capped here (about 11 days) because the clock's sum with a larger one would overflow.
-constexpr std::int64_t kMaxWaitUs = 1'000'000'000'000;
-
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
 std::byte* page_pointer(const Run& run) {
   return reinterpret_cast<std::byte*>(run.page_address);
-}
-
-// With the compilers' builtin because std::atomic_ref is missing from several libc++.
-void raise_flag(std::uint32_t* flag, Status status) noexcept {
-  if (flag != nullptr) {
-    __atomic_store_n(flag, static_cast<std::uint32_t>(status), __ATOMIC_RELEASE);
-  }
 }
 
 // The name is for top, perf and the like; systems that let a thread name only itself go without.
@@ -61,7 +50,7 @@ struct CpuMover::Transfer {
 };
 
 CpuMover::CpuMover(Layout layout, const CpuTuning& tuning)
-    : layout_(std::move(layout)), tuning_(tuning), pid_(getpid()) {}
+    : layout_(std::move(layout)), tuning_(tuning) {}
 
 void CpuMover::start() {
   const std::lock_guard lock(close_mutex_);
@@ -73,31 +62,20 @@ void CpuMover::start() {
 
 CpuMover::~CpuMover() { close(); }
 
-bool CpuMover::orphaned() const { return getpid() != pid_; }
-
-void CpuMover::require_own_process() const {
-  if (orphaned()) {
-    throw Closed("the mover belongs to process " + std::to_string(pid_) +
-                 ", its threads do not exist in this fork of it");
-  }
-}
-
 std::int64_t CpuMover::submit(const Batch& batch) {
   require_own_process();
   if (batch.after != 0) {
     throw InvalidArgument("after is " + std::to_string(batch.after) +
                           ", the CPU mover has no streams and takes only 0");
   }
-  if (reinterpret_cast<std::uintptr_t>(batch.flag) % alignof(std::uint32_t) != 0) {
-    throw InvalidArgument("the flag's address is not a multiple of 4");
-  }
+  require_aligned(batch.flag);
   layout_.check(batch);
   TransferPtr transfer = make_transfer(batch);
   const std::lock_guard lock(mutex_);
   if (closing_) {
     throw Closed("the mover is closed");
   }
-  if (batch.n == 0) {
+  if (transfer->bytes == 0) {
     raise_flag(batch.flag, Status::done);
     return tickets_.issue_done();
   }
@@ -114,7 +92,7 @@ std::int64_t CpuMover::submit(const Batch& batch) {
 }
 
 CpuMover::TransferPtr CpuMover::make_transfer(const Batch& batch) const {
-  const std::uint64_t bytes = batch.n * layout_.block_bytes();
+  const std::uint64_t bytes = batch.n * layout_.geometry(batch.direction).block_bytes;
   auto transfer = std::make_shared<Transfer>();
   transfer->direction = batch.direction;
   transfer->blocks.assign(batch.blocks, batch.blocks + batch.n);
@@ -138,19 +116,6 @@ void CpuMover::wake_workers(const Transfer& transfer) {
   for (std::uint64_t i = 0; i < std::min<std::uint64_t>(chunks, tuning_.threads); ++i) {
     work_.notify_one();
   }
-}
-
-Status CpuMover::wait(std::int64_t ticket, std::int64_t timeout_us) {
-  require_own_process();
-  std::unique_lock lock(mutex_);
-  if (!tickets_.issued(ticket)) {
-    throw InvalidArgument("ticket " + std::to_string(ticket) + " was never given out");
-  }
-  if (timeout_us > 0) {
-    const auto limit = std::chrono::microseconds(std::min(timeout_us, kMaxWaitUs));
-    finished_.wait_for(lock, limit, [&] { return tickets_.status(ticket) != Status::pending; });
-  }
-  return tickets_.status(ticket);
 }
 
 void CpuMover::close() {
@@ -212,8 +177,8 @@ void CpuMover::copy_chunk(const Chunk& chunk) const {
   const Transfer& transfer = *chunk.transfer;
   const bool load = transfer.direction == Direction::load;
   const CopyFunction copy = transfer.stream ? tuning_.kernel->stream : copy_cached;
-  RunCursor cursor(layout_.geometry(), transfer.blocks.data(), transfer.offsets.data(), chunk.begin,
-                   chunk.end);
+  RunCursor cursor(layout_.geometry(transfer.direction), transfer.blocks.data(),
+                   transfer.offsets.data(), chunk.begin, chunk.end);
   const auto source = [&](const Run& run) {
     return load ? layout_.arena() + run.arena_offset : page_pointer(run);
   };

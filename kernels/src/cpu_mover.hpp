@@ -3,21 +3,20 @@
 // The mover for pages in CPU memory: a few threads that cut transfers into chunks.
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "copy.hpp"
 #include "layout.hpp"
 #include "mover.hpp"
-#include "tickets.hpp"
+#include "ticketed_mover.hpp"
 
 namespace flexkv {
 
@@ -31,7 +30,7 @@ struct CpuTuning {
   std::uint64_t stream_store_bytes;
 };
 
-class CpuMover final : public Mover {
+class CpuMover final : public TicketedMover {
  public:
   CpuMover(Layout layout, const CpuTuning& tuning);
   ~CpuMover() override;
@@ -42,9 +41,8 @@ class CpuMover final : public Mover {
 
   std::uint64_t block_bytes() const override { return layout_.block_bytes(); }
   std::int64_t submit(const Batch& batch) override;
-  Status wait(std::int64_t ticket, std::int64_t timeout_us) override;
   void close() override;
-  bool orphaned() const override;
+  std::string error() override { return {}; }  // copies in memory do not fail
 
  private:
   struct Transfer;
@@ -65,17 +63,13 @@ class CpuMover final : public Mover {
   void copy_chunk(const Chunk& chunk) const;
   void finish_chunk(const Chunk& chunk);
   void fail_queued();
-  void require_own_process() const;
 
   const Layout layout_;
   const CpuTuning tuning_;
-  const pid_t pid_;
 
-  std::mutex mutex_;  // guards everything below up to threads_
+  // Guarded by mutex_, up to threads_.
   std::condition_variable work_;
-  std::condition_variable finished_;
   std::array<std::deque<TransferPtr>, 2> queues_;  // by Direction: loads are taken first
-  Tickets tickets_;
   bool closing_ = false;
 
   std::mutex close_mutex_;  // guards threads_

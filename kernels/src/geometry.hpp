@@ -14,28 +14,33 @@
 
 namespace flexkv {
 
-// One plane with its place inside a block: the page of engine block b is `page_bytes` bytes at
-// `base + b * block_stride` and lies `block_offset` bytes behind the start of the block in the arena.
+// One plane: row r of engine block b is `row_bytes` bytes at base + b * block_stride + r * row_stride.
+// In the arena its rows follow one another `slot_offset` bytes behind the block's place. The planes
+// before it have `start` bytes a block.
 struct Plane {
   std::uint64_t base;
   std::uint64_t block_stride;
-  std::uint64_t page_bytes;
-  std::uint64_t block_offset;
+  std::uint64_t rows;
+  std::uint64_t row_stride;
+  std::uint64_t row_bytes;
+  std::uint64_t slot_offset;
+  std::uint64_t start;
 };
 
-// A view of the planes of one mover, in block order; `planes` is borrowed.
+// A view of the planes that a transfer copies, in their order; `planes` is borrowed.
 struct Geometry {
   const Plane* planes;
   std::uint32_t n_planes;
   std::uint64_t num_blocks;
-  std::uint64_t block_bytes;
+  std::uint64_t block_bytes;  // over these planes
 };
 
-// A place in a transfer of several blocks: byte `byte` of the page of plane `plane` of the
-// transfer's block number `index`.
+// A place in a transfer of several blocks: byte `byte` of row `row` of the page of plane `plane` of
+// the transfer's block number `index`.
 struct Position {
   std::uint64_t index;
   std::uint32_t plane;
+  std::uint64_t row;
   std::uint64_t byte;
 };
 
@@ -46,17 +51,22 @@ struct Run {
   std::uint64_t bytes;
 };
 
-FKV_HOST_DEVICE constexpr std::uint64_t page_address(const Plane& plane, std::uint64_t block) {
-  return plane.base + block * plane.block_stride;
+FKV_HOST_DEVICE constexpr std::uint64_t page_bytes(const Plane& plane) {
+  return plane.rows * plane.row_bytes;
 }
 
-// The plane that holds byte `offset` of a block (offset < block_bytes).
+FKV_HOST_DEVICE constexpr std::uint64_t row_address(const Plane& plane, std::uint64_t block,
+                                                    std::uint64_t row) {
+  return plane.base + block * plane.block_stride + row * plane.row_stride;
+}
+
+// The plane that holds byte `offset` of a block, counted over the planes (offset < block_bytes).
 FKV_HOST_DEVICE constexpr std::uint32_t plane_at(const Geometry& geometry, std::uint64_t offset) {
   std::uint32_t low = 0;
   std::uint32_t high = geometry.n_planes;
   while (high - low > 1) {
     const std::uint32_t middle = low + (high - low) / 2;
-    if (geometry.planes[middle].block_offset <= offset) {
+    if (geometry.planes[middle].start <= offset) {
       low = middle;
     } else {
       high = middle;
@@ -67,40 +77,51 @@ FKV_HOST_DEVICE constexpr std::uint32_t plane_at(const Geometry& geometry, std::
 
 // The place of byte `offset` of a transfer, counted over its blocks in order.
 FKV_HOST_DEVICE constexpr Position locate(const Geometry& geometry, std::uint64_t offset) {
-  const std::uint64_t index = offset / geometry.block_bytes;
   const std::uint64_t within = offset % geometry.block_bytes;
-  const std::uint32_t plane = plane_at(geometry, within);
-  return {index, plane, within - geometry.planes[plane].block_offset};
+  const std::uint32_t number = plane_at(geometry, within);
+  const Plane& plane = geometry.planes[number];
+  const std::uint64_t byte = within - plane.start;
+  return {offset / geometry.block_bytes, number, byte / plane.row_bytes, byte % plane.row_bytes};
 }
 
-// The rest of the page at `position`, at most `limit` bytes.
+// The rest of the row at `position`, at most `limit` bytes.
 FKV_HOST_DEVICE constexpr Run run_at(const Geometry& geometry, const Position& position,
                                      const std::uint64_t* blocks, const std::uint64_t* offsets,
                                      std::uint64_t limit) {
   const Plane& plane = geometry.planes[position.plane];
-  const std::uint64_t left = plane.page_bytes - position.byte;
-  return {page_address(plane, blocks[position.index]) + position.byte,
-          offsets[position.index] + plane.block_offset + position.byte, left < limit ? left : limit};
+  const std::uint64_t left = plane.row_bytes - position.byte;
+  return {row_address(plane, blocks[position.index], position.row) + position.byte,
+          offsets[position.index] + plane.slot_offset + position.row * plane.row_bytes +
+              position.byte,
+          left < limit ? left : limit};
 }
 
-// The position `bytes` further on, where `bytes` does not pass the end of the page.
+// The position `bytes` further on, where `bytes` does not pass the end of the row.
 FKV_HOST_DEVICE constexpr Position advance(const Geometry& geometry, Position position,
                                            std::uint64_t bytes) {
+  const Plane& plane = geometry.planes[position.plane];
   position.byte += bytes;
-  if (position.byte == geometry.planes[position.plane].page_bytes) {
-    position.byte = 0;
-    position.plane += 1;
-    if (position.plane == geometry.n_planes) {
-      position.plane = 0;
-      position.index += 1;
-    }
+  if (position.byte < plane.row_bytes) {
+    return position;
+  }
+  position.byte = 0;
+  position.row += 1;
+  if (position.row < plane.rows) {
+    return position;
+  }
+  position.row = 0;
+  position.plane += 1;
+  if (position.plane == geometry.n_planes) {
+    position.plane = 0;
+    position.index += 1;
   }
   return position;
 }
 
-// Whether plane b starts where plane a ends, in every block: then both are one plane.
+// Whether plane b starts where plane a ends, in every block and in the arena: then both are one.
 FKV_HOST_DEVICE constexpr bool adjoins(const Plane& a, const Plane& b) {
-  return a.block_stride == b.block_stride && a.base + a.page_bytes == b.base;
+  return a.rows == 1 && b.rows == 1 && a.block_stride == b.block_stride &&
+         a.base + a.row_bytes == b.base && a.slot_offset + a.row_bytes == b.slot_offset;
 }
 
 // Walks the bytes [begin, end) of a transfer as runs, each as long as both sides are contiguous.

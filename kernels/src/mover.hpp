@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 #include "flexkv/mover.h"
 
@@ -16,7 +17,7 @@ class InvalidArgument : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// A call on a closed mover.
+// A call on a mover that is closed or no longer works.
 class Closed : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -49,6 +50,9 @@ class Mover {
   // Throws InvalidArgument for a number that was never a ticket, Closed in a forked child.
   virtual Status wait(std::int64_t ticket, std::int64_t timeout_us) = 0;
   virtual void close() = 0;
+  // Why a transfer failed that was not stopped by close(), of the last one; empty if none did. Throws
+  // Closed in a forked child.
+  virtual std::string error() = 0;
   // Whether this process is a fork of the one that made the mover, so that its threads are not here.
   virtual bool orphaned() const = 0;
 };

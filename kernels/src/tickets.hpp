@@ -4,7 +4,7 @@
 #pragma once
 
 #include <cstdint>
-#include <unordered_set>
+#include <unordered_map>
 
 #include "mover.hpp"
 
@@ -16,35 +16,33 @@ class Tickets {
  public:
   // Throws std::bad_alloc; then nothing was issued.
   std::int64_t issue_pending() {
-    pending_.insert(next_);
+    not_done_.emplace(next_, Status::pending);
     return next_++;
   }
 
   std::int64_t issue_done() noexcept { return next_++; }
 
-  void finish(std::int64_t ticket) noexcept { pending_.erase(ticket); }
+  void finish(std::int64_t ticket) noexcept { not_done_.erase(ticket); }
 
-  // Everything still pending becomes failed. Called when no more tickets will be issued as pending,
-  // so only the first call finds any.
+  void fail(std::int64_t ticket) noexcept { not_done_.find(ticket)->second = Status::failed; }
+
+  // Everything still pending becomes failed.
   void fail_pending() noexcept {
-    if (!pending_.empty()) {
-      failed_.swap(pending_);
+    for (auto& [ticket, status] : not_done_) {
+      status = Status::failed;
     }
   }
 
   bool issued(std::int64_t ticket) const noexcept { return ticket >= 1 && ticket < next_; }
 
   Status status(std::int64_t ticket) const noexcept {
-    if (pending_.contains(ticket)) {
-      return Status::pending;
-    }
-    return failed_.contains(ticket) ? Status::failed : Status::done;
+    const auto found = not_done_.find(ticket);
+    return found == not_done_.end() ? Status::done : found->second;
   }
 
  private:
   std::int64_t next_ = 1;
-  std::unordered_set<std::int64_t> pending_;
-  std::unordered_set<std::int64_t> failed_;
+  std::unordered_map<std::int64_t, Status> not_done_;
 };
 
 }  // namespace flexkv

@@ -10,47 +10,77 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv_kernels import CpuOptions, Direction, Status, available_kernels
-from kernels.tests.worlds import Memory, Plane, World, simple_world
+from kernels.tests.worlds import Memory, Plane, World, in_order, simple_world
 
 PAGE_SIZES = st.one_of(
     st.sampled_from([1, 3, 63, 64, 65, 100, 255, 256, 1024, 4096, 4097]), st.integers(1, 2000)
 )
 
 
+PADS = st.sampled_from([0, 0, 1, 64, 100])
+
+
 @st.composite
-def plane_layouts(draw: st.DrawFn, num_blocks: int) -> tuple[list[Plane], int]:
-    """Planes that do not overlap, and the bytes they need: one after the other or interleaved."""
-    sizes = draw(st.lists(PAGE_SIZES, min_size=1, max_size=6))
-    pads = st.sampled_from([0, 0, 1, 64, 100])
-    planes: list[Plane] = []
+def page_layouts(draw: st.DrawFn, num_blocks: int) -> tuple[list[Plane], int]:
+    """Planes that do not overlap among the pages, and the bytes they need there."""
     place = draw(st.integers(0, 70))
-    if draw(st.booleans()):  # plane by plane
+    shape = draw(st.sampled_from(["plane by plane", "block by block", "row by row"]))
+    planes: list[Plane] = []
+    if shape == "row by row":  # as pages in which a token's heads are neighbours
+        rows, row_bytes, heads = (draw(st.integers(1, top)) for top in (9, 300, 4))
+        row_stride = row_bytes * heads + draw(PADS)
+        block_stride = row_stride * rows + draw(PADS)
+        for head in range(heads):
+            start = place + head * row_bytes
+            planes.append(Plane(start, block_stride, rows, row_stride, row_bytes, 0))
+        return planes, place + block_stride * num_blocks
+    sizes = draw(st.lists(PAGE_SIZES, min_size=1, max_size=6))
+    if shape == "plane by plane":
         for size in sizes:
-            stride = size + draw(pads)
-            planes.append((place, stride, size))
-            place += stride * num_blocks + draw(pads)
+            stride = size + draw(PADS)
+            planes.append(Plane(place, stride, 1, size, size, 0))
+            place += stride * num_blocks + draw(PADS)
         return planes, place
     starts = []
     end = 0
-    for size in sizes:  # block by block
+    for size in sizes:
         starts.append(end)
-        end += size + draw(pads)
-    planes = [(place + start, end, size) for start, size in zip(starts, sizes, strict=True)]
+        end += size + draw(PADS)
+    for start, size in zip(starts, sizes, strict=True):
+        planes.append(Plane(place + start, end, 1, size, size, 0))
     return planes, place + end * num_blocks
+
+
+@st.composite
+def slot_layouts(draw: st.DrawFn, planes: list[Plane]) -> list[Plane]:
+    """The planes at places in the slot that do not overlap: in their order or another."""
+    placed = list(planes)
+    place = 0
+    for i in draw(st.one_of(st.just(range(len(planes))), st.permutations(range(len(planes))))):
+        place += draw(PADS)
+        placed[i] = planes[i]._replace(slot_offset=place)
+        place = placed[i].slot_end
+    return placed
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[World, list[int]]:
     """A world and the offsets of slots in its arena that do not overlap."""
     num_blocks = draw(st.integers(1, 8))
-    planes, pages_bytes = draw(plane_layouts(num_blocks))
-    block_bytes = sum(size for _, _, size in planes)
+    planes, pages_bytes = draw(page_layouts(num_blocks))
+    planes = draw(slot_layouts(planes))
+    span = max(plane.slot_end for plane in planes)
     slots = draw(st.integers(1, 8))
     first = draw(st.integers(0, 70))
-    stride = block_bytes + draw(st.sampled_from([0, 1, 64]))
+    stride = span + draw(st.sampled_from([0, 1, 64]))
     pages = Memory(pages_bytes + 64, seed=draw(st.integers(0, 9)))
     arena = Memory(first + stride * slots + 64, seed=10 + draw(st.integers(0, 9)))
-    return World(planes, num_blocks, pages, arena), [first + i * stride for i in range(slots)]
+    store = None
+    if draw(st.booleans()):
+        ends = sorted(draw(st.tuples(*[st.integers(0, len(planes))] * 2)))
+        store = range(*ends)
+    world = World(planes, num_blocks, pages, arena, store)
+    return world, [first + i * stride for i in range(slots)]
 
 
 OPTIONS = st.builds(
@@ -86,7 +116,7 @@ def test_every_kernel_at_every_alignment(kernel: str, page_bytes: int) -> None:
     for shift in (0, 1, 31, 63):
         pages = Memory(shift + 3 * page_bytes + 64, seed=3)
         arena = Memory(2 * page_bytes + 200, seed=4)
-        world = World([(shift, page_bytes, page_bytes)], 3, pages, arena)
+        world = World(in_order([(shift, page_bytes, page_bytes)]), 3, pages, arena)
         mover = world.mover(options=CpuOptions(kernel=kernel, stream_bytes=1))
         for direction in Direction:
             blocks, offsets = [2, 0], [page_bytes + 64 + shift, 63 - shift]

@@ -11,7 +11,7 @@ from flexkv_kernels import CpuMover, CpuOptions, Direction, Status, available_ke
 from kernels.tests.worlds import Flag, simple_world
 
 GOOD: dict[str, Any] = {
-    "planes": [(4096, 128, 100), (8192, 64, 64)],
+    "planes": [(4096, 128, 1, 100, 100, 0), (8192, 64, 2, 32, 32, 100)],
     "num_blocks": 4,
     "arena_address": 65536,
     "arena_bytes": 4096,
@@ -19,23 +19,44 @@ GOOD: dict[str, Any] = {
 }
 
 
+def one(**change: int) -> dict[str, Any]:
+    """One plane, changed."""
+    names = ("base", "block_stride", "rows", "row_stride", "row_bytes", "slot_offset")
+    plane = dict(zip(names, GOOD["planes"][0], strict=True)) | change
+    return {"planes": [tuple(plane.values())]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"planes": []}, "no planes given"),
-        ({"planes": [(4096, 128, 100), (8192, 64, 0)]}, "plane 1: page_bytes is 0"),
-        ({"planes": [(4096, 99, 100)]}, "plane 0: block_stride 99 is smaller than page_bytes 100"),
-        ({"planes": [(0, 128, 100)]}, "plane 0: base is a null pointer"),
-        ({"planes": [(-1, 128, 100)]}, "base is -1"),
-        ({"planes": [(1 << 64, 128, 100)]}, "base is 18446744073709551616"),
-        ({"planes": [(4096, 1 << 63, 100)]}, "plane 0: 4 blocks .* pass the end of the address"),
-        ({"planes": [(4096, (1 << 64) - 1, (1 << 64) - 1)]}, "pass the end of the address space"),
+        (one(row_bytes=0), "plane 0: it has 1 rows of 0 bytes"),
+        (one(rows=0), "plane 0: it has 0 rows of 100 bytes"),
+        (one(row_stride=99), "plane 0: row_stride 99 is smaller than row_bytes 100"),
+        (one(block_stride=99), "plane 0: block_stride 99 is smaller than row_bytes 100"),
+        (one(base=0), "plane 0: base is a null pointer"),
+        (one(base=-1), "base is -1"),
+        (one(base=1 << 64), "base is 18446744073709551616"),
+        (one(block_stride=1 << 63), "plane 0: 4 blocks .* pass the end of the address"),
+        (one(rows=1 << 60), "plane 0: its rows pass the end of the address"),
+        (one(slot_offset=(1 << 64) - 1), "its bytes in the arena pass the end of the address"),
+        (one(slot_offset=4000), "an arena of 4096 bytes cannot hold one block, .* 4100 bytes"),
+        (
+            {"planes": [(4096, 128, 1, 100, 100, 0), (8192, 64, 1, 64, 64, 99)]},
+            "planes 0 and 1 share bytes of the arena",
+        ),
+        ({"store": range(3)}, "stores are to copy 3 planes from number 0 on, but there are 2"),
+        ({"store": range(3, 3)}, "stores are to copy 0 planes from number 3 on"),
+        ({"store": range(0, 2, 2)}, "it must have a step of 1"),
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"num_blocks": -1}, "num_blocks is -1"),
         ({"num_blocks": 1 << 63}, "pass the end of the address space"),
         ({"arena_address": 0}, "the arena is a null pointer"),
-        ({"arena_bytes": 163}, "an arena of 163 bytes cannot hold one block of 164 bytes"),
-        ({"arena_bytes": (1 << 64) - 1}, "passes the end of the address space"),
+        (
+            {"arena_bytes": 163},
+            "an arena of 163 bytes cannot hold one block, which spans 164 bytes",
+        ),
+        ({"arena_bytes": (1 << 64) - 1}, "an arena of .* would pass the end of the address space"),
         ({"threads": 0}, "threads is 0, it must be between 1 and 1024"),
         ({"threads": -1}, "threads is -1"),
         ({"threads": 1025}, "threads is 1025, it must be between 1 and 1024"),

@@ -31,8 +31,8 @@ def test_a_file_that_is_no_library_is_named(tmp_path: Path) -> None:
 
 def test_another_abi_version_is_refused() -> None:
     path = _library.find(list(flexkv_kernels.__path__))
-    with pytest.raises(ImportError, match="has ABI version 1, this Python package needs 2"):
-        _library.load(path, abi_version=2)
+    with pytest.raises(ImportError, match="has ABI version 2, this Python package needs 3"):
+        _library.load(path, abi_version=3)
 
 
 def configure(build: Path, env: dict[str, str], *args: str) -> str:
@@ -68,3 +68,8 @@ def test_a_compiler_that_does_not_exist_is_named(tmp_path: Path) -> None:
     output = configure(tmp_path / "build", {"CXX": "no-such-compiler -O2"})
     assert "Looked for: CXX=no-such-compiler -O2" in output
     assert "GCC >= 11 or Clang >= 14" in output
+
+
+def test_a_missing_nvcc_is_an_error_where_cuda_was_asked_for(tmp_path: Path) -> None:
+    output = configure(tmp_path / "build", {}, "-DFLEXKV_CUDA=ON", "-DFKV_NVCC=/nowhere/nvcc")
+    assert "FLEXKV_CUDA is ON, but /nowhere/nvcc --version names no release" in output

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flexkv_kernels import CpuMover, Direction, Status
-from kernels.tests.worlds import Memory, World, endless_world
+from kernels.tests.worlds import Memory, World, endless_world, in_order
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, BLOCKS, PLANES = 5000, 32, 3
@@ -50,7 +50,7 @@ print("leaving")
 
 
 def world_over(arena: Memory, seed: int) -> World:
-    planes = [(i * PAGE * BLOCKS, PAGE, PAGE) for i in range(PLANES)]
+    planes = in_order((i * PAGE * BLOCKS, PAGE, PAGE) for i in range(PLANES))
     return World(planes, BLOCKS, Memory(PAGE * BLOCKS * PLANES, seed=seed), arena)
 
 

@@ -6,26 +6,58 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from flexkv_kernels import CpuMover, CpuOptions, Direction
+from flexkv_kernels import CpuMover, CpuOptions, CudaMover, CudaOptions, Direction
 
-Plane = tuple[int, int, int]
+
+class Plane(NamedTuple):
+    """As ``CpuMover`` takes it, but ``base`` counts from the start of the pages."""
+
+    base: int
+    block_stride: int
+    rows: int
+    row_stride: int
+    row_bytes: int
+    slot_offset: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def slot_end(self) -> int:
+        return self.slot_offset + self.page_bytes
+
+
+def in_order(pages: Iterable[tuple[int, int, int]]) -> list[Plane]:
+    """Planes of one row, ``(base, block_stride, bytes)``, which follow one another in a slot."""
+    planes: list[Plane] = []
+    for base, stride, size in pages:
+        place = planes[-1].slot_end if planes else 0
+        planes.append(Plane(base, stride, 1, size, size, place))
+    return planes
 
 
 class Memory:
     """``size`` bytes of mapped memory, filled with reproducible noise."""
 
-    def __init__(self, size: int, seed: int = 0, fd: int = -1) -> None:
+    def __init__(self, size: int, seed: int | None = 0, fd: int = -1) -> None:
+        """``seed`` None, and memory of a file, is left as it is."""
         self.map = mmap.mmap(fd, size)
         self.size = size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        if fd == -1:
+        if fd == -1 and seed is not None:
             self.map[:] = random.Random(seed).randbytes(size)
 
     def __getitem__(self, key: slice) -> bytes:
         return self.map[key]
+
+    def word(self, offset: int) -> ctypes.c_uint32:
+        """The 32-bit word at an offset, as it is now and later."""
+        return ctypes.c_uint32.from_buffer(self.map, offset)
 
 
 class Flag:
@@ -42,27 +74,48 @@ class Flag:
 
 @dataclass
 class World:
-    """Pages and an arena; ``planes`` are offsets into ``pages`` where a mover takes addresses."""
+    """Pages and an arena; stores copy the planes ``store``, or all."""
 
     planes: Sequence[Plane]
     num_blocks: int
     pages: Memory
     arena: Memory
+    store: range | None = None
 
     @property
     def block_bytes(self) -> int:
-        return sum(page_bytes for _, _, page_bytes in self.planes)
+        return sum(plane.page_bytes for plane in self.planes)
+
+    @property
+    def span(self) -> int:
+        return max(plane.slot_end for plane in self.planes)
+
+    @property
+    def placed_planes(self) -> list[Plane]:
+        """The planes at their addresses, as movers take them."""
+        return [plane._replace(base=self.pages.address + plane.base) for plane in self.planes]
+
+    def cuda_mover(self, options: CudaOptions) -> CudaMover:
+        """For a driver whose device memory is host memory."""
+        return CudaMover(
+            self.placed_planes,
+            self.num_blocks,
+            self.arena.address,
+            self.arena.size,
+            0,
+            options,
+            store=self.store,
+        )
 
     def mover(self, threads: int = 1, options: CpuOptions | None = None) -> CpuMover:
-        base = self.pages.address
-        planes = [(base + offset, stride, size) for offset, stride, size in self.planes]
         return CpuMover(
-            planes,
+            self.placed_planes,
             self.num_blocks,
             self.arena.address,
             self.arena.size,
             threads,
             CpuOptions() if options is None else options,
+            store=self.store,
         )
 
     def after(
@@ -70,16 +123,20 @@ class World:
     ) -> tuple[bytes, bytes]:
         """Pages and arena as they must be after the copies, which nothing has made yet."""
         pages, arena = bytearray(self.pages[:]), bytearray(self.arena[:])
+        planes = self.planes
+        if direction is Direction.STORE and self.store is not None:
+            planes = [planes[i] for i in self.store]
         for block, offset in zip(blocks, offsets, strict=True):
-            place = offset
-            for start, stride, size in self.planes:
-                page = slice(start + block * stride, start + block * stride + size)
-                slot = slice(place, place + size)
-                if direction is Direction.LOAD:
-                    pages[page] = arena[slot]
-                else:
-                    arena[slot] = pages[page]
-                place += size
+            for plane in planes:
+                for i in range(plane.rows):
+                    row = plane.base + block * plane.block_stride + i * plane.row_stride
+                    page = slice(row, row + plane.row_bytes)
+                    place = offset + plane.slot_offset + i * plane.row_bytes
+                    slot = slice(place, place + plane.row_bytes)
+                    if direction is Direction.LOAD:
+                        pages[page] = arena[slot]
+                    else:
+                        arena[slot] = pages[page]
         return bytes(pages), bytes(arena)
 
     def now(self) -> tuple[bytes, bytes]:
@@ -88,7 +145,8 @@ class World:
 
 def simple_world(num_blocks: int, page_bytes: int, n_planes: int, slots: int) -> World:
     """Planes one after the other and an arena of ``slots`` blocks."""
-    planes = [(i * num_blocks * page_bytes, page_bytes, page_bytes) for i in range(n_planes)]
+    starts = range(0, n_planes * num_blocks * page_bytes, num_blocks * page_bytes)
+    planes = in_order((start, page_bytes, page_bytes) for start in starts)
     pages = Memory(n_planes * num_blocks * page_bytes, seed=1)
     return World(planes, num_blocks, pages, Memory(slots * n_planes * page_bytes, seed=2))
 

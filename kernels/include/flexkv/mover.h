@@ -4,11 +4,15 @@
 //
 // Terms
 //   engine block  one block of the engine's paged KV cache, numbered 0 .. num_blocks-1.
-//   plane         one contiguous piece ("page") that every engine block has, say one layer: the page
-//                 of engine block b is `page_bytes` bytes at `base + b * block_stride`.
-//   block_bytes   the sum of page_bytes over all planes. In the arena a block is `block_bytes` bytes
-//                 in which its pages follow one another in plane order, without gaps.
+//   plane         one piece ("page") that every engine block has, say one head of one layer: rows of
+//                 equal length at equal distances. In the arena a page's rows follow one another
+//                 without gaps, `slot_offset` bytes behind the place that a copy names.
+//   span          from the place that a copy names to the end of the page that lies furthest behind
+//                 it: max(slot_offset + rows * row_bytes) over all planes.
 //   transfer      one batch of block copies in one direction, named by a ticket.
+//
+// Shares. Ranks that hold the same bytes store a part of them each, and load them all: a store copies
+// only the planes [store_first, store_first + store_count).
 //
 // Ownership. A mover owns its threads (or streams) and nothing else: the planes' memory and the arena
 // belong to the caller and must stay mapped, at the same addresses, until the mover is closed. All
@@ -44,7 +48,7 @@ extern "C" {
 
 // Raised whenever a declaration below changes incompatibly. Callers compare it with
 // fkv_abi_version() before any other call.
-#define FKV_ABI_VERSION 1
+#define FKV_ABI_VERSION 2
 
 // Directions of a transfer.
 enum { FKV_LOAD = 0 /* arena -> pages */, FKV_STORE = 1 /* pages -> arena */ };
@@ -55,16 +59,32 @@ enum { FKV_PENDING = 0, FKV_DONE = 1, FKV_FAILED = 2 };
 // Errors. Always negative, so that they never meet a ticket or a state.
 enum {
   FKV_EINVAL = -1,   // an argument is out of range; nothing was queued and no byte was touched
-  FKV_ECLOSED = -2,  // the mover is closed, or belongs to the process this one was forked from
+  FKV_ECLOSED = -2,  // the mover is closed, belongs to the process this one was forked from, or its
+                     // device has failed
   FKV_ENOMEM = -3    // no memory for the transfer's bookkeeping; nothing was queued
 };
 
-// One plane: addresses and sizes in bytes, of any alignment; block_stride >= page_bytes > 0.
+// One plane: row r of engine block b is row_bytes bytes at base + b * block_stride + r * row_stride.
+// All in bytes, of any alignment; rows > 0, row_stride >= row_bytes > 0, block_stride >= row_bytes.
 typedef struct {
   uint64_t base;
   uint64_t block_stride;
-  uint64_t page_bytes;
+  uint64_t rows;
+  uint64_t row_stride;
+  uint64_t row_bytes;
+  uint64_t slot_offset;
 } fkv_plane;
+
+// Where the bytes are. No two planes may share bytes, among the pages or in the arena.
+typedef struct {
+  const fkv_plane* planes;
+  uint32_t n_planes;
+  uint32_t store_first;  // of the planes that stores copy
+  uint32_t store_count;  // 0: stores copy nothing, and complete
+  uint64_t num_blocks;
+  void* arena;  // start of arena_bytes bytes mapped in this process
+  uint64_t arena_bytes;
+} fkv_layout;
 
 // Settings of the CPU mover. Zero (NULL) means "chosen by the library" for each optional field.
 typedef struct {
@@ -75,6 +95,40 @@ typedef struct {
                           // by default every store, and loads as large as the last level cache
 } fkv_cpu_options;
 
+// Ways of a CUDA mover's copies.
+enum {
+  FKV_CUDA_AUTO = 0,    // one of the others for each transfer, see load_crossover
+  FKV_CUDA_DMA = 1,     // copy engines, one descriptor for each run contiguous on both sides
+  FKV_CUDA_KERNEL = 2,  // a kernel on a few multiprocessors
+  FKV_CUDA_TMA = 3      // a kernel over bulk copies (compute capability >= 9.0); blocks whose addresses
+                        // or lengths are no multiples of 16 go as by FKV_CUDA_KERNEL
+};
+
+// Settings of the CUDA mover. Zero (NULL) means "chosen by the library" for each optional field.
+typedef struct {
+  int32_t device;  // ordinal, as the driver numbers the devices it shows this process
+  uint32_t mode;   // FKV_CUDA_*
+  // For FKV_CUDA_AUTO. A transfer goes by a kernel if its runs are shorter than this many bytes on
+  // average (a run is contiguous among the pages and in the arena), and by DMA otherwise. 0: always
+  // by DMA.
+  uint64_t load_crossover;
+  uint64_t store_crossover;
+  uint32_t load_kernel;    // optional: FKV_CUDA_KERNEL or FKV_CUDA_TMA, which AUTO uses where it can
+  uint32_t store_kernel;   // the same
+  uint32_t thread_blocks;  // optional: the most of one launch, that is, multiprocessors it occupies
+  const char* driver;      // optional: the driver's library instead of libcuda.so.1
+} fkv_cuda_options;
+
+// A CUDA device; strings end with 0.
+typedef struct {
+  char name[128];
+  char pci_bus_id[32];  // as Linux writes it: "0000:18:00.0"
+  int32_t major;        // compute capability
+  int32_t minor;
+  int32_t multiprocessors;
+  int32_t driver_version;  // CUDA version of the driver, 1000 * major + 10 * minor
+} fkv_cuda_device;
+
 typedef struct fkv_mover fkv_mover;
 
 FKV_API uint32_t fkv_abi_version(void);
@@ -83,26 +137,52 @@ FKV_API uint32_t fkv_abi_version(void);
 // Static storage.
 FKV_API const char* fkv_cpu_kernels(void);
 
-// Makes a mover over CPU memory. `arena` is the start of arena_bytes bytes mapped in this process.
-// The threads inherit the CPU affinity of the calling thread. Returns NULL on failure and writes a
-// message of at most err_len bytes, terminator included, to err (err may be NULL).
-FKV_API fkv_mover* fkv_cpu_mover_create(const fkv_plane* planes, uint32_t n_planes,
-                                        uint64_t num_blocks, void* arena, uint64_t arena_bytes,
-                                        const fkv_cpu_options* options, char* err, size_t err_len);
+// Makes a mover over CPU memory. The threads inherit the CPU affinity of the calling thread. Returns
+// NULL on failure and writes a message of at most err_len bytes, terminator included, to err (err may
+// be NULL).
+FKV_API fkv_mover* fkv_cpu_mover_create(const fkv_layout* layout, const fkv_cpu_options* options,
+                                        char* err, size_t err_len);
+
+// CUDA. The driver is looked for at run time. The first of these calls that finds it initialises it
+// in this process, after which no forked child can use CUDA: call them where the engine uses its GPU.
+// `driver` is as in fkv_cuda_options.
+
+// How many devices the driver shows this process, at least 1; or FKV_EINVAL and in err why there is
+// no CUDA mover here: a library built without it, no driver, one that is too old, no device.
+FKV_API int fkv_cuda_devices(const char* driver, char* err, size_t err_len);
+
+// Describes one device. 0, or FKV_EINVAL with a message in err.
+FKV_API int fkv_cuda_describe(const char* driver, int32_t device, fkv_cuda_device* out, char* err,
+                              size_t err_len);
+
+// Makes a mover over the memory of a CUDA device, in the device's primary context, which engines use
+// too. The arena is registered with the driver (page-locked; movers of one process over the same
+// arena share that) and unregistered by fkv_mover_close of its last mover. One thread is started.
+// Returns NULL on failure with a message in err.
+FKV_API fkv_mover* fkv_cuda_mover_create(const fkv_layout* layout, const fkv_cuda_options* options,
+                                         char* err, size_t err_len);
+
+// Memory of a device for measurements. 0 on failure, with a message in err.
+FKV_API uint64_t fkv_cuda_alloc(const char* driver, int32_t device, uint64_t bytes, char* err,
+                                size_t err_len);
+FKV_API void fkv_cuda_free(uint64_t address);
 
 // Bytes of one engine block over all planes.
 FKV_API uint64_t fkv_mover_block_bytes(const fkv_mover* mover);
 
-// Queues n copies; copy i moves all planes of engine block blocks[i] from or to
-// arena[offsets[i] .. offsets[i] + block_bytes). Any offset alignment works; multiples of 64 are
+// Queues n copies; copy i moves the planes of engine block blocks[i] from or to the places behind
+// arena[offsets[i]], where a whole span must fit. Any offset alignment works; multiples of 64 are
 // fastest. n == 0 completes at once.
 //
-// after  handle of the work that must finish before the first byte is read: a CUDA stream for a GPU
-//        mover. A CPU mover takes only 0: what the caller did before the call is done.
+// after  what must finish before the first byte is read or written. For a CUDA mover a stream
+//        (CUstream) of the device's primary context: the copies follow all work that is in the stream
+//        when this is called. 1 is the legacy default stream. 0 is nothing: the only value that a
+//        CPU mover takes. The stream must exist and not be captured.
 // flag   NULL, or the address of a 4-aligned uint32_t, also in shared memory, which becomes FKV_DONE
 //        or FKV_FAILED with release order once every byte is in place. The caller sets it to
 //        FKV_PENDING before the call. It must stay mapped until the ticket is no longer pending; it
-//        is written before fkv_mover_poll and fkv_mover_wait report the end.
+//        is written before fkv_mover_poll and fkv_mover_wait report the end. A CUDA mover writes
+//        flags within the arena from the device, up to some 0.1 ms earlier than it knows the end.
 //
 // Returns a ticket >= 1, or FKV_EINVAL, FKV_ECLOSED or FKV_ENOMEM with a message in err. All blocks
 // and offsets are checked before anything is queued.
@@ -118,9 +198,16 @@ FKV_API int fkv_mover_poll(fkv_mover* mover, int64_t ticket);
 // The same, waiting until the transfer ends or timeout_us microseconds have passed (<= 0: poll).
 FKV_API int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us);
 
+// Why a transfer failed other than by fkv_mover_close: writes the message of the last such failure to
+// err and returns 1; 0 if there was none. A driver call that fails concerns one transfer. After an
+// error of the device's context (a fault in any kernel of the process) all transfers fail, and
+// submits return FKV_ECLOSED with the same message.
+FKV_API int fkv_mover_error(fkv_mover* mover, char* err, size_t err_len);
+
 // Stops the mover: pieces being copied are finished, what is queued is dropped and becomes
 // FKV_FAILED, threads are joined. When it returns, no memory of the caller is touched any more.
-// Later submits return FKV_ECLOSED; poll and wait keep answering. May be called repeatedly.
+// Later submits return FKV_ECLOSED; poll and wait keep answering. May be called repeatedly. A CUDA
+// mover may have a few MiB to GiB on their way, and waits for the work that these wait for.
 FKV_API void fkv_mover_close(fkv_mover* mover);
 
 // Closes the mover and frees it. NULL is ignored.

@@ -4,6 +4,25 @@
 from __future__ import annotations
 
 from flexkv.transfer import Direction, Status
-from flexkv_kernels.mover import CpuMover, CpuOptions, available_kernels
+from flexkv_kernels.cpu_mover import CpuMover, CpuOptions, available_kernels
+from flexkv_kernels.cuda_calibration import calibrated_crossovers
+from flexkv_kernels.cuda_device import CudaDevice, cuda_device, cuda_unavailable
+from flexkv_kernels.cuda_mover import CudaMover
+from flexkv_kernels.cuda_options import Crossover, Crossovers, CudaMode, CudaOptions
 
-__all__ = ["CpuMover", "CpuOptions", "Direction", "Status", "available_kernels"]
+__all__ = [
+    "CpuMover",
+    "CpuOptions",
+    "Crossover",
+    "Crossovers",
+    "CudaDevice",
+    "CudaMode",
+    "CudaMover",
+    "CudaOptions",
+    "Direction",
+    "Status",
+    "available_kernels",
+    "calibrated_crossovers",
+    "cuda_device",
+    "cuda_unavailable",
+]

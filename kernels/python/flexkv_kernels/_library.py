@@ -9,12 +9,23 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint32, c_uint64
+from ctypes import (
+    POINTER,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+)
 from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -25,7 +36,28 @@ ENOMEM = -3
 class PlaneStruct(ctypes.Structure):
     """``fkv_plane``."""
 
-    _fields_ = (("base", c_uint64), ("block_stride", c_uint64), ("page_bytes", c_uint64))
+    _fields_ = (
+        ("base", c_uint64),
+        ("block_stride", c_uint64),
+        ("rows", c_uint64),
+        ("row_stride", c_uint64),
+        ("row_bytes", c_uint64),
+        ("slot_offset", c_uint64),
+    )
+
+
+class LayoutStruct(ctypes.Structure):
+    """``fkv_layout``."""
+
+    _fields_ = (
+        ("planes", POINTER(PlaneStruct)),
+        ("n_planes", c_uint32),
+        ("store_first", c_uint32),
+        ("store_count", c_uint32),
+        ("num_blocks", c_uint64),
+        ("arena", address),
+        ("arena_bytes", c_uint64),
+    )
 
 
 class CpuOptionsStruct(ctypes.Structure):
@@ -36,6 +68,34 @@ class CpuOptionsStruct(ctypes.Structure):
         ("kernel", c_char_p),
         ("chunk_bytes", c_uint64),
         ("stream_bytes", c_uint64),
+    )
+
+
+class CudaOptionsStruct(ctypes.Structure):
+    """``fkv_cuda_options``."""
+
+    _fields_ = (
+        ("device", c_int32),
+        ("mode", c_uint32),
+        ("load_crossover", c_uint64),
+        ("store_crossover", c_uint64),
+        ("load_kernel", c_uint32),
+        ("store_kernel", c_uint32),
+        ("thread_blocks", c_uint32),
+        ("driver", c_char_p),
+    )
+
+
+class CudaDeviceStruct(ctypes.Structure):
+    """``fkv_cuda_device``."""
+
+    _fields_ = (
+        ("name", c_char * 128),
+        ("pci_bus_id", c_char * 32),
+        ("major", c_int32),
+        ("minor", c_int32),
+        ("multiprocessors", c_int32),
+        ("driver_version", c_int32),
     )
 
 
@@ -82,6 +142,7 @@ def load(path: Path, abi_version: int = ABI_VERSION) -> Library:
             " reinstall flexkv-kernels."
         )
     _declare_waiting(library.waiting)
+    _declare_cuda(library.waiting)
     _declare_brief(library.brief)
     return library
 
@@ -89,11 +150,7 @@ def load(path: Path, abi_version: int = ABI_VERSION) -> Library:
 def _declare_waiting(lib: ctypes.CDLL) -> None:
     lib.fkv_cpu_mover_create.restype = address
     lib.fkv_cpu_mover_create.argtypes = (
-        POINTER(PlaneStruct),
-        c_uint32,
-        c_uint64,
-        address,
-        c_uint64,
+        POINTER(LayoutStruct),
         POINTER(CpuOptionsStruct),
         c_char_p,
         c_size_t,
@@ -104,6 +161,8 @@ def _declare_waiting(lib: ctypes.CDLL) -> None:
     lib.fkv_mover_close.argtypes = (address,)
     lib.fkv_mover_destroy.restype = None
     lib.fkv_mover_destroy.argtypes = (address,)
+    lib.fkv_mover_error.restype = c_int
+    lib.fkv_mover_error.argtypes = (address, c_char_p, c_size_t)
     lib.fkv_bench_memcpy.restype = c_int
     lib.fkv_bench_memcpy.argtypes = (
         address,
@@ -113,6 +172,30 @@ def _declare_waiting(lib: ctypes.CDLL) -> None:
         c_uint32,
         POINTER(c_double),
     )
+
+
+def _declare_cuda(lib: ctypes.CDLL) -> None:
+    lib.fkv_cuda_devices.restype = c_int
+    lib.fkv_cuda_devices.argtypes = (c_char_p, c_char_p, c_size_t)
+    lib.fkv_cuda_describe.restype = c_int
+    lib.fkv_cuda_describe.argtypes = (
+        c_char_p,
+        c_int32,
+        POINTER(CudaDeviceStruct),
+        c_char_p,
+        c_size_t,
+    )
+    lib.fkv_cuda_mover_create.restype = address
+    lib.fkv_cuda_mover_create.argtypes = (
+        POINTER(LayoutStruct),
+        POINTER(CudaOptionsStruct),
+        c_char_p,
+        c_size_t,
+    )
+    lib.fkv_cuda_alloc.restype = c_uint64
+    lib.fkv_cuda_alloc.argtypes = (c_char_p, c_int32, c_uint64, c_char_p, c_size_t)
+    lib.fkv_cuda_free.restype = None
+    lib.fkv_cuda_free.argtypes = (c_uint64,)
 
 
 def _declare_brief(lib: ctypes.PyDLL) -> None:

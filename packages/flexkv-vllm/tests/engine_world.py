@@ -4,7 +4,7 @@ runner that writes recognisable bytes.
 
 The tokens that the runner samples are a digest of the tokens before them, so every request's whole
 text is known from its prompt. The bytes of a token's KV are a digest of all tokens up to it, of the
-layer and of the rank: what attention would compute them from. Before a request is "computed" on,
+layer and of the head: what attention would compute them from. Before a request is "computed" on,
 the runner reads every byte that the scheduler says is there already, and compares. So whatever
 goes wrong between FlexKV and vLLM (a block reused too early, a torn copy, a wrong slot) shows as a
 wrong byte, at once.
@@ -19,15 +19,27 @@ import random
 import threading
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from kv_pages import (
+    BLOCK_TOKENS,
+    HEAD_BYTES,
+    HEADS,
+    LAYERS,
+    heads_of,
+    make_pages,
+    token_bytes,
+)
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,14 +53,14 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from flexkv.tiers.disk.table import RECORD_BYTES
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler import StoreTime
 
 PLUGIN = "flexkv_vllm.connector"
 IN_TREE = "vllm.distributed.kv_transfer.kv_connector.v1.flexkv_connector"
-BLOCK_TOKENS = 16
-LAYERS = 2
-TOKEN_BYTES = 8
+DISK_OVERHEAD = 32768
+"""Bytes of a disk cache that are not blocks: header, ledger, lock, folder, and rounding."""
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,7 +68,7 @@ LLAMA = {
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": HEADS,
     "head_dim": 16,
     "vocab_size": 1000,
     "max_position_embeddings": 4096,
@@ -98,6 +110,20 @@ class Text:
         return [self.upto(computed + 1)[-1]]
 
 
+class EventRecorder(EventPublisher):
+    """Takes the place of the socket that vLLM publishes KV events on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def publish(self, events: Any) -> None:
+        self.events.extend(events.events)
+
+    def shutdown(self) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class Step:
     """A step that was scheduled, and its result once the workers have run it."""
@@ -126,8 +152,11 @@ class World:
         policy: str = "recompute",
         max_requests: int = 8,
         lag: random.Random | None = None,
+        disk_slots: int = 0,
+        settings: dict[str, Any] | None = None,
+        events: bool = False,
     ) -> None:
-        slot_bytes = 4096 * -(-block_tokens * TOKEN_BYTES * LAYERS * ranks // 4096)
+        slot_bytes = 4096 * -(-block_tokens * HEAD_BYTES * HEADS * LAYERS // 4096)
         self.vllm_config = make_config(
             directory,
             slots * slot_bytes,
@@ -138,6 +167,8 @@ class World:
             policy=policy,
             max_requests=max_requests,
             async_scheduling=lag is not None,
+            settings=disk_settings(directory, disk_slots, slot_bytes) | (settings or {}),
+            events=events,
         )
         self.lag = lag
         self.steps: deque[Step] = deque()
@@ -155,6 +186,11 @@ class World:
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )
+        self.recorder = EventRecorder()
+        self.scheduler.kv_event_publisher = self.recorder
+        self.requests: dict[str, Request] = {}
+        self.weights = b""
+        self.stats: list[dict[str, float]] = []
         self.aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
@@ -168,7 +204,7 @@ class World:
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> list[Rank]:
         time = StoreTime.STEP if self.fenced else StoreTime.FINISH
         made = [
-            Rank(number, Adapter(self.vllm_config, time), make_pages(self.num_blocks))
+            Rank(number, Adapter(self.vllm_config, time), make_pages(self.num_blocks, ranks))
             for number in range(ranks)
         ]
         threads = [
@@ -198,17 +234,30 @@ class World:
     def cache(self) -> Any:
         return self.side._cache
 
-    def add(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        salt: str | None = None,
+        adapter: LoRARequest | None = None,
+        params: Any = None,
+    ) -> str:
         request_id = f"r{len(self.outputs)}"
         request = Request(
             request_id,
             prompt,
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                extra_args=None if params is None else {"kv_transfer_params": params},
+            ),
             None,
             cache_salt=salt,
+            lora_request=adapter,
             block_hasher=self.hasher,
         )
         self.outputs[request_id] = []
+        self.requests[request_id] = request
         self.texts[request_id] = Text(prompt)
         self.scheduler.add_request(request)
         return request_id
@@ -226,10 +275,16 @@ class World:
             full = self.lag is None or len(self.steps) > 1
             if not full and output.total_num_scheduled_tokens:
                 return
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        """Run the oldest step that was scheduled, and take its result."""
         self._run_workers()
         step = self.steps.popleft()
         assert step.result is not None
         for outputs in self.scheduler.update_from_output(step.output, step.result).values():
+            if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
+                self.stats.append(outputs.scheduler_stats.kv_connector_stats)
             for item in outputs.outputs:
                 self.outputs[item.request_id].extend(item.new_token_ids)
                 if item.prefill_stats is not None:
@@ -238,13 +293,22 @@ class World:
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
-            if not self.scheduler.has_requests() and not self.steps:
+            # vLLM before 0.22 may rest while blocks of requests that have ended are held, until the
+            # next request comes. Here the copies are seen to their end.
+            held = self.scheduler.requests
+            if not self.scheduler.has_requests() and not held and not self.steps:
                 return
             self.step()
         raise AssertionError(f"requests did not end: {list(self.scheduler.requests)}")
 
-    def generate(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> str:
-        request_id = self.add(prompt, max_tokens, salt)
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        salt: str | None = None,
+        params: Any = None,
+    ) -> str:
+        request_id = self.add(prompt, max_tokens, salt, params=params)
         self.run()
         return request_id
 
@@ -297,6 +361,7 @@ class World:
                 finished_sending=sent,
                 finished_recving=received,
                 invalid_block_ids=rank.adapter.take_bad_blocks(),
+                kv_connector_stats=rank.adapter.take_stats() if self.fenced else None,
             ),
         )
 
@@ -313,21 +378,26 @@ class World:
                 rank.tables[request_id].extend(blocks[0])
 
     def _forward(self, rank: Rank, request_id: str, start: int, end: int) -> None:
-        expected = token_bytes(self.texts[request_id].upto(end), rank.number)
+        heads = heads_of(rank.number, len(self.ranks))
+        expected = token_bytes(self.texts[request_id].upto(end), self.weights)[:, :, heads]
         table = torch.tensor(rank.tables[request_id], dtype=torch.int64)
         positions = torch.arange(end)
         blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
         for layer, name in enumerate(rank.pages):
             pages = rank.pages[name]
-            there = pages[blocks[:start], places[:start]]
+            there = pages[blocks[:start], :, places[:start]]
             if not torch.equal(there, expected[layer, :start]):
-                wrong = (there != expected[layer, :start]).any(dim=1).nonzero()[0].item()
+                wrong = (there != expected[layer, :start]).flatten(1).any(dim=1).nonzero()[0].item()
                 raise AssertionError(
                     f"rank {rank.number}, {name}: {request_id} computes on at {start}, but its "
                     f"token {wrong} (block {blocks[wrong]}) has wrong bytes"
                 )
             self.checked_bytes += there.numel()
-            pages[blocks[start:], places[start:]] = expected[layer, start:]
+            pages[blocks[start:], :, places[start:]] = expected[layer, start:]
+
+
+MakeWorld = Callable[..., World]
+"""The fixture `make_world`: closes what it made."""
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
@@ -341,29 +411,24 @@ def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
     ]
 
 
-def token_bytes(tokens: list[int], rank: int) -> torch.Tensor:
-    """KV of `tokens` on `rank`: int8 of shape [layers, tokens, TOKEN_BYTES]."""
-    state = hashlib.blake2b(bytes([rank]), digest_size=TOKEN_BYTES * LAYERS)
-    rows = bytearray()
-    for token in tokens:
-        state.update(token.to_bytes(4, "little"))
-        rows += state.digest()
-    flat = torch.frombuffer(rows, dtype=torch.int8) if rows else torch.empty(0, dtype=torch.int8)
-    return flat.view(len(tokens), LAYERS, TOKEN_BYTES).transpose(0, 1)
-
-
-def make_pages(num_blocks: int) -> dict[str, torch.Tensor]:
-    """Two layers in one allocation, strided as vLLM's own views are; poisoned."""
-    raw = torch.full((LAYERS, num_blocks, BLOCK_TOKENS, TOKEN_BYTES), 0x55, dtype=torch.int8)
-    return {f"layer{i}": raw[i] for i in range(LAYERS)}
-
-
 def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32
     )
     group = KVCacheGroupSpec([f"layer{i}" for i in range(LAYERS)], spec)
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+
+
+def disk_settings(directory: Path, slots: int, slot_bytes: int) -> dict[str, Any]:
+    """Settings of a disk tier of `slots` blocks; none of no blocks."""
+    if slots == 0:
+        return {}
+    capacity = slots * (slot_bytes + RECORD_BYTES) + DISK_OVERHEAD
+    return {
+        "ssd_cache_gb": capacity / (1 << 30),
+        "ssd_cache_dir": str(directory / "disk"),
+        "ssd_timeout_seconds": 30.0,
+    }
 
 
 def make_config(
@@ -377,10 +442,15 @@ def make_config(
     policy: str,
     max_requests: int,
     async_scheduling: bool = False,
+    settings: dict[str, Any] | None = None,
+    events: bool = False,
 ) -> VllmConfig:
     model = directory / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(LLAMA))
+    weights = model / "model.safetensors"
+    if not weights.exists():
+        weights.write_bytes(b"weights that nobody loads")
     transfer = KVTransferConfig(
         kv_connector="FlexKVConnectorV1",
         kv_role="kv_both",
@@ -392,6 +462,7 @@ def make_config(
             "block_tokens": block_tokens,
             "runtime_dir": str(directory / "run"),
             "copy_threads": 2,
+            **(settings or {}),
         },
     )
     config = EngineArgs(
@@ -405,6 +476,7 @@ def make_config(
         enable_prefix_caching=True,
         async_scheduling=async_scheduling,
         kv_transfer_config=transfer,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
     ).create_engine_config()
     # Only now: vLLM would look for as many processors.
     config.parallel_config.tensor_parallel_size = ranks

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_world import PLUGIN, make_config, make_kv_cache_config, make_pages
+from engine_world import PLUGIN, make_config, make_kv_cache_config
+from kv_pages import make_pages
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 

@@ -4,29 +4,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_world import BLOCK_TOKENS, IN_TREE, PLUGIN, World, random_prompt
+from engine_world import IN_TREE, PLUGIN, MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from late_mover import LateMover
 
-MakeWorld = Callable[..., World]
-
-
-@pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(**options: Any) -> World:
-        worlds.append(World(tmp_path, **options))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
-
+from flexkv import Direction, Status
 
 BOTH = pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
 
@@ -133,7 +118,7 @@ def test_abort_during_a_load_gives_everything_back(make_world: MakeWorld) -> Non
         world.step()
         world.abort(request_id)
         world.run()
-        assert world.cache.pending_transfers == 0
+        assert not world.cache.busy
     # Every engine block is free again: a request that needs nearly all of them runs.
     world.generate(random_prompt(random.Random(9), 31 * BLOCK_TOKENS - 8))
     assert world.side.tracked_requests == 0
@@ -240,5 +225,32 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
     assert world.preemptions > 0
     assert world.cache.counters.loaded_blocks > 0
     assert sum(mover.refused for mover in movers) > 0
-    assert world.cache.pending_transfers == 0
+    assert not world.cache.busy
     assert world.side.tracked_requests == 0
+
+
+def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(ranks=2 * HEADS)
+    prompt = random_prompt(random.Random(21), 6 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    while world.cache.busy:
+        world.side._poll()
+    for rank in world.ranks:
+        for pages in rank.pages.values():
+            pages.fill_(0x55)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 6 * BLOCK_TOKENS
+    world.check_outputs()
+    for rank in world.ranks:
+        worker: Any = rank.adapter._worker
+        for pages in rank.pages.values():
+            pages.fill_(0x55)
+        slot = worker._arena.slot_view(0)
+        slot[:] = bytes(len(slot))
+        offset = worker._arena.shard_offset(0, rank.number)
+        ticket = worker._mover.submit(Direction.STORE, [0], [offset])
+        assert worker._mover.wait(ticket, 60) is Status.DONE
+        assert bytes(slot).count(0x55) == BLOCK_TOKENS * LAYERS * HEAD_BYTES // 2
+        slot.release()

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Status, Transfer
 from flexkv.eviction import LRUPolicy
 from flexkv.transfer.board import CELLS
+from flexkv.transfer.device import LOAD_RESERVE
 
 RANKS = 2
 
@@ -138,14 +139,18 @@ def test_clear_with_transfers_under_way_publishes_nothing(workers: Workers) -> N
     workers.store("x", "y", "z")
 
 
-def test_a_full_board_is_a_miss_and_a_dropped_store() -> None:
+def test_stores_leave_room_for_loads_and_a_full_board_is_a_miss() -> None:
     workers = Workers(CELLS + 1)
     try:
-        for i in range(CELLS):
+        workers.store("a")
+        for i in range(CELLS - LOAD_RESERVE):
             assert workers.cache.store([i.to_bytes(4, "big")], [0]) is not None
         assert workers.cache.store(keys("one too many"), [0]) is None
         assert workers.cache.missing(keys("one too many")) == [0]
         assert workers.cache.counters.refused_blocks == 1
+        for _ in range(LOAD_RESERVE):
+            assert workers.cache.load(keys("a")) is not None
+        assert workers.cache.load(keys("a")) is None
     finally:
         workers.arena.close()
 

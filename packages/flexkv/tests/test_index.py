@@ -8,6 +8,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, BlockIndex, BlockState
 
 SLOTS = 6
+PINS = 3
 KEYS = st.integers(0, 9).map(lambda i: bytes([i]))
 
 
@@ -70,6 +71,48 @@ def test_an_unreadable_block_is_found_no_more_and_its_slot_returns() -> None:
     assert index.free_slots == 1
 
 
+def test_a_pinned_block_is_not_evicted_until_the_index_is_cleared() -> None:
+    index = ready_index(3, [b"a", b"b", b"c"])
+    leased = index.lease([b"b"])
+    assert leased is not None
+    assert index.pin([b"a", b"b", b"absent"], limit=2) == 0
+    index.release(leased)
+    index.touch([b"a", b"b", b"c"])
+    assert index.reserve(b"x", set()) is not None
+    assert index.reserve(b"y", set()) is None
+    assert index.lookup([b"a", b"b"]) == 2
+    index.clear()
+    assert index.pinned_blocks == 0
+    assert index.reserve(b"y", set()) is not None
+
+
+def test_a_block_may_be_pinned_before_it_is_ready() -> None:
+    index = BlockIndex(1, LRUPolicy())
+    block = index.reserve(b"a", set())
+    assert block is not None
+    assert index.pin([b"a"], limit=1) == 0
+    index.publish([block])
+    assert index.reserve(b"x", set()) is None
+
+
+def test_what_exceeds_the_limit_is_not_pinned() -> None:
+    index = ready_index(3, [b"a", b"b", b"c"])
+    assert index.pin([b"a", b"b", b"c"], limit=1) == 2
+    assert index.pin([b"a"], limit=1) == 0
+    assert index.pinned_blocks == 1
+
+
+def test_a_pinned_block_that_proves_unreadable_gives_its_pin_back() -> None:
+    index = ready_index(1, [b"a"])
+    index.pin([b"a"], limit=1)
+    leased = index.lease([b"a"])
+    assert leased is not None
+    index.drop(leased)
+    index.release(leased)
+    assert index.pinned_blocks == 0
+    assert index.free_slots == 1
+
+
 def test_clear_waits_for_writers_and_readers() -> None:
     index = ready_index(3, [b"a", b"b"])
     leased = index.lease([b"a"])
@@ -91,6 +134,9 @@ class IndexModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex(SLOTS, LRUPolicy())
+        self.index.watch()
+        self.told: set[bytes] = set()
+        self.pinned: set[bytes] = set()
         self.writing: list[Block] = []
         self.leases: list[list[Block]] = []
 
@@ -110,6 +156,8 @@ class IndexModel(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.writing))
         self.writing.remove(block)
         dropped = block.state is BlockState.DROPPED
+        if not works and not dropped:
+            self.pinned.discard(block.key)
         (self.index.publish if works else self.index.abandon)([block])
         if dropped or not works:
             assert block.state is BlockState.DROPPED
@@ -130,8 +178,19 @@ class IndexModel(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(self.leases) - 1))
         leased = self.leases.pop(position)
         if not readable:
+            self.pinned -= {block.key for block in leased if self.is_current(block)}
             self.index.drop(leased)
         self.index.release(leased)
+
+    def is_current(self, block: Block) -> bool:
+        return block.state is not BlockState.DROPPED
+
+    @rule(keys=st.lists(KEYS, unique=True))
+    def pin(self, keys: list[bytes]) -> None:
+        known = [key for key in keys if key in self.index and key not in self.pinned]
+        room = PINS - len(self.pinned)
+        assert self.index.pin(keys, PINS) == max(0, len(known) - room)
+        self.pinned |= set(known[:room])
 
     @rule(keys=st.lists(KEYS, unique=True))
     def touch(self, keys: list[bytes]) -> None:
@@ -140,7 +199,21 @@ class IndexModel(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.index.clear()
+        self.pinned.clear()
         assert len(self.index) == 0
+
+    @invariant()
+    def pinned_blocks_stay(self) -> None:
+        assert all(key in self.index for key in self.pinned)
+        assert self.index.pinned_blocks == len(self.pinned)
+
+    @rule()
+    def every_change_is_noted(self) -> None:
+        assert self.index.changed is not None
+        for key in self.index.changed:
+            (self.told.add if self.index.lookup([key]) else self.told.discard)(key)
+        self.index.changed.clear()
+        assert self.told == set(self.index._ready)
 
     @invariant()
     def no_slot_has_two_uses(self) -> None:

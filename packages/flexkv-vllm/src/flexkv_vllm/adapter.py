@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexkv import Session
+from flexkv_vllm.compat import hit_sources
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.orders import StepOrders
 from flexkv_vllm.scheduler import SchedulerSide, StoreTime
 from flexkv_vllm.start import make_scheduler_side, make_worker_side, read_settings
+from flexkv_vllm.stats import FlexKVStats
 from flexkv_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -45,10 +49,10 @@ class Adapter:
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
-    def start_scheduler(self) -> None:
+    def start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         if self._config.enable:
             self._scheduler, self._session = make_scheduler_side(
-                self._config, self._vllm_config, self._store_time, self._edge
+                self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
             )
 
     def start_worker(
@@ -72,15 +76,26 @@ class Adapter:
         with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
             if self._worker is not None:
                 self._worker.close()
+            unused = True
             if self._scheduler is not None:
+                unused = self._scheduler.close()
                 self._scheduler.log_counters(self._edge.failures)
-            if self._session is not None:
+            if self._session is not None and unused:
                 self._session.close()
         self._worker = self._scheduler = self._session = None
 
     # Scheduler side.
 
-    def match(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+    def bind_pool(self, pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(pool)
+
+    def queued(self, request: Request) -> None:
+        if self._scheduler is not None:
+            with self._edge.guard("prefetching", "it is fetched when it is scheduled"):
+                self._scheduler.queued(request)
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is not None:
             with self._edge.guard("lookup", "it is a miss"):
                 return self._scheduler.match(request, local_tokens)
@@ -122,6 +137,30 @@ class Adapter:
             return False
         return True
 
+    def take_events(self) -> list[KVCacheEvent]:
+        if self._scheduler is not None and self._scheduler.tells_events:
+            with self._edge.guard("telling events", "they are told later, or lost"):
+                return self._scheduler.take_events()
+        return []
+
+    def hit_sources(self, request: Request, tokens: int) -> dict[Any, int]:
+        if self._scheduler is None:
+            return {}
+        with self._edge.guard("telling where a hit came from", "vLLM counts it as unspecified"):
+            return hit_sources(*self._scheduler.hit_tokens(request, tokens))
+        return {}
+
+    # Both sides.
+
+    def take_stats(self) -> FlexKVStats | None:
+        """What was counted since the last call; None if nothing was."""
+        side = self._worker or self._scheduler
+        if side is not None and side.has_samples:
+            with self._edge.guard("counting", "the counts come later, or are lost"):
+                samples = side.take_samples()
+                return FlexKVStats(data=samples) if samples else None
+        return None
+
     # Worker side.
 
     def fence(self, metadata: KVConnectorMetadata | None) -> None:
@@ -132,12 +171,12 @@ class Adapter:
     def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting loads", "they count as failed"):
-                self._worker.start_loads(metadata, 0)
+                self._worker.start_loads(metadata)
 
     def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting stores", "the blocks are not cached"):
-                self._worker.start_stores(metadata, 0)
+                self._worker.start_stores(metadata)
 
     def get_finished(
         self, metadata: KVConnectorMetadata | None

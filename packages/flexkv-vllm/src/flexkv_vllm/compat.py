@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between vLLM versions, in one place."""
+"""What differs between vLLM versions; for KV events see `compat_events`.
+
+What the compatibility tests in compat-ci find not to fit is answered here, by looking for the
+feature and not at the version.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import EngineVersionError
 
 CONNECTOR_NAME = "FlexKVConnectorV1"
 
-OLDEST = (0, 27)
+OLDEST = (0, 20)
 NEWEST = (0, 32)
-"""Releases (major, minor) whose connector interface this adapter was written for."""
+"""Releases (major, minor) whose scheduler at least has run with this adapter: those of
+compat-ci/versions.toml above the static level."""
 
 
 def check_version(allow_untested: bool, version: str = vllm.__version__) -> None:
@@ -39,6 +47,17 @@ def check_version(allow_untested: bool, version: str = vllm.__version__) -> None
     )
 
 
+def fences_get_through() -> bool:
+    """Whether workers get the step's orders before the blocks of preempted requests are reused.
+
+    vLLM 0.18 hands `handle_preemptions` the ids of the requests alone.
+    """
+    return (
+        "kv_connector_metadata"
+        in inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
+    )
+
+
 def register_connector(name: str, module: str) -> None:
     """Register the class `name` of `module` with vLLM, in place of one that has its name.
 
@@ -47,3 +66,11 @@ def register_connector(name: str, module: str) -> None:
     """
     KVConnectorFactory._registry.pop(name, None)
     KVConnectorFactory.register_connector(name, module, name)
+
+
+def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:
+    """Tokens of a hit by where they came from, without zeros. For vLLM from 0.32 on, which asks."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    tokens = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: disk_tokens}
+    return {source: count for source, count in tokens.items() if count}

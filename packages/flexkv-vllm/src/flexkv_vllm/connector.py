@@ -7,6 +7,7 @@ away from vLLM. Errors at start are meant to stop the engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.compat import fences_get_through
 from flexkv_vllm.scheduler import StoreTime
+from flexkv_vllm.stats import FlexKVPromMetrics, FlexKVStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,9 +47,10 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._adapter = Adapter(vllm_config, StoreTime.STEP)
+        time = StoreTime.STEP if fences_get_through() else StoreTime.FINISH
+        self._adapter = Adapter(vllm_config, time)
         if role is KVConnectorRole.SCHEDULER:
-            self._adapter.start_scheduler()
+            self._adapter.start_scheduler(kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -82,6 +92,12 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
 
     # Scheduler side.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._adapter.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._adapter.queued(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -106,7 +122,34 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
     def reset_cache(self) -> bool:
         return self._adapter.reset()
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._adapter.take_events()
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        return self._adapter.hit_sources(request, num_external_tokens)
+
     # Both sides.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._adapter.take_stats()
 
     def shutdown(self) -> None:
         self._adapter.shutdown()
+
+    # In the processes that log and serve metrics, without an instance.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return FlexKVStats(data={} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return FlexKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

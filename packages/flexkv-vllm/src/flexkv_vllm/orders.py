@@ -22,6 +22,7 @@ class CopyOrder:
         slots: arena slots, in the same order; each holds the same number of engine blocks.
         skip: engine blocks of the first slot that are not copied (a load that begins inside a
             FlexKV block because vLLM has its beginning itself).
+        last: of a load, whether the rest of the request's blocks does not follow in later steps.
     """
 
     transfer_id: int
@@ -29,6 +30,7 @@ class CopyOrder:
     engine_blocks: list[int]
     slots: list[int]
     skip: int = 0
+    last: bool = True
 
 
 @dataclass(slots=True)
@@ -37,7 +39,8 @@ class StepOrders(KVConnectorMetadata):
 
     Attributes:
         loads: request id to what is copied into its blocks; none is touched by the forward.
-        failed_loads: request id to blocks that vLLM expects to be loaded, but will not be.
+        failed_loads: request id to blocks that vLLM expects to be loaded, but will not be; its load
+            ends with that.
         stores: copied once the forward of this step is done.
         fences: ids of stores that must be done before this step's forward, whose blocks it may
             overwrite.

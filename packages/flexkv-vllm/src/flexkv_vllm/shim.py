@@ -10,6 +10,7 @@ does not reach FlexKV on this way; the log says so.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from flexkv_vllm.scheduler import StoreTime
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -39,7 +41,7 @@ class FlexKVConnectorV1Impl:
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         self._adapter = Adapter(vllm_config, StoreTime.FINISH)
         if role is KVConnectorRole.SCHEDULER:
-            self._adapter.start_scheduler()
+            self._adapter.start_scheduler(None)
             logger.warning(
                 "FlexKV runs behind vLLM's own connector, which passes on no resets: after "
                 "/reset_prefix_cache?reset_external=true old blocks are still found. Let vLLM "
@@ -67,7 +69,7 @@ class FlexKVConnectorV1Impl:
         return self._adapter.get_finished(_step_metadata())
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        kv_cache_config = getattr(get_kv_transfer_group(), "_kv_cache_config", None)
+        kv_cache_config = get_kv_transfer_group()._kv_cache_config
         rank = get_tp_group().rank_in_group
         self._adapter.start_worker(kv_caches, kv_cache_config, rank)
 
@@ -92,11 +94,11 @@ class FlexKVConnectorV1Impl:
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._adapter.finished(request, block_ids), None
 
-    def take_events(self) -> tuple[()]:
-        return ()
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._adapter.take_events()
 
     def get_kv_connector_stats(self) -> None:
-        return None
+        """None: vLLM's own connector could neither log nor serve what this returned."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._adapter.take_bad_blocks()
@@ -104,7 +106,5 @@ class FlexKVConnectorV1Impl:
 
 def _step_metadata() -> KVConnectorMetadata | None:
     """The orders of the running step, which vLLM bound to its own connector."""
-    metadata: KVConnectorMetadata | None = getattr(
-        get_kv_transfer_group(), "_connector_metadata", None
-    )
+    metadata: KVConnectorMetadata | None = get_kv_transfer_group()._connector_metadata
     return metadata

@@ -9,20 +9,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from flexkv import (
+    ADMISSIONS,
+    GIB,
     POLICIES,
     CacheConfig,
+    Direction,
+    FlexKVError,
     KVCache,
-    KVLayout,
     LayoutError,
+    LowerTier,
     Session,
     Shard,
-    TensorView,
     attach,
     choose_engine_blocks,
     configure_logging,
@@ -30,11 +33,17 @@ from flexkv import (
     join,
     lead,
     load_config,
+    open_disk_tier,
     plan_arena,
+    share_of,
 )
-from flexkv_kernels import CpuMover
 from flexkv_vllm.compat import check_version
+from flexkv_vllm.compat_events import group_traits
+from flexkv_vllm.device import device_of, make_mover, numa_node_of
 from flexkv_vllm.edge import Edge
+from flexkv_vllm.events import BlockEvents
+from flexkv_vllm.identity import model_identity, outlives_process
+from flexkv_vllm.pages import describe_pages
 from flexkv_vllm.scheduler import BlockSizes, SchedulerSide, StoreTime
 from flexkv_vllm.worker import WorkerSide
 
@@ -43,6 +52,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("flexkv.vllm")
+
+_QUEUE_SHARE = 2
+"""Writes that wait for a disk hold at most half of the arena: what waits cannot be evicted, and new
+blocks need room."""
 
 
 def read_settings(vllm_config: VllmConfig) -> CacheConfig:
@@ -84,45 +97,93 @@ def make_worker_side(
     """
     if kv_cache_config is not None:
         _check_groups(kv_cache_config)
-    layout = KVLayout.from_tensors(_views(kv_caches), _num_blocks(vllm_config))
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    device = device_of(kv_caches)
+    layout, sharding = describe_pages(vllm_config, kv_caches)
     engine_blocks = choose_engine_blocks(
-        vllm_config.cache_config.block_size, layout.block_bytes * ranks, config.block_tokens
+        vllm_config.cache_config.block_size,
+        layout.block_bytes * sharding.parts,
+        config.block_tokens,
     )
     shard = Shard(
         rank,
-        fingerprint(_model_identity(vllm_config), layout, engine_blocks),
+        fingerprint(model_identity(vllm_config), layout, engine_blocks, sharding),
         engine_blocks,
-        engine_blocks * layout.block_bytes,
+        layout.shard_bytes(engine_blocks),
+        sharding.replicas,
+        numa_node_of(device),
     )
+    replica = rank % sharding.replicas
+    planes, stored = share_of(layout.place(engine_blocks), replica, sharding.replicas)
     cpus = _copy_cpus()
     threads = config.copy_threads or min(4, len(cpus))
     with _running_on(cpus):
-        session = _meet(config, _engine_id(vllm_config), shard, ranks, threads)
+        session = _meet(config, _engine_id(vllm_config), shard, sharding.ranks, threads)
         arena = session.arena
         try:
-            mover = CpuMover(
-                layout.planes, layout.num_blocks, arena.address, arena.spec.total_bytes, threads
-            )
+            mover = make_mover(device, planes, stored, layout.num_blocks, arena, threads)
         except ValueError as error:
             session.close()
             raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-    return WorkerSide(session, mover, rank, layout.block_bytes, edge)
+    block_bytes = {
+        Direction.LOAD: sum(plane.page_bytes for plane in planes),
+        Direction.STORE: sum(planes[i].page_bytes for i in stored),
+    }
+    return WorkerSide(
+        session,
+        mover,
+        rank,
+        block_step=layout.head_bytes,
+        block_bytes=block_bytes,
+        device=device,
+        edge=edge,
+    )
 
 
 def make_scheduler_side(
-    config: CacheConfig, vllm_config: VllmConfig, store_time: StoreTime, edge: Edge
+    config: CacheConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+    store_time: StoreTime,
+    edge: Edge,
 ) -> tuple[SchedulerSide, Session]:
     """Attach to the arena that the workers made.
 
+    Args:
+        config: from `read_settings`.
+        vllm_config: of the engine.
+        kv_cache_config: of the engine; None if vLLM does not tell it.
+        store_time: when to store.
+        edge: where run-time errors end.
+
     Raises:
         ArenaError: they made none.
+        DiskError: a cache directory cannot be used.
     """
     session = attach(config.session_root, _engine_id(vllm_config))
     spec = session.arena.spec
     sizes = BlockSizes(vllm_config.cache_config.block_size, spec.format.engine_blocks)
-    cache = KVCache(session.arena, POLICIES[config.eviction_policy]())
-    side = SchedulerSide(cache, sizes, store_time, vllm_config.speculative_config is not None, edge)
+    try:
+        tiers = _open_tiers(config, vllm_config, session)
+    except FlexKVError:
+        session.close()
+        raise
+    cache = KVCache(
+        session.arena,
+        POLICIES[config.eviction_policy](),
+        tiers,
+        ADMISSIONS[config.ssd_admission],
+        config.ssd_timeout_seconds,
+    )
+    transfer = vllm_config.kv_transfer_config
+    side = SchedulerSide(
+        cache,
+        sizes,
+        store_time=store_time,
+        prompt_only=vllm_config.speculative_config is not None,
+        load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
+        edge=edge,
+        events=_make_events(vllm_config, kv_cache_config, cache, sizes),
+    )
     logger.info(
         "FlexKV caches prefixes in host memory: %d blocks of %d tokens, %.2f GiB, fingerprint %s",
         spec.num_slots,
@@ -131,6 +192,51 @@ def make_scheduler_side(
         session.info.fingerprint,
     )
     return side, session
+
+
+def _make_events(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+    cache: KVCache,
+    sizes: BlockSizes,
+) -> BlockEvents | None:
+    """What tells KV events; None if the user did not turn them on in vLLM."""
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    return BlockEvents(
+        cache,
+        sizes.engine_block_tokens,
+        sizes.engine_blocks,
+        has_adapters=vllm_config.lora_config is not None,
+        traits=group_traits(kv_cache_config),
+    )
+
+
+def _open_tiers(config: CacheConfig, vllm_config: VllmConfig, session: Session) -> list[LowerTier]:
+    if config.ssd_cache_gb is None or not outlives_process(vllm_config):
+        return []
+    spec = session.arena.spec
+    day_gb = config.ssd_write_gb_per_day
+    tier = open_disk_tier(
+        config.ssd_cache_dir,
+        session.info.fingerprint,
+        spec.format.slot_bytes,
+        int(config.ssd_cache_gb * GIB),
+        share=config.ssd_in_use == "own",
+        day_bytes=None if day_gb is None else int(day_gb * GIB),
+        queue_bytes=spec.num_slots * spec.format.slot_bytes // _QUEUE_SHARE,
+        stall_seconds=config.ssd_timeout_seconds,
+    )
+    for drive in tier.drives:
+        index = drive.index
+        logger.info(
+            "FlexKV keeps blocks in %s: %d of %d slots are warm",
+            drive.path,
+            len(index),
+            index.num_slots,
+        )
+    return [tier]
 
 
 def _meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads: int) -> Session:
@@ -190,51 +296,9 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         )
 
 
-def _views(kv_caches: Mapping[str, torch.Tensor]) -> Iterable[TensorView]:
-    for name, tensor in kv_caches.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise LayoutError(
-                f"KV cache {name!r} is a {type(tensor).__name__}; allowed: one tensor per layer"
-            )
-        if tensor.device.type != "cpu":
-            raise LayoutError(
-                f"KV cache {name!r} is on device {tensor.device}; allowed: cpu "
-                f"(the installed flexkv-kernels copy between host memory only)"
-            )
-        yield TensorView(
-            name,
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.element_size(),
-        )
-
-
-def _num_blocks(vllm_config: VllmConfig) -> int:
-    num_blocks: int | None = vllm_config.cache_config.num_gpu_blocks
-    if not num_blocks:
-        raise LayoutError("vLLM does not say how many KV blocks it has; allowed: 1 or more")
-    return num_blocks
-
-
 def _engine_id(vllm_config: VllmConfig) -> str:
     transfer = vllm_config.kv_transfer_config
     engine_id: str | None = None if transfer is None else transfer.engine_id
     if not engine_id:
         raise LayoutError("vLLM gave the connector no engine_id; allowed: any text")
     return engine_id
-
-
-def _model_identity(vllm_config: VllmConfig) -> list[str]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    return [
-        "vllm",
-        str(model.model),
-        str(model.revision),
-        str(model.dtype),
-        str(model.quantization),
-        str(cache.cache_dtype),
-        str(cache.block_size),
-        str(cache.prefix_caching_hash_algo),
-        str(vllm_config.parallel_config.tensor_parallel_size),
-    ]

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import logging
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from flexkv import Direction, Mover, Session, Status
+from flexkv_vllm.device import work_so_far
 from flexkv_vllm.edge import Edge
+from flexkv_vllm.figures import CopyFigures
 from flexkv_vllm.orders import CopyOrder, StepOrders
+from flexkv_vllm.stats import Samples
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -24,10 +29,17 @@ _FENCE_SLICE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class RunningLoad:
-    """A load under way: the mover's ticket, and the vLLM blocks that it fills."""
+    """A request's load under way, in one part or several.
 
-    ticket: int
-    engine_blocks: list[int]
+    Attributes:
+        parts: ticket of the mover to the vLLM blocks that it fills.
+        bad_blocks: vLLM blocks that will not be filled.
+        complete: whether no further part follows.
+    """
+
+    parts: dict[int, list[int]] = field(default_factory=dict)
+    bad_blocks: list[int] = field(default_factory=list)
+    complete: bool = False
 
 
 class WorkerSide:
@@ -37,25 +49,36 @@ class WorkerSide:
         session: with the arena; owned, closed after the mover.
         mover: of this rank's pages.
         rank: this rank.
-        block_bytes: bytes of one engine block of this rank.
+        block_step: bytes from one engine block to the next in a slot.
+        block_bytes: of an engine block that this rank copies, by direction.
+        device: of the pages.
         edge: where errors of single transfers end.
     """
 
     def __init__(
-        self, session: Session, mover: Mover, rank: int, block_bytes: int, edge: Edge
+        self,
+        session: Session,
+        mover: Mover,
+        rank: int,
+        *,
+        block_step: int,
+        block_bytes: dict[Direction, int],
+        device: torch.device,
+        edge: Edge,
     ) -> None:
         self._session = session
         self._arena = session.arena
         self._mover = mover
         self._rank = rank
-        self._block_bytes = block_bytes
+        self._block_step = block_step
         self._engine_blocks = session.arena.spec.format.engine_blocks
+        self._device = device
         self._edge = edge
+        self._figures = CopyFigures(block_bytes, edge)
         self._loads: dict[str, RunningLoad] = {}
         self._stores: dict[int, int] = {}
         self._last_store = 0
         self._releases: dict[str, list[int]] = {}
-        self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
 
     def fence(self, orders: StepOrders) -> None:
@@ -64,24 +87,31 @@ class WorkerSide:
             ticket = self._stores.pop(transfer_id, None)
             if ticket is None:
                 continue
-            while self._mover.wait(ticket, _FENCE_SLICE_SECONDS) is Status.PENDING:
+            while (status := self._mover.wait(ticket, _FENCE_SLICE_SECONDS)) is Status.PENDING:
                 logger.warning("still waiting for a store of a preempted request's blocks")
+            self._figures.end(ticket, status)
 
-    def start_loads(self, orders: StepOrders, after: int) -> None:
-        """Start this step's loads, behind the work that `after` names (see `Mover.submit`)."""
-        for request_id, engine_blocks in orders.failed_loads.items():
-            self._received.add(request_id)
-            self._bad_blocks.update(engine_blocks)
+    def start_loads(self, orders: StepOrders) -> None:
+        """Start this step's loads, behind the engine's work so far: it may still read what the
+        blocks held before."""
+        after = work_so_far(self._device)
         for request_id, order in orders.loads.items():
+            load = self._loads.setdefault(request_id, RunningLoad())
+            load.complete = order.last
             ticket = self._submit(Direction.LOAD, order, after)
             if ticket is None:
-                self._received.add(request_id)
-                self._bad_blocks.update(order.engine_blocks)
+                load.bad_blocks.extend(order.engine_blocks)
             else:
-                self._loads[request_id] = RunningLoad(ticket, order.engine_blocks)
+                load.parts[ticket] = order.engine_blocks
+        for request_id, engine_blocks in orders.failed_loads.items():
+            load = self._loads.setdefault(request_id, RunningLoad())
+            load.complete = True
+            load.bad_blocks.extend(engine_blocks)
 
-    def start_stores(self, orders: StepOrders, after: int) -> None:
-        """Start this step's stores, behind the forward that `after` names."""
+    def start_stores(self, orders: StepOrders) -> None:
+        """Start this step's stores, behind the engine's work so far: the forward that computes
+        what they copy."""
+        after = work_so_far(self._device)
         for order in orders.stores:
             ticket = self._submit(Direction.STORE, order, after)
             if ticket is not None:
@@ -93,14 +123,21 @@ class WorkerSide:
         self._releases.update(orders.releases)
         if not orders.has_forward:
             self._wait_a_little()
-        self._poll_loads()
-        received, self._received = self._received, set()
-        return self._poll_stores(), received
+        return self._poll_stores(), self._poll_loads()
 
     def take_bad_blocks(self) -> set[int]:
         """vLLM blocks that were to be loaded and were not, since the last call."""
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether `take_samples` may have something."""
+        return self._figures.active
+
+    def take_samples(self) -> Samples:
+        """What was counted since the last call."""
+        return self._figures.take()
 
     def close(self) -> None:
         """End all copies, then leave the session. Idempotent."""
@@ -108,8 +145,9 @@ class WorkerSide:
         self._session.close()
 
     def _wait_a_little(self) -> None:
-        if self._loads:
-            ticket = next(iter(self._loads.values())).ticket
+        loading = next((load.parts for load in self._loads.values() if load.parts), None)
+        if loading is not None:
+            ticket = next(iter(loading))
         elif self._releases and self._stores:
             ticket = next(iter(self._stores.values()))
         else:
@@ -119,39 +157,50 @@ class WorkerSide:
     def _submit(self, direction: Direction, order: CopyOrder, after: int) -> int | None:
         place = f"{direction.name.lower()} of blocks"
         with self._edge.guard(place, "they count as a miss"):
-            return self._mover.submit(
+            ticket = self._mover.submit(
                 direction,
                 array("Q", order.engine_blocks),
                 self._offsets(order),
                 after,
                 self._arena.board.flag_address(order.cell, self._rank),
             )
+            self._figures.begin(ticket, direction, len(order.engine_blocks))
+            return ticket
         self._arena.board.report(order.cell, self._rank, Status.FAILED)
         return None
 
     def _offsets(self, order: CopyOrder) -> array[int]:
         """Where each engine block of `order` lies in the arena."""
         starts = [self._arena.shard_offset(slot, self._rank) for slot in order.slots]
-        steps = range(0, self._engine_blocks * self._block_bytes, self._block_bytes)
+        steps = range(0, self._engine_blocks * self._block_step, self._block_step)
         offsets = [start + step for start in starts for step in steps]
         return array("Q", offsets[order.skip : order.skip + len(order.engine_blocks)])
 
-    def _poll_loads(self) -> None:
+    def _poll_loads(self) -> set[str]:
+        received = set()
         for request_id, load in list(self._loads.items()):
-            status = self._mover.poll(load.ticket)
-            if status is Status.PENDING:
-                continue
-            del self._loads[request_id]
-            self._received.add(request_id)
-            if status is Status.FAILED:
-                self._bad_blocks.update(load.engine_blocks)
+            for ticket, engine_blocks in list(load.parts.items()):
+                status = self._mover.poll(ticket)
+                if status is Status.PENDING:
+                    continue
+                del load.parts[ticket]
+                self._figures.end(ticket, status)
+                if status is Status.FAILED:
+                    load.bad_blocks.extend(engine_blocks)
+            if load.complete and not load.parts:
+                del self._loads[request_id]
+                self._bad_blocks.update(load.bad_blocks)
+                received.add(request_id)
+        return received
 
     def _poll_stores(self) -> set[str]:
         if not self._stores and not self._releases:
             return set()
         for transfer_id, ticket in list(self._stores.items()):
-            if self._mover.poll(ticket) is not Status.PENDING:
+            status = self._mover.poll(ticket)
+            if status is not Status.PENDING:
                 del self._stores[transfer_id]
+                self._figures.end(ticket, status)
         released = {
             request_id
             for request_id, transfer_ids in self._releases.items()

@@ -7,13 +7,16 @@ the engine's other processes (`flexkv.session`), and asks the `KVCache` what to 
 
 from __future__ import annotations
 
+from flexkv.admission import ADMISSIONS, Admission
 from flexkv.arena import Arena, ArenaSpec, plan_arena
-from flexkv.cache import KVCache, Transfer
-from flexkv.config import CacheConfig, configure_logging, load_config
+from flexkv.cache import KVCache
+from flexkv.changes import Change, Medium
+from flexkv.config import GIB, CacheConfig, configure_logging, load_config
 from flexkv.counters import Counters
 from flexkv.errors import (
     ArenaError,
     ConfigError,
+    DiskError,
     EngineVersionError,
     FlexKVError,
     LayoutError,
@@ -22,36 +25,55 @@ from flexkv.eviction import POLICIES, EvictionPolicy
 from flexkv.layout import (
     BlockFormat,
     KVLayout,
+    PlacedPlane,
     Plane,
+    Sharding,
     TensorView,
     choose_engine_blocks,
     fingerprint,
+    share_of,
 )
+from flexkv.numa import node_of_device
 from flexkv.session import Session, Shard, attach, join, lead
-from flexkv.transfer import Direction, Mover, Status
+from flexkv.tiers import LowerTier
+from flexkv.tiers.disk import open_disk_tier
+from flexkv.transfer import Direction, Mover, Priority, Status
+from flexkv.transfer.device import Transfer
+from flexkv.transfer.fetch import Fetch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADMISSIONS",
+    "GIB",
     "POLICIES",
+    "Admission",
     "Arena",
     "ArenaError",
     "ArenaSpec",
     "BlockFormat",
     "CacheConfig",
+    "Change",
     "ConfigError",
     "Counters",
     "Direction",
+    "DiskError",
     "EngineVersionError",
     "EvictionPolicy",
+    "Fetch",
     "FlexKVError",
     "KVCache",
     "KVLayout",
     "LayoutError",
+    "LowerTier",
+    "Medium",
     "Mover",
+    "PlacedPlane",
     "Plane",
+    "Priority",
     "Session",
     "Shard",
+    "Sharding",
     "Status",
     "TensorView",
     "Transfer",
@@ -62,5 +84,8 @@ __all__ = [
     "join",
     "lead",
     "load_config",
+    "node_of_device",
+    "open_disk_tier",
     "plan_arena",
+    "share_of",
 ]

@@ -8,30 +8,26 @@ no name that could be left behind: the kernel frees it with its last process, ho
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
+import logging
 import mmap
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from flexkv.arena_memory import HUGE_PAGE, Pages, create_file, populate
 from flexkv.config import GIB
 from flexkv.errors import ArenaError
-from flexkv.host_memory import available_memory
+from flexkv.host_memory import available_memory, free_huge_pages
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
+from flexkv.numa import bytes_by_node
 from flexkv.transfer.board import CompletionBoard, board_bytes
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_GB = 16.0
 """Default of `cpu_cache_gb`; half of what is available where that is less."""
 
-_POPULATE_CHUNK = 64 << 20
-"""Bytes that one thread asks the kernel for at a time; large against the call's cost of some
-microseconds, small against the threads' shares of an arena of a few GiB."""
-
-_MADV_POPULATE_WRITE = 23
-_MADV_HUGEPAGE = 14
-"""linux/mman.h; Python 3.11's mmap module names neither."""
+_ELSEWHERE_SHARE = 0.1
+"""More of the arena than this off the wanted NUMA nodes is worth a warning. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class ArenaSpec:
 
     @property
     def ranks(self) -> int:
-        return len(self.format.shard_bytes)
+        return self.format.ranks
 
     @property
     def slots_offset(self) -> int:
@@ -56,8 +52,14 @@ class ArenaSpec:
         return -(-board_bytes(self.ranks) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
+    def slots_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.format.slot_bytes
+
+    @property
     def total_bytes(self) -> int:
-        return self.slots_offset + self.num_slots * self.format.slot_bytes
+        """Bytes of the memory file, a multiple of `HUGE_PAGE`."""
+        return -(-(self.slots_offset + self.slots_bytes) // HUGE_PAGE) * HUGE_PAGE
 
 
 def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSpec:
@@ -66,7 +68,10 @@ def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSp
     Raises:
         ArenaError: the memory is not there, or too small for a single block.
     """
-    available = available_memory()
+    # What is in the pool of huge pages is not available otherwise. The arena has to fit with all
+    # that it has apart from slots.
+    pool = free_huge_pages() - ArenaSpec(block_format, 0).total_bytes - HUGE_PAGE
+    available = max(available_memory(), pool)
     if cpu_cache_gb is None:
         wanted = int(min(DEFAULT_CACHE_GB * GIB, available / 2))
     else:
@@ -120,76 +125,100 @@ class Arena:
         self.board = CompletionBoard(view, spec.ranks, self.address)
 
     @classmethod
-    def create(cls, spec: ArenaSpec, threads: int = 4) -> Arena:
+    def create(
+        cls, spec: ArenaSpec, threads: int = 4, numa_nodes: frozenset[int] = frozenset()
+    ) -> Arena:
         """Create the memory and fill it in, so that a lack of it shows now and not as a SIGBUS.
 
         Args:
             spec: sizes.
             threads: threads that fault the pages in.
+            numa_nodes: nodes of the GPUs of all ranks. The memory is spread over them evenly, in
+                large pieces: any rank's bytes may lie in any slot, all the GPUs together read
+                faster than one node's memory can be read, and a node is no bound for the arena.
+                Empty: nodes do not matter, or are not known.
 
         Raises:
             ArenaError: the memory cannot be had.
         """
+        if free_huge_pages() >= spec.total_bytes:
+            try:
+                return cls._create(spec, Pages.POOL, threads, numa_nodes)
+            except ArenaError as error:
+                logger.info("the arena is not made of the kernel's pool of huge pages: %s", error)
+        # The size may have been chosen with the pool in mind: see plan_arena. To take ordinary
+        # memory that is not there would end this process or another.
+        available = available_memory()
+        if spec.slots_bytes > available:
+            raise ArenaError(
+                f"cannot create an arena of {spec.total_bytes} bytes; allowed: at most "
+                f"{available}, what is available on this machine now"
+            )
+        return cls._create(spec, Pages.ORDINARY, threads, numa_nodes)
+
+    @classmethod
+    def _create(
+        cls, spec: ArenaSpec, pages: Pages, threads: int, numa_nodes: frozenset[int]
+    ) -> Arena:
         try:
-            fd = os.memfd_create("flexkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, spec.total_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            fd = create_file(spec.total_bytes, pages)
         except OSError as error:
             raise ArenaError(
                 f"cannot create an arena of {spec.total_bytes} bytes: {error}"
             ) from None
         arena = cls(fd, spec)
         try:
-            arena.populate(threads)
+            arena.populate(threads, numa_nodes)
         except ArenaError:
             arena.close()
             raise
+        arena._warn_if_elsewhere(numa_nodes)
         return arena
 
-    def populate(self, threads: int = 4) -> None:
+    def populate(self, threads: int = 4, numa_nodes: frozenset[int] = frozenset()) -> None:
         """Fault every page into this process's page table, so that no copy has to.
+
+        Args:
+            threads: threads that do it.
+            numa_nodes: see `create`; of memory that is there already nothing is moved.
 
         Raises:
             ArenaError: the memory cannot be had.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
-
-        def advise(start: int, length: int, advice: int) -> int:
-            address = ctypes.c_void_p(self.address + start)
-            if libc.madvise(address, ctypes.c_size_t(length), advice) == 0:
-                return 0
-            return ctypes.get_errno()
-
-        # Refused where the kernel has no huge pages for shared memory: small ones do as well.
-        advise(0, self.spec.total_bytes, _MADV_HUGEPAGE)
-        with ThreadPoolExecutor(threads, thread_name_prefix="flexkv-populate") as pool:
-            chunks = self._chunks()
-            codes = set(pool.map(lambda c: advise(c[0], c[1], _MADV_POPULATE_WRITE), chunks)) - {0}
-        if codes == {errno.EINVAL}:
-            self._allocate()  # Linux before 5.14
-        elif codes:
-            code = codes.pop()
-            raise ArenaError(
-                f"cannot fill the arena of {self.spec.total_bytes} bytes: {os.strerror(code)}"
-            )
-
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        total = self.spec.total_bytes
-        for start in range(0, total, _POPULATE_CHUNK):
-            yield start, min(_POPULATE_CHUNK, total - start)
-
-    def _allocate(self) -> None:
         try:
-            os.posix_fallocate(self.fd, 0, self.spec.total_bytes)
+            populate(self.fd, self.address, self.spec.total_bytes, threads, numa_nodes)
         except OSError as error:
             raise ArenaError(
                 f"cannot fill the arena of {self.spec.total_bytes} bytes: {error}"
             ) from None
 
+    def _warn_if_elsewhere(self, numa_nodes: frozenset[int]) -> None:
+        if not numa_nodes:
+            return
+        placed = bytes_by_node(self.address)
+        elsewhere = sum(size for node, size in placed.items() if node not in numa_nodes)
+        if elsewhere > _ELSEWHERE_SHARE * self.spec.total_bytes:
+            logger.warning(
+                "%.1f of the arena's %.1f GiB are not on NUMA nodes %s, where the GPUs are: these "
+                "nodes have no free memory left, or this process may not run there. Copies cross "
+                "between processors and can be slower.",
+                elsewhere / GIB,
+                self.spec.total_bytes / GIB,
+                sorted(numa_nodes),
+            )
+
     def shard_offset(self, slot: int, rank: int) -> int:
         """Where `rank`'s shard of `slot` starts, in bytes from `address`."""
         fmt = self.spec.format
-        return self.spec.slots_offset + slot * fmt.slot_bytes + fmt.shard_offsets[rank]
+        return (
+            self.spec.slots_offset + slot * fmt.slot_bytes + fmt.shard_offsets[rank // fmt.replicas]
+        )
+
+    def slot_view(self, slot: int) -> memoryview:
+        """The bytes of `slot`, all shards, padding included; 4 KiB-aligned in memory, and as many
+        as `spec.format.slot_bytes`. To be gone before `close`."""
+        start = self.spec.slots_offset + slot * self.spec.format.slot_bytes
+        return memoryview(self._map)[start : start + self.spec.format.slot_bytes]
 
     def close(self) -> None:
         """Unmap and close. Idempotent. No copy may be under way in this process."""

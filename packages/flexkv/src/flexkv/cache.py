@@ -3,63 +3,72 @@
 
 Nothing here copies and nothing blocks. `load` and `store` reserve and return a transfer, which
 the adapter hands to its workers; their movers report on the completion board; `poll` reads the
-board and publishes or releases.
+board and publishes or releases. What lower tiers have comes into the arena by `fetch`, and is
+loaded from there.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from flexkv.admission import ADMISSIONS, Admission
 from flexkv.arena import Arena
+from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters
 from flexkv.eviction import EvictionPolicy
-from flexkv.index import Block, BlockIndex
+from flexkv.index import BlockIndex
+from flexkv.tiers.base import LowerTier, TierFigures
+from flexkv.transfer.device import Transfer
+from flexkv.transfer.fetch import Fetch
+from flexkv.transfer.job import Priority
 from flexkv.transfer.mover import Direction, Status
+from flexkv.transfer.scheduler import TransferScheduler
 
 logger = logging.getLogger(__name__)
 
+_PIN_SHARE = 2
+"""At most half of the arena can be pinned: what is not must hold what is being stored and fetched,
+and what is worth keeping of all others."""
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Blocks on their way. Made by `KVCache`; the adapter reads it.
-
-    Attributes:
-        id: grows with every transfer of this cache.
-        direction: LOAD or STORE, as seen from the engine's pages.
-        cell: where the ranks report on the completion board.
-        blocks: in the order of the prefix; the slot of each is what the workers copy from or to.
-        status: PENDING until `KVCache.poll` returned it.
-    """
-
-    id: int
-    direction: Direction
-    cell: int
-    blocks: list[Block] = field(repr=False)
-    status: Status = Status.PENDING
-
-    @property
-    def slots(self) -> list[int]:
-        return [block.slot for block in self.blocks]
+_CHANGES = 2048
+"""Changes of a tier told at once: more than a step makes, and for some milliseconds' work. Only
+what a disk held at the start, or a reset, takes several calls."""
 
 
 class KVCache:
-    """The cache of one engine: an index over the slots of an arena. Single-threaded.
+    """The cache of one engine: an index over the slots of an arena, and what lies below it.
+    Single-threaded.
 
     Args:
         arena: attached, and owned by the caller. Its board's cells are handed out here, so one
             process must have only one KVCache on it.
         policy: decides what leaves when the arena is full.
+        tiers: lower tiers, the fastest first; owned.
+        admission: decides what is written to them.
+        stall_seconds: how long a fetch waits for a lower tier that gives nothing.
     """
 
-    def __init__(self, arena: Arena, policy: EvictionPolicy) -> None:
-        self._board = arena.board
+    def __init__(
+        self,
+        arena: Arena,
+        policy: EvictionPolicy,
+        tiers: Sequence[LowerTier] = (),
+        admission: Admission = ADMISSIONS["write_through"],
+        stall_seconds: float = 1.0,
+    ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._index = BlockIndex(arena.spec.num_slots, policy)
-        self._pending: dict[int, Transfer] = {}
-        self._next_id = 1
         self._counters = Counters()
+        self._transfers = TransferScheduler(
+            self._index,
+            arena.board,
+            arena.slot_view,
+            self._counters,
+            tiers=tiers,
+            admission=admission,
+            stall_seconds=stall_seconds,
+        )
 
     @property
     def counters(self) -> Counters:
@@ -71,8 +80,28 @@ class KVCache:
         return len(self._index)
 
     @property
-    def pending_transfers(self) -> int:
-        return len(self._pending)
+    def num_slots(self) -> int:
+        """Blocks that host memory can hold."""
+        return self._index.num_slots
+
+    @property
+    def pinned_blocks(self) -> int:
+        return self._index.pinned_blocks
+
+    @property
+    def transfers_under_way(self) -> int:
+        """Loads and stores that have not ended."""
+        return self._transfers.under_way
+
+    @property
+    def tier_figures(self) -> list[tuple[Medium, TierFigures]]:
+        """Of the lower tiers."""
+        return [(tier.medium, tier.figures) for tier in self._transfers.tiers]
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` may find anything."""
+        return self._transfers.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix can be loaded, from the first key on. No side effect."""
@@ -86,12 +115,34 @@ class KVCache:
         blocks = self._index.lease(keys)
         if blocks is None:
             return None
-        transfer = self._begin(Direction.LOAD, blocks)
+        transfer = self._transfers.begin(Direction.LOAD, blocks)
         if transfer is None:
             self._index.release(blocks)
             return None
         self._counters.loads += 1
+        self._transfers.hit(keys)
         return transfer
+
+    def fetch(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> Fetch | None:
+        """Bring what lower tiers have of this prefix into the arena, where `lookup` finds it.
+
+        Args:
+            keys: the prefix from some block on, first block first.
+            priority: LOAD if a request waits, PREFETCH if it is still queued.
+
+        Returns:
+            What to watch until it is `done`, then to end; its blocks stay in the arena until
+            then. None if no lower tier has anything to add.
+        """
+        return self._transfers.fetch(keys, priority)
+
+    def hasten(self, fetch: Fetch) -> None:
+        """A request waits now for what was a prefetch."""
+        self._transfers.hasten(fetch)
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """Let the blocks of a fetch go, come or not. Idempotent."""
+        self._transfers.end_fetch(fetch)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """Positions, from `start` on, of the keys whose blocks have no slot."""
@@ -122,7 +173,7 @@ class KVCache:
         self._counters.refused_blocks += len(positions) - len(blocks)
         if not blocks:
             return None
-        transfer = self._begin(Direction.STORE, blocks)
+        transfer = self._transfers.begin(Direction.STORE, blocks)
         if transfer is None:
             self._counters.refused_blocks += len(blocks)
             self._index.abandon(blocks)
@@ -131,42 +182,64 @@ class KVCache:
         return transfer
 
     def poll(self) -> list[Transfer]:
-        """Finish what all ranks have reported: publish stores, release loads.
+        """Finish what ranks and lower tiers have reported: publish stores, release loads.
 
-        Returns the transfers that finished, their status DONE or FAILED.
+        Returns the transfers with the engine that finished, their status DONE or FAILED.
         """
-        finished = []
-        for transfer in self._pending.values():
-            status = self._board.status(transfer.cell)
-            if status is not Status.PENDING:
-                transfer.status = status
-                finished.append(transfer)
+        finished = self._transfers.poll()
         for transfer in finished:
-            self._finish(transfer)
+            count = len(transfer.blocks)
+            if transfer.direction is Direction.STORE:
+                self._finish_store(transfer, count)
+            else:
+                self._finish_load(transfer, count)
         return finished
 
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep the blocks of a prefix in the arena, those that are there or on their way, until
+        `clear`. What would exceed half of the arena is not pinned, and counted."""
+        refused = self._index.pin(keys, self._index.num_slots // _PIN_SHARE)
+        if refused and not self._counters.refused_pins:
+            logger.warning(
+                "half of the %d blocks of host memory are pinned: no more are (logged once)",
+                self._index.num_slots,
+            )
+        self._counters.refused_pins += refused
+
+    def watch(self) -> None:
+        """From now on keep what `take_changes` tells; all that is there already is a change."""
+        self._index.watch()
+        for tier in self._transfers.tiers:
+            tier.watch()
+
+    def take_changes(self) -> list[Change]:
+        """Blocks that became loadable or ceased to be, or may have, since the last call; none
+        without `watch`. Much at once comes in several calls, the latest first."""
+        index = self._index
+        changes = [
+            Change(Medium.HOST, key, index.lookup((key,)) == 1)
+            for key in take_newest(index.changed, _CHANGES)
+        ]
+        for tier in self._transfers.tiers:
+            changes += tier.take_changes(_CHANGES)
+        return changes
+
+    def name_of(self, key: bytes, medium: Medium) -> bytes:
+        """What changes in the tier of `medium` call the block of `key`."""
+        tiers = self._transfers.tiers
+        tier = next((tier for tier in tiers if tier.medium is medium), None)
+        return key if tier is None else tier.name_of(key)
+
     def clear(self) -> None:
-        """Forget every block. Safe with transfers under way: what they carry is not published."""
+        """Forget every block, in lower tiers too. Safe with transfers under way: what they carry
+        is not published."""
         self._index.clear()
+        self._transfers.clear()
         self._counters.resets += 1
 
-    def _begin(self, direction: Direction, blocks: list[Block]) -> Transfer | None:
-        cell = self._board.acquire()
-        if cell is None:
-            return None
-        transfer = Transfer(self._next_id, direction, cell, blocks)
-        self._next_id += 1
-        self._pending[transfer.id] = transfer
-        return transfer
-
-    def _finish(self, transfer: Transfer) -> None:
-        del self._pending[transfer.id]
-        self._board.give_back(transfer.cell)
-        count = len(transfer.blocks)
-        if transfer.direction is Direction.STORE:
-            self._finish_store(transfer, count)
-        else:
-            self._finish_load(transfer, count)
+    def close(self) -> bool:
+        """End the lower tiers. False if one hangs: then the arena must stay mapped."""
+        return self._transfers.close()
 
     def _finish_store(self, transfer: Transfer, count: int) -> None:
         if transfer.status is Status.DONE:
@@ -178,6 +251,7 @@ class KVCache:
             self._counters.failed_stores += 1
             if self._counters.failed_stores == 1:
                 logger.warning("a store of %d blocks failed: not cached (logged once)", count)
+        self._transfers.stored(transfer.blocks, transfer.status is Status.DONE)
 
     def _finish_load(self, transfer: Transfer, count: int) -> None:
         if transfer.status is Status.DONE:

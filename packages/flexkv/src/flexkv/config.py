@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import json
 import logging
-import math
 import os
 import pathlib
 import tempfile
@@ -22,15 +21,22 @@ from typing import Any
 
 import yaml
 
+from flexkv.admission import ADMISSIONS
 from flexkv.errors import ConfigError
 from flexkv.eviction import POLICIES
+from flexkv.setting_values import (
+    LOG_LEVELS,
+    parse_bool,
+    parse_directories,
+    parse_directory,
+    parse_log_level,
+    parse_name,
+    parse_positive_float,
+    parse_positive_int,
+)
 
 CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
 GIB = 1 << 30
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
-
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
 
 
 def _setting(
@@ -44,55 +50,6 @@ def _setting(
 ) -> Any:
     metadata = {"env": env, "unit": unit, "help": help, "parse": parse, "allowed": allowed}
     return field(default=default, metadata=metadata)
-
-
-def _parse_bool(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
-
-
-def _parse_positive_float(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    number = float(value)
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError
-    return number
-
-
-def _parse_positive_int(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError
-    number = int(value)
-    if number <= 0:
-        raise ValueError
-    return number
-
-
-def _parse_policy(value: object) -> str:
-    text = str(value).strip().lower()
-    if text not in POLICIES:
-        raise ValueError
-    return text
-
-
-def _parse_log_level(value: object) -> str:
-    text = str(value).strip().upper()
-    if text not in LOG_LEVELS:
-        raise ValueError
-    return text
-
-
-def _parse_directory(value: object) -> str:
-    if not isinstance(value, str) or not os.path.isabs(value):
-        raise ValueError
-    return value
 
 
 def default_runtime_dir() -> str:
@@ -110,7 +67,7 @@ class CacheConfig:
         env="ENABLE_FLEXKV",
         unit="boolean",
         help="Turns FlexKV off without touching the engine's command line.",
-        parse=_parse_bool,
+        parse=parse_bool,
         allowed="1, 0, true, false, yes, no, on, off",
     )
     cpu_cache_gb: float | None = _setting(
@@ -122,7 +79,7 @@ class CacheConfig:
             "Taken and filled at start. Default: 16, or half of the memory that is available "
             "at start if that is less."
         ),
-        parse=_parse_positive_float,
+        parse=parse_positive_float,
         allowed="a number above 0, at most the memory that is available at start",
     )
     eviction_policy: str = _setting(
@@ -130,8 +87,78 @@ class CacheConfig:
         env="FLEXKV_EVICTION_POLICY",
         unit="name",
         help="Which blocks leave the host memory first when it is full.",
-        parse=_parse_policy,
+        parse=parse_name(POLICIES),
         allowed=", ".join(sorted(POLICIES)),
+    )
+    ssd_cache_gb: float | None = _setting(
+        None,
+        env="FLEXKV_SSD_CACHE_GB",
+        unit="GiB",
+        help=(
+            "Disk space for cached blocks, in GiB, of all directories in `ssd_cache_dir` together. "
+            "A hard bound on the bytes on disk; allocated at start. Blocks on disk survive the "
+            "engine. Default: no disk is used."
+        ),
+        parse=parse_positive_float,
+        allowed="a number above 0, at most the free space of the file systems, and ssd_cache_dir",
+    )
+    ssd_cache_dir: tuple[str, ...] = _setting(
+        (),
+        env="FLEXKV_SSD_CACHE_DIR",
+        unit="absolute paths",
+        help=(
+            "Directories for cached blocks, several separated by `;`: best each on a local NVMe "
+            "drive of its own, then blocks are spread over them. In each, folders of models that "
+            "no engine is using are removed to stay within the bound."
+        ),
+        parse=parse_directories,
+        allowed="absolute paths separated by `;`, none twice, and ssd_cache_gb",
+    )
+    ssd_admission: str = _setting(
+        "write_through",
+        env="FLEXKV_SSD_ADMISSION",
+        unit="name",
+        help=(
+            "Which blocks are written to disk: `write_through`, all, once they are in host memory; "
+            "`second_hit`, those that are loaded from host memory; `on_evict`, those that are "
+            "about to leave host memory."
+        ),
+        parse=parse_name(ADMISSIONS),
+        allowed=", ".join(ADMISSIONS),
+    )
+    ssd_write_gb_per_day: float | None = _setting(
+        None,
+        env="FLEXKV_SSD_WRITE_GB_PER_DAY",
+        unit="GiB per 24 hours",
+        help=(
+            "What may be written to all directories together in any 24 hours, over restarts too, "
+            "to spare the drives. Blocks beyond it stay in host memory only. Default: no limit."
+        ),
+        parse=parse_positive_float,
+        allowed="a number above 0",
+    )
+    ssd_in_use: str = _setting(
+        "error",
+        env="FLEXKV_SSD_IN_USE",
+        unit="name",
+        help=(
+            "What a second engine with the same model does when a directory is in use: `error`, "
+            "refuse to start; `own`, keep a cache of its own there, of `ssd_cache_gb` too (as "
+            "data-parallel engines need it)."
+        ),
+        parse=parse_name(("error", "own")),
+        allowed="error, own",
+    )
+    ssd_timeout_seconds: float = _setting(
+        1.0,
+        env="FLEXKV_SSD_TIMEOUT_SECONDS",
+        unit="seconds",
+        help=(
+            "How long a disk may take for one read or write. What it does not give by then is "
+            "computed, and it is left out until it answers again."
+        ),
+        parse=parse_positive_float,
+        allowed="a number above 0",
     )
     block_tokens: int | None = _setting(
         None,
@@ -143,7 +170,7 @@ class CacheConfig:
             "and ranks has 2 MiB, but not more than 128 tokens (and never less than one engine "
             "block): small blocks waste less of a prompt's tail, large ones cost less to manage."
         ),
-        parse=_parse_positive_int,
+        parse=parse_positive_int,
         allowed="a whole number above 0, a multiple of the engine's block size",
     )
     copy_threads: int | None = _setting(
@@ -155,7 +182,7 @@ class CacheConfig:
             "where the engine's tensors are in host memory themselves. Default: 4, or the number "
             "of usable cores if that is less."
         ),
-        parse=_parse_positive_int,
+        parse=parse_positive_int,
         allowed="a whole number above 0",
     )
     runtime_dir: str | None = _setting(
@@ -167,7 +194,7 @@ class CacheConfig:
             "what a killed engine left is removed by the next start. "
             "Default: /dev/shm/flexkv-UID, or the temporary directory where there is no /dev/shm."
         ),
-        parse=_parse_directory,
+        parse=parse_directory,
         allowed="an absolute path of a directory that can be created and written",
     )
     log_level: str = _setting(
@@ -175,7 +202,7 @@ class CacheConfig:
         env="FLEXKV_LOG_LEVEL",
         unit="name",
         help="What FlexKV writes to the engine's log.",
-        parse=_parse_log_level,
+        parse=parse_log_level,
         allowed=", ".join(LOG_LEVELS),
     )
     allow_untested_engine: bool = _setting(
@@ -183,7 +210,7 @@ class CacheConfig:
         env="FLEXKV_ALLOW_UNTESTED_ENGINE",
         unit="boolean",
         help="Start with an engine version outside the supported range, at your own risk.",
-        parse=_parse_bool,
+        parse=parse_bool,
         allowed="1, 0, true, false, yes, no, on, off",
     )
 
@@ -222,7 +249,13 @@ def load_config(
         source = f"file {path} ({CONFIG_PATH_VARIABLE})"
         values.update(_from_mapping(_read_file(pathlib.Path(path)), source))
     values.update(_from_mapping(extra or {}, extra_source))
-    return CacheConfig(**values)
+    config = CacheConfig(**values)
+    if (config.ssd_cache_gb is None) != (not config.ssd_cache_dir):
+        raise ConfigError(
+            f"ssd_cache_gb is {config.ssd_cache_gb!r} and ssd_cache_dir is "
+            f"{';'.join(config.ssd_cache_dir)!r}; allowed: both set, or neither"
+        )
+    return config
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

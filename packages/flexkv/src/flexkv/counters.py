@@ -26,6 +26,21 @@ class Counters:
     refused_blocks: int = 0
     """Blocks that were not stored because no slot or no place on the board could be had."""
     evicted_blocks: int = 0
+    fetched_blocks: int = 0
+    """Blocks that came back from a lower tier, verified."""
+    failed_fetches: int = 0
+    """Blocks that a lower tier had promised and could not give: damaged, or an I/O error."""
+    damaged_fetches: int = 0
+    """Those of them that were damaged."""
+    stalled_fetches: int = 0
+    """Waits for a lower tier that were given up."""
+    demoted_blocks: int = 0
+    """Blocks written to a lower tier, or found there."""
+    dropped_demotions: int = 0
+    """Blocks not written to a lower tier: its queue was full, or its write budget spent."""
+    failed_demotions: int = 0
+    refused_pins: int = 0
+    """Blocks that were not pinned because too much is."""
     resets: int = 0
 
     def as_dict(self) -> dict[str, int]:

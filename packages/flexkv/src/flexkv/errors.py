@@ -24,5 +24,9 @@ class ArenaError(FlexKVError):
     """The shared host memory cannot be created, attached or owned."""
 
 
+class DiskError(FlexKVError):
+    """A directory for cached blocks cannot be created, locked, read or filled."""
+
+
 class EngineVersionError(FlexKVError):
     """The engine is outside the range of versions that FlexKV supports."""

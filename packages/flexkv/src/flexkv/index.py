@@ -2,8 +2,9 @@
 """The index of a tier: which key's block lies in which slot, and in what state.
 
 A block is absent, then writing (its slot is reserved, nobody may read it), then ready. Ready
-blocks may be leased; a leased block is neither evicted nor moved until the last lease ends. Only
-ready blocks are ever found, so a block that was never completed is a miss.
+blocks may be leased; a leased block is neither evicted nor moved until the last lease ends. A
+pinned block is not evicted until the index is cleared, or the block proves unreadable. Only ready
+blocks are ever found, so a block that was never completed is a miss.
 
 Pure and single-threaded; every operation is O(1) per block.
 """
@@ -27,7 +28,7 @@ class BlockState(enum.Enum):
     when the writer or the last reader is done."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A block that has a slot. Owned by the index; callers hand it back, they do not change it."""
 
@@ -35,10 +36,18 @@ class Block:
     slot: int
     state: BlockState
     leases: int = 0
+    pinned: bool = False
 
 
 class BlockIndex:
-    """Keys, slots, states and leases of one tier of `num_slots` slots."""
+    """Keys, slots, states, leases and pins of one tier of `num_slots` slots.
+
+    Attributes:
+        evictions: blocks evicted so far.
+        pinned_blocks: blocks that are pinned.
+        changed: keys whose block became ready or left, or did not come, since it was emptied; None
+            while nobody wants to know.
+    """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self.num_slots = num_slots
@@ -47,6 +56,8 @@ class BlockIndex:
         self._writing: dict[bytes, Block] = {}
         self._ready: dict[bytes, Block] = {}
         self.evictions = 0
+        self.pinned_blocks = 0
+        self.changed: dict[bytes, None] | None = None
 
     def __len__(self) -> int:
         """Ready blocks."""
@@ -59,6 +70,10 @@ class BlockIndex:
     @property
     def free_slots(self) -> int:
         return len(self._free)
+
+    def watch(self) -> None:
+        """From now on note in `changed` what changes, and at once all that is ready."""
+        self.changed = dict.fromkeys(self._ready)
 
     def lookup(self, keys: Iterable[bytes]) -> int:
         """How many of `keys`, from the first on, are ready. Changes nothing."""
@@ -80,7 +95,7 @@ class BlockIndex:
         except KeyError:
             return None
         for block in blocks:
-            if block.leases == 0:
+            if block.leases == 0 and not block.pinned:
                 self._policy.remove(block.key)
             block.leases += 1
         return blocks
@@ -97,7 +112,7 @@ class BlockIndex:
                 continue
             if block.state is BlockState.DROPPED:
                 self._free.append(block.slot)
-            else:
+            elif not block.pinned:
                 self._policy.add(block.key)
 
     def reserve(self, key: bytes, keep: set[bytes]) -> Block | None:
@@ -128,14 +143,16 @@ class BlockIndex:
             del self._writing[block.key]
             block.state = BlockState.READY
             self._ready[block.key] = block
-            self._policy.add(block.key)
+            self._note(block.key)
+            if not block.pinned:
+                self._policy.add(block.key)
 
     def abandon(self, blocks: Iterable[Block]) -> None:
         """These blocks could not be written; their slots are free again."""
         for block in blocks:
             if block.state is not BlockState.DROPPED:
                 del self._writing[block.key]
-                block.state = BlockState.DROPPED
+                self._forget(block)
             self._free.append(block.slot)
 
     def drop(self, blocks: Iterable[Block]) -> None:
@@ -143,21 +160,62 @@ class BlockIndex:
         for block in blocks:
             if block.state is BlockState.READY:
                 del self._ready[block.key]
-                block.state = BlockState.DROPPED
+                self._forget(block)
+
+    def pin(self, keys: Iterable[bytes], limit: int) -> int:
+        """Keep those blocks of `keys` that have a slot from being evicted.
+
+        Args:
+            keys: of a prefix, first block first.
+            limit: how many blocks of the index may be pinned.
+
+        Returns:
+            How many were not pinned because of `limit`.
+        """
+        refused = 0
+        for key in keys:
+            block = self._ready.get(key) or self._writing.get(key)
+            if block is None or block.pinned:
+                continue
+            if self.pinned_blocks >= limit:
+                refused += 1
+                continue
+            block.pinned = True
+            self.pinned_blocks += 1
+            if block.state is BlockState.READY and block.leases == 0:
+                self._policy.remove(key)
+        return refused
+
+    def lease_victim(self) -> Block | None:
+        """Lease the block that would be evicted next, so that it can be saved before; `retire`
+        ends that. None if there is none."""
+        key = self._policy.victim()
+        if key is None:
+            return None
+        blocks = self.lease([key])
+        assert blocks is not None
+        return blocks[0]
+
+    def retire(self, block: Block) -> None:
+        """End a lease of `lease_victim`: evict the block, unless somebody else leases it now."""
+        if block.leases == 1 and block.state is BlockState.READY:
+            self.drop([block])
+            self.evictions += 1
+        self.release([block])
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count the ready ones of `keys` as used, the last of them as used first."""
         for key in reversed(list(keys)):
             block = self._ready.get(key)
-            if block is not None and block.leases == 0:
+            if block is not None and block.leases == 0 and not block.pinned:
                 self._policy.touch(key)
 
     def clear(self) -> None:
         """Drop every block. Slots in use become free when their writer or reader is done."""
         for block in self._writing.values():
-            block.state = BlockState.DROPPED
+            self._forget(block)
         for block in self._ready.values():
-            block.state = BlockState.DROPPED
+            self._forget(block)
             if block.leases == 0:
                 self._free.append(block.slot)
         self._writing.clear()
@@ -170,7 +228,18 @@ class BlockIndex:
             return False
         self._policy.remove(victim)
         block = self._ready.pop(victim)
-        block.state = BlockState.DROPPED
+        self._forget(block)
         self._free.append(block.slot)
         self.evictions += 1
         return True
+
+    def _forget(self, block: Block) -> None:
+        """`block` was taken out of every lookup."""
+        block.state = BlockState.DROPPED
+        self.pinned_blocks -= block.pinned
+        block.pinned = False
+        self._note(block.key)
+
+    def _note(self, key: bytes) -> None:
+        if self.changed is not None:
+            self.changed[key] = None

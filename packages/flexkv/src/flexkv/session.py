@@ -53,12 +53,21 @@ class Shard:
         fingerprint: see `flexkv.layout.fingerprint`; must be the same in all ranks.
         engine_blocks: engine blocks per FlexKV block; must be the same in all ranks.
         shard_bytes: bytes of the rank's part of one block.
+        replicas: how many ranks in a row hold the same part; must be the same in all ranks.
+        numa_node: of the rank's GPU; None if there is none or it is not known.
     """
 
     rank: int
     fingerprint: str
     engine_blocks: int
     shard_bytes: int
+    replicas: int = 1
+    numa_node: int | None = None
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What must be the same in all ranks."""
+        return self.fingerprint, self.engine_blocks, self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class SessionInfo:
             "fingerprint": self.fingerprint,
             "engine_blocks": fmt.engine_blocks,
             "shard_bytes": list(fmt.shard_bytes),
+            "replicas": fmt.replicas,
             "num_slots": self.spec.num_slots,
         }
 
@@ -82,7 +92,11 @@ class SessionInfo:
         sizes = message["shard_bytes"]
         if not isinstance(sizes, list):
             raise ValueError("shard_bytes is not a list")
-        fmt = BlockFormat(_as_int(message["engine_blocks"]), tuple(_as_int(s) for s in sizes))
+        fmt = BlockFormat(
+            _as_int(message["engine_blocks"]),
+            tuple(_as_int(s) for s in sizes),
+            _as_int(message["replicas"]),
+        )
         return cls(str(message["fingerprint"]), ArenaSpec(fmt, _as_int(message["num_slots"])))
 
 
@@ -130,8 +144,10 @@ def lead(
     server = _Server(*_own_socket(pathlib.Path(root), name), name)
     try:
         shards = server.gather(mine, ranks)
-        block_format = BlockFormat(mine.engine_blocks, tuple(s.shard_bytes for s in shards))
-        arena = Arena.create(plan(block_format), threads)
+        parts = tuple(shard.shard_bytes for shard in shards[:: mine.replicas])
+        block_format = BlockFormat(mine.engine_blocks, parts, mine.replicas)
+        nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
+        arena = Arena.create(plan(block_format), threads, nodes)
     except FlexKVError as error:
         server.refuse(str(error))
         server.close()
@@ -185,7 +201,7 @@ class _Server:
                     )
             shards = [mine, *(self._shards[rank] for rank in sorted(self._shards))]
         for shard in shards:
-            if (shard.fingerprint, shard.engine_blocks) != (mine.fingerprint, mine.engine_blocks):
+            if shard.kind != mine.kind:
                 raise ArenaError(
                     f"rank {shard.rank} of engine {self._name!r} has another KV cache than rank "
                     f"0 ({shard} against {mine}); allowed: the same in all ranks"
@@ -256,6 +272,8 @@ class _Server:
             str(fields["fingerprint"]),
             _as_int(fields["engine_blocks"]),
             _as_int(fields["shard_bytes"]),
+            _as_int(fields["replicas"]),
+            None if fields["numa_node"] is None else _as_int(fields["numa_node"]),
         )
         if shard.rank in self._shards or shard.rank == 0:
             return _owned_message(self._name, os.getpid())

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from flexkv.transfer.board import CompletionBoard
+from flexkv.transfer.job import Job, Outcome, Priority
+from flexkv.transfer.link import Link
 from flexkv.transfer.mover import Direction, Mover, Status
 
-__all__ = ["CompletionBoard", "Direction", "Mover", "Status"]
+__all__ = ["CompletionBoard", "Direction", "Job", "Link", "Mover", "Outcome", "Priority", "Status"]

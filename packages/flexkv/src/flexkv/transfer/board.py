@@ -40,9 +40,10 @@ class CompletionBoard:
         self._address = address
         self._free = list(range(CELLS - 1, -1, -1))
 
-    def acquire(self) -> int | None:
-        """Take a free cell, all its words PENDING; None if there is none. Scheduler only."""
-        if not self._free:
+    def acquire(self, reserve: int = 0) -> int | None:
+        """Take a free cell, all its words PENDING; None if no more than `reserve` are free.
+        Scheduler only."""
+        if len(self._free) <= reserve:
             return None
         cell = self._free.pop()
         start = cell * self._ranks

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv import BlockFormat, KVLayout, LayoutError, Plane, TensorView, fingerprint
-from flexkv.layout import SLOT_ALIGNMENT, choose_engine_blocks
+from flexkv import KVLayout, LayoutError, Plane, TensorView
 
 BASE = 1 << 20
 
@@ -39,8 +39,10 @@ def addresses(view: TensorView, block_dim: int, blocks: range) -> set[int]:
 def page_addresses(layout: KVLayout, block: int) -> list[int]:
     return [
         plane.base + block * plane.block_stride + byte
-        for plane in layout.planes
-        for byte in range(plane.page_bytes)
+        for planes in layout.heads
+        for plane in planes
+        for row in range(plane.rows)
+        for byte in range(row * plane.row_stride, row * plane.row_stride + plane.row_bytes)
     ]
 
 
@@ -55,9 +57,13 @@ def permuted_views(draw: st.DrawFn) -> tuple[TensorView, int, int]:
     return dense("kv", shape, tuple(order)), block_dim, ratio
 
 
-@given(permuted_views())
-def test_planes_cover_each_block_exactly_once(case: tuple[TensorView, int, int]) -> None:
+@given(permuted_views(), st.booleans())
+def test_planes_cover_each_block_exactly_once(
+    case: tuple[TensorView, int, int], by_head: bool
+) -> None:
     view, block_dim, ratio = case
+    if by_head and len(view.shape) > block_dim + 1:
+        view = replace(view, head_dim=block_dim + 1, itemsize=16)
     try:
         layout = KVLayout.from_tensors([view], 7)
     except LayoutError:
@@ -84,7 +90,7 @@ def test_planes_cover_each_block_exactly_once(case: tuple[TensorView, int, int])
 )
 def test_known_engine_layouts(shape: tuple[int, ...], order: tuple[int, ...], planes: int) -> None:
     layout = KVLayout.from_tensors([dense("kv", shape, order)], 9)
-    assert len(layout.planes) == planes
+    assert len(layout.heads[0]) == planes
     assert layout.block_bytes == math.prod(shape) // 9 * 2
 
 
@@ -96,13 +102,14 @@ def test_layers_that_follow_one_another_within_a_block_are_one_page() -> None:
         for i in range(layers)
     ]
     layout = KVLayout.from_tensors(views, blocks)
-    assert layout.planes == (Plane(BASE, layers * page, layers * page),)
+    page_bytes = layers * page
+    assert layout.heads == ((Plane(BASE, page_bytes, page_bytes, 1, page_bytes),),)
 
 
 def test_the_engine_decides_the_order_of_layers_not_the_addresses() -> None:
     views = [dense("l0", (3, 8), (0, 1), BASE + 4096), dense("l1", (3, 8), (0, 1), BASE)]
     layout = KVLayout.from_tensors(views, 3)
-    assert [plane.base for plane in layout.planes] == [BASE + 4096, BASE]
+    assert [plane.base for plane in layout.heads[0]] == [BASE + 4096, BASE]
 
 
 def test_a_tensor_shared_by_layers_counts_once() -> None:
@@ -135,49 +142,3 @@ def test_a_tensor_shared_by_layers_counts_once() -> None:
 def test_indescribable_layouts_are_refused(views: list[TensorView], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         KVLayout.from_tensors(views, 3)
-
-
-@given(st.integers(1, 8), st.lists(st.integers(1, 100_000), min_size=1, max_size=8))
-def test_shards_do_not_overlap_and_fit_the_slot(engine_blocks: int, sizes: list[int]) -> None:
-    fmt = BlockFormat(engine_blocks, tuple(sizes))
-    end = 0
-    for offset, size in zip(fmt.shard_offsets, sizes, strict=True):
-        assert offset >= end
-        assert offset % 64 == 0
-        end = offset + size
-    assert end <= fmt.slot_bytes < end + SLOT_ALIGNMENT
-    assert fmt.slot_bytes % SLOT_ALIGNMENT == 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "block_bytes", "setting", "expected"),
-    [
-        (16, 2 << 20, None, 1),  # Llama-3.1-8B: 2 MiB already
-        (16, 192 << 10, None, 8),  # small model: 128 tokens at most
-        (16, 512 << 10, None, 4),
-        (128, 64 << 10, None, 1),
-        (1024, 64 << 10, None, 1),  # never less than an engine block
-        (16, 1, 64, 4),
-    ],
-)
-def test_block_size(tokens: int, block_bytes: int, setting: int | None, expected: int) -> None:
-    assert choose_engine_blocks(tokens, block_bytes, setting) == expected
-
-
-def test_block_tokens_must_be_a_multiple() -> None:
-    with pytest.raises(LayoutError, match=r"block_tokens is 100.*multiple of 16"):
-        choose_engine_blocks(16, 1 << 20, 100)
-
-
-def test_fingerprint_follows_all_that_changes_bytes_but_not_addresses() -> None:
-    layout = KVLayout.from_tensors([dense("l0", (3, 8), (0, 1))], 3)
-    moved = KVLayout.from_tensors([dense("l0", (3, 8), (0, 1), BASE * 2)], 3)
-    other = KVLayout.from_tensors([dense("l0", (3, 16), (0, 1))], 3)
-    names = {
-        fingerprint(["a", "b"], layout, 1),
-        fingerprint(["ab", ""], layout, 1),
-        fingerprint(["a", "b"], layout, 2),
-        fingerprint(["a", "b"], other, 1),
-    }
-    assert len(names) == 4
-    assert fingerprint(["a", "b"], moved, 1) == fingerprint(["a", "b"], layout, 1)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m compat_ci run | newest | summary | report`; what the nox sessions call."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from compat_ci import matrix, report, results
+from compat_ci.levels import run_release, static
+from compat_ci.matrix import ROOT, Engine, Level
+from compat_ci.results import Outcomes, Table
+from compat_ci.wheels import fetch_newest
+
+REPORT = ROOT / "compat-ci" / "report.json"
+PAGE = ROOT / "docs" / "pages" / "compatibility.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and do it; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    engines = matrix.load()
+    try:
+        match options.command:
+            case "run":
+                return _run(engines[options.engine], options)
+            case "newest":
+                return _newest(engines[options.engine], options)
+            case "summary":
+                print(report.summary(_collect(options.results)), end="")
+                return 0
+        return _report(engines, options)
+    except subprocess.CalledProcessError as error:
+        print(f"cannot get the wheel: {error}")
+        return 1
+
+
+def _run(engine: Engine, options: argparse.Namespace) -> int:
+    """Test one release of versions.toml."""
+    release = engine.release(options.version)
+    top = min(release.level, options.level or release.level)
+    return _keep(
+        engine, release.version, run_release(engine, release, top, options.cache), options.results
+    )
+
+
+def _newest(engine: Engine, options: argparse.Namespace) -> int:
+    """Test what users will run next, whether or not versions.toml knows it: the static level."""
+    status = 0
+    for index in (None, engine.nightly) if options.nightly else (None,):
+        tree = fetch_newest(engine.package, options.cache, index)
+        outcomes = {Level.STATIC: static(engine, tree)}
+        status |= _keep(engine, tree.version, outcomes, options.results)
+    return status
+
+
+def _keep(engine: Engine, version: str, outcomes: Outcomes, folder: Path) -> int:
+    """Write down what was found, and say it."""
+    for level, outcome in outcomes.items():
+        verdict = "passed" if outcome.passed else "FAILED"
+        print(f"{engine.name} {version}, {level}: {verdict} ({outcome.checked})")
+        for reason in outcome.reasons:
+            print(f"  {reason}")
+    results.write(folder / f"{engine.name}-{version}.json", {engine.name: {version: outcomes}})
+    return 0 if all(outcome.passed for outcome in outcomes.values()) else 1
+
+
+def _collect(folder: Path) -> Table:
+    """All that the runs of `folder` found."""
+    table: Table = {}
+    for path in sorted(folder.glob("*.json")):
+        table = results.merge(table, results.read(path))
+    return table
+
+
+def _report(engines: dict[str, Engine], options: argparse.Namespace) -> int:
+    """Write the report and the page of the docs, or check that the page says what the report says.
+
+    The report keeps releases of versions.toml only.
+    """
+    table = results.read(REPORT)
+    if options.write:
+        table = results.merge(table, _collect(options.results))
+        table = {
+            name: {
+                release.version: table[name][release.version]
+                for release in engine.releases
+                if release.version in table.get(name, {})
+            }
+            for name, engine in engines.items()
+        }
+        results.write(REPORT, table)
+        PAGE.write_text(report.page(engines, table), encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == report.page(engines, table):
+        return 0
+    print(f"{PAGE.name} is out of date; `nox -s compat-report -- --write` writes it anew")
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="compat_ci", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="test one release of versions.toml")
+    run.add_argument("version")
+    run.add_argument("--level", type=Level.parse, help="the highest; default: the release's own")
+    newest = commands.add_parser("newest", help="the newest release against the adapter, static")
+    newest.add_argument("--nightly", action="store_true", help="the build of the day, too")
+    for command in (run, newest):
+        command.add_argument("--engine", default="vllm", choices=list(matrix.load()))
+        command.add_argument("--cache", type=_folder, required=True, help="keeps unpacked wheels")
+    summary = commands.add_parser("summary", help="print what runs found as a Markdown table")
+    page = commands.add_parser("report", help="the report and its page in the docs")
+    action = page.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="write what the runs found")
+    action.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    for command in (run, newest, summary, page):
+        command.add_argument("--results", type=_folder, required=True, help="one file for each run")
+    return parser
+
+
+def _folder(name: str) -> Path:
+    """Absolute: what reads the files has a working directory of its own."""
+    return Path(name).resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

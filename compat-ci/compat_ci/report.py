@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of versions as Markdown: a page of the docs, and the summary of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from compat_ci.matrix import Engine, Level, Release
+from compat_ci.results import Outcomes, Table
+
+_NAMES = {"vllm": "vLLM"}
+
+_PAGE_HEAD = """\
+<!-- Written by compat-ci from what its runs found: `nox -s compat-report -- --write`. -->
+
+# Compatibility
+
+Each cell is what a run found, with the day of the run. A level includes the ones before it:
+
+- **static**: the adapter against the Python files of the engine's wheel. Every name that it imports
+  is there, every abstract method is implemented, every method that it overrides exists, every
+  signature takes what it is given, everything that is read is there. Nothing is run.
+- **scheduler**: the engine's real scheduler drives the adapter through loads, delayed frees,
+  preemptions, aborts and failures, and every byte that a request computes on is checked.
+- **engine**: the whole engine; answers over restored prefixes are equal to computed ones, token for
+  token.
+"""
+
+
+def page(engines: dict[str, Engine], table: Table) -> str:
+    """The page of the docs."""
+    parts = [_PAGE_HEAD]
+    for name, engine in engines.items():
+        served = [release.version for release in engine.served]
+        label = _NAMES.get(name, name)
+        rows = [
+            _row(release, table.get(name, {}).get(release.version, {}))
+            for release in reversed(engine.releases)
+        ]
+        parts.append(
+            f"\n## {label}\n\n"
+            f"FlexKV starts with {label} {_minor(served[0])} to {_minor(served[-1])}. Another "
+            "version stops the start with an error that says so; "
+            "[`allow_untested_engine`](settings.md#allow_untested_engine) overrides it.\n\n"
+            "| version | pins torch | static | scheduler | engine | limits |\n"
+            "|---|---|---|---|---|---|\n" + "".join(rows)
+        )
+        parts.append("".join(_failures(engine, table)))
+    return "".join(parts)
+
+
+def summary(table: Table) -> str:
+    """What the runs of one day found, whichever versions those were."""
+    lines = ["| engine | version | level | result | reason |\n|---|---|---|---|---|\n"]
+    for engine, versions in table.items():
+        for version, outcomes in versions.items():
+            for level, outcome in sorted(outcomes.items()):
+                result = "passed" if outcome.passed else "**failed**"
+                reason = "<br>".join(map(_escaped, outcome.reasons)) or outcome.checked
+                lines.append(f"| {engine} | {version} | {level} | {result} | {reason} |\n")
+    return "".join(lines)
+
+
+def _row(release: Release, outcomes: Outcomes) -> str:
+    cells = [_cell(level, release, outcomes) for level in Level]
+    return f"| {release.version} | {release.torch} | {' | '.join(cells)} | {release.limits} |\n"
+
+
+def _cell(level: Level, release: Release, outcomes: Outcomes) -> str:
+    if level > release.level:
+        return "-"
+    outcome = outcomes.get(level)
+    if outcome is None:
+        return "not run yet"
+    return f"{'passed' if outcome.passed else '**failed**'}, {outcome.checked}, {outcome.date}"
+
+
+def _failures(engine: Engine, table: Table) -> Iterable[str]:
+    for version, outcomes in table.get(engine.name, {}).items():
+        for level, outcome in sorted(outcomes.items()):
+            if outcome.reasons:
+                yield f"\n### {version}, {level}\n\n"
+                yield from (f"- {_escaped(reason)}\n" for reason in outcome.reasons)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What copies leave to a model: speed of a large matrix product while the link is saturated."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexkv import Direction
+from integration.bench.rows import Goal, Row
+from integration.gpu import contenders
+from integration.gpu.lab import Lab
+from integration.gpu.results import Log
+from integration.gpu.rig import AnyMover, finish
+from integration.gpu.shapes import KIB, Order, Shape
+
+SIZE = 8192
+PRODUCTS = 40
+"""In one measurement: some 60 ms on an H200, during which several GB are copied."""
+
+GOAL = Goal(">=", 0.97)
+IN_FLIGHT = 4
+"""Transfers under way in each direction, so that the link is never idle."""
+
+SHAPES = (Shape(256, tokens=16, heads=8), Shape(4 * KIB), Shape(16 * KIB), Shape(64 * KIB))
+
+
+@dataclass(slots=True)
+class Pump:
+    """A thread that copies both ways without end, and how many bytes it has copied."""
+
+    copied: int = 0
+    error: Exception | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def matmul_rows(lab: Lab, log: Log) -> Iterator[Row]:
+    """A row for each shape, and one of a Triton copy of 16 KiB pages."""
+    product = Product()
+    for shape in SHAPES:
+        log.say(shape.name)
+        with lab.mover(shape) as mover:
+            groups = groups_of(lab.rig.order)
+            what = f"matrix product with copies of {shape.name} ÷ alone"
+            yield _measure(lab, what, GOAL, product, partial(pump, mover, groups))
+    try:
+        yield _against_triton(lab, product)
+    except Exception as error:  # noqa: BLE001 - a contender's failure must not hide our figures
+        log.note(f"no {contenders.TRITON}: {type(error).__name__}: {error}")
+
+
+class Product:
+    """bf16 [SIZE, SIZE] times the same, of random numbers, into memory that is there already."""
+
+    def __init__(self) -> None:
+        shape, kind = (SIZE, SIZE), torch.bfloat16
+        self._factors = [torch.randn(shape, device="cuda", dtype=kind) for _ in range(2)]
+        self._result = torch.empty(shape, device="cuda", dtype=kind)
+        self._stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+
+    def seconds(self) -> float:
+        """Of one product, by the device's clock, the mean of PRODUCTS."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            torch.mm(*self._factors, out=self._result)
+            start.record()
+            for _ in range(PRODUCTS):
+                torch.mm(*self._factors, out=self._result)
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / PRODUCTS
+
+
+def groups_of(order: Order) -> dict[Direction, list[Order]]:
+    """Orders that share no block and no slot: IN_FLIGHT for each direction."""
+    size = len(order) // (2 * IN_FLIGHT)
+    parts = [order.part(i * size, (i + 1) * size) for i in range(2 * IN_FLIGHT)]
+    return {Direction.LOAD: parts[:IN_FLIGHT], Direction.STORE: parts[IN_FLIGHT:]}
+
+
+def pump(mover: AnyMover, groups: dict[Direction, list[Order]], state: Pump) -> None:
+    """Copy until `state.stop`; the next transfer of a group begins when its last has ended."""
+    work = [
+        (d, order)
+        for pair in zip(*groups.values(), strict=True)
+        for d, order in zip(groups, pair, strict=True)
+    ]
+    tickets = [mover.submit(d, order.blocks, order.offsets) for d, order in work]
+    while not state.stop.is_set():
+        for i, (direction, order) in enumerate(work):
+            finish(mover, tickets[i])
+            state.copied += order.bytes
+            tickets[i] = mover.submit(direction, order.blocks, order.offsets)
+    for ticket in tickets:
+        finish(mover, ticket)
+
+
+@contextmanager
+def running(copy: Callable[[Pump], None]) -> Iterator[Pump]:
+    """Copies in a thread meanwhile; its error, if any, is raised at the end."""
+    state = Pump()
+
+    def run() -> None:
+        try:
+            copy(state)
+        except Exception as error:  # noqa: BLE001 - told to the measuring thread, below
+            state.error = error
+
+    thread = threading.Thread(target=run, name="copies", daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        state.stop.set()
+        thread.join()
+    if state.error is not None:
+        raise state.error
+
+
+def _measure(
+    lab: Lab, what: str, goal: Goal | None, product: Product, copy: Callable[[Pump], None]
+) -> Row:
+    alone, beside, speeds = [], [], []
+    product.seconds()
+    for _ in range(lab.repeats):
+        alone.append(product.seconds())
+        with running(copy) as state:
+            time.sleep(0.02)  # copies are under way
+            copied, start = state.copied, time.perf_counter()
+            beside.append(product.seconds())
+            speeds.append((state.copied - copied) / (time.perf_counter() - start) / 1e9)
+    ratio = statistics.median(alone) / statistics.median(beside)
+    flops = 2 * SIZE**3 / statistics.median(alone) / 1e12
+    return Row(
+        what=what,
+        value=ratio,
+        unit="ratio",
+        goal=goal,
+        detail=f"{flops:.0f} TFLOP/s alone, copies of {statistics.median(speeds):.1f} GB/s "
+        f"meanwhile, medians of {len(alone)}",
+        samples={"alone": alone, "with copies": beside},
+    )
+
+
+def _against_triton(lab: Lab, product: Product) -> Row:
+    shape = Shape(16 * KIB)
+    groups = groups_of(lab.rig.order)
+    work = {
+        direction: [(contenders.by_triton(lab.rig, shape, direction, o)[1], o) for o in orders]
+        for direction, orders in groups.items()
+    }
+    for pairs in work.values():
+        for enqueue, _ in pairs:
+            contenders.finished(enqueue)()  # compiles the kernel
+    streams: dict[Direction, Any] = {direction: torch.cuda.Stream() for direction in work}
+
+    def copy(state: Pump) -> None:
+        while not state.stop.is_set():
+            for direction, stream in streams.items():
+                with torch.cuda.stream(stream):
+                    for enqueue, _ in work[direction]:
+                        enqueue()
+            for direction, stream in streams.items():
+                stream.synchronize()
+                state.copied += sum(order.bytes for _, order in work[direction])
+
+    what = f"matrix product with copies of {shape.name} by a {contenders.TRITON} ÷ alone"
+    return _measure(lab, what, None, product, copy)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory to copy between: pages in a tensor, an arena as FlexKV makes it, and a check of copies."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from flexkv import Arena, ArenaSpec, BlockFormat, Direction, Status
+from integration.gpu.shapes import BLOCK_BYTES, Order, Shape, random_order
+
+WAIT_SECONDS = 60.0
+POISON = 0xA5
+
+Copy = Callable[[], None]
+"""Makes all copies of an order, and returns when they are done."""
+
+
+class WrongBytesError(Exception):
+    """A copy did not move the bytes that it should have; `count` of them are wrong."""
+
+    def __init__(self, what: str, count: int) -> None:
+        super().__init__(f"{what}: {count} bytes are wrong")
+        self.count = count
+
+
+class AnyMover(Protocol):
+    """What is measured: a mover for GPU pages, or in tests one for CPU pages."""
+
+    def submit(self, direction: Direction, blocks: Any, offsets: Any, after: int = 0) -> int: ...
+
+    def wait(self, ticket: int, timeout: float) -> Status: ...
+
+
+class Rig:
+    """Pages and an arena of `blocks` blocks each, filled with random bytes.
+
+    Owns both; `close` gives the arena back. Movers over it must be closed before.
+    """
+
+    def __init__(
+        self, blocks: int, device: str, numa_nodes: frozenset[int] = frozenset(), seed: int = 0
+    ) -> None:
+        self.blocks = blocks
+        self.pages = torch.empty(blocks * BLOCK_BYTES, dtype=torch.uint8, device=device)
+        torch.manual_seed(seed)
+        # As words: torch draws bytes one by one.
+        self.pages.view(torch.int64).random_(-(1 << 62), 1 << 62)
+        spec = ArenaSpec(BlockFormat(1, (BLOCK_BYTES,)), blocks)
+        self.arena = Arena.create(spec, numa_nodes=numa_nodes)
+        self.order = random_order(blocks, spec.slots_offset, seed)
+        memory = (ctypes.c_uint8 * (blocks * BLOCK_BYTES)).from_address(
+            self.arena.address + spec.slots_offset
+        )
+        self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(blocks, BLOCK_BYTES)
+        self.slots.copy_(self.pages.view(blocks, BLOCK_BYTES))
+
+    @property
+    def base(self) -> int:
+        """Address of the pages."""
+        return int(self.pages.data_ptr())
+
+    def addresses(self, shape: Shape, order: Order) -> tuple[Any, Any]:
+        """Of every run of an order, among the pages and in the arena."""
+        return shape.addresses(self.base, self.blocks, order, self.arena.address)
+
+    def check(self, shape: Shape, order: Order, copies: dict[Direction, Copy]) -> None:
+        """Store and load an order once, over poisoned memory, and compare every byte of it.
+
+        Raises:
+            WrongBytesError: a byte is not what it should be, in the copy or beside it.
+        """
+        pages = self.pages
+        first = self.arena.spec.slots_offset
+        rows = torch.tensor([(offset - first) // BLOCK_BYTES for offset in order.offsets])
+        self.slots.fill_(POISON)
+        self._synchronize()
+        copies[Direction.STORE]()
+        expected = torch.full_like(self.slots, POISON, device=pages.device)
+        expected[rows.to(pages.device)] = shape.slots_of(pages, order.blocks)
+        self._compare(shape, "store", expected.view(-1), self.slots.to(pages.device).view(-1))
+        saved = pages.clone()
+        view = pages.view(shape.layers, self.blocks, -1)
+        view[:, torch.tensor(order.blocks.tolist(), device=pages.device)] ^= 0xFF
+        self._synchronize()
+        copies[Direction.LOAD]()
+        self._compare(shape, "load", saved, pages)
+
+    def _compare(self, shape: Shape, what: str, expected: Any, found: Any) -> None:
+        if not torch.equal(expected, found):
+            raise WrongBytesError(f"{what} of {shape.name}", int((expected != found).sum()))
+
+    def _synchronize(self) -> None:
+        if self.pages.is_cuda:
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Give the arena back. Idempotent."""
+        del self.slots
+        self.arena.close()
+
+
+def mover_copies(mover: AnyMover, order: Order) -> dict[Direction, Copy]:
+    """The copies of an order by a mover, one for each direction."""
+    return {direction: _copy_by(mover, direction, order) for direction in Direction}
+
+
+def finish(mover: AnyMover, ticket: int) -> None:
+    """Wait for a transfer; RuntimeError unless it is done."""
+    status = mover.wait(ticket, WAIT_SECONDS)
+    if status is not Status.DONE:
+        raise RuntimeError(f"a transfer is {status.name} after at most {WAIT_SECONDS:.0f} s")
+
+
+def _copy_by(mover: AnyMover, direction: Direction, order: Order) -> Copy:
+    return lambda: finish(mover, mover.submit(direction, order.blocks, order.offsets))

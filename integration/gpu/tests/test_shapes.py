@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks' address arithmetic and their check of copies, with the CPU's mover."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from flexkv import Direction
+from flexkv_kernels import CpuMover
+from integration.gpu import both_ways, contenders, matmul, one_way, submit
+from integration.gpu.lab import describe_arena
+from integration.gpu.rig import Copy, Rig, WrongBytesError, mover_copies
+from integration.gpu.shapes import BLOCK_BYTES, KIB, SHAPES, Order, Shape, random_order
+
+BLOCKS = 8
+ids = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with closing(Rig(BLOCKS, "cpu")) as made:
+        yield made
+
+
+def cpu_mover(rig: Rig, shape: Shape) -> CpuMover:
+    planes = shape.planes(rig.base, rig.blocks)
+    arena = rig.arena
+    return CpuMover(planes, rig.blocks, arena.address, arena.spec.total_bytes, 1)
+
+
+def test_all_page_sizes_of_the_goals_are_there() -> None:
+    names = [shape.name for shape in SHAPES]
+    pages = ["4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "2 MiB"]
+    assert names == ["256 B rows", *(f"{size} pages" for size in pages)]
+    assert [one_way.goal_of(shape).bound for shape in SHAPES] == [0.8, 0.85] + [0.95] * 5
+
+
+@ids
+def test_a_mover_passes_the_check(rig: Rig, shape: Shape) -> None:
+    mover = cpu_mover(rig, shape)
+    assert mover.block_bytes == BLOCK_BYTES
+    try:
+        for order in (rig.order, rig.order.part(0, 3)):
+            rig.check(shape, order, mover_copies(mover, order))
+    finally:
+        mover.close()
+
+
+@ids
+def test_copies_run_by_run_are_the_same(rig: Rig, shape: Shape) -> None:
+    """Contenders copy by these addresses."""
+
+    def copy(direction: Direction) -> Copy:
+        pages, arena = rig.addresses(shape, rig.order)
+        ends = (arena, pages) if direction is Direction.LOAD else (pages, arena)
+
+        def run() -> None:
+            for source, target in zip(*(end.tolist() for end in ends), strict=True):
+                ctypes.memmove(target, source, shape.run_bytes)
+
+        return run
+
+    rig.check(shape, rig.order, {direction: copy(direction) for direction in Direction})
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("place", ["in", "beside"])
+def test_one_wrong_byte_is_noticed(rig: Rig, direction: Direction, place: str) -> None:
+    shape, order = Shape(16 * KIB), rig.order.part(0, 4)
+    mover = cpu_mover(rig, shape)
+    copies = mover_copies(mover, order)
+    real = copies[direction]
+    block = order.blocks[0] if place == "in" else rig.order.blocks[5]
+    offset = order.offsets[0] if place == "in" else rig.order.offsets[5]
+
+    def wrong() -> None:
+        real()
+        at = rig.base + block * shape.run_bytes + 7
+        if direction is Direction.STORE:
+            at = rig.arena.address + offset + BLOCK_BYTES - 1
+        byte = ctypes.c_uint8.from_address(at)
+        byte.value ^= 1
+
+    with pytest.raises(WrongBytesError, match="1 bytes are wrong"):
+        rig.check(shape, order, copies | {direction: wrong})
+    mover.close()
+
+
+def test_a_wrong_mover_is_a_row_and_a_right_one_is_none(rig: Rig) -> None:
+    shape = Shape(64 * KIB)
+    mover = cpu_mover(rig, shape)
+    right = mover_copies(mover, rig.order)
+    assert one_way.check_row(rig, shape, "FlexKV", right) is None
+    nothing: dict[Direction, Copy] = {direction: lambda: None for direction in Direction}
+    row = one_way.check_row(rig, shape, "FlexKV", right | nothing)
+    assert row is not None
+    assert not row.passed
+    assert 0 < row.value <= rig.pages.numel()
+    assert row.what == "64 KiB pages, FlexKV: wrong bytes"
+    mover.close()
+
+
+def test_random_orders_have_every_block_and_slot_once() -> None:
+    order = random_order(64, 4096, seed=1)
+    assert sorted(order.blocks) == list(range(64))
+    assert sorted(order.offsets) == [4096 + slot * BLOCK_BYTES for slot in range(64)]
+    assert order != random_order(64, 4096, seed=2)
+    assert list(order.blocks) != list(range(64))
+
+
+def test_groups_of_the_pump_share_nothing() -> None:
+    order = random_order(64, 0, seed=1)
+    groups = matmul.groups_of(order)
+    blocks = [block for parts in groups.values() for part in parts for block in part.blocks]
+    assert sorted(blocks) == list(range(64))
+    assert {len(parts) for parts in groups.values()} == {matmul.IN_FLIGHT}
+
+
+def test_the_pump_copies_until_it_is_stopped(rig: Rig) -> None:
+    shape = Shape(64 * KIB)
+    mover = cpu_mover(rig, shape)
+    groups = matmul.groups_of(rig.order)
+    with matmul.running(lambda state: matmul.pump(mover, groups, state)) as state:
+        while state.copied < 20 * BLOCK_BYTES:
+            assert state.error is None
+    mover.close()
+
+
+def test_an_error_of_the_pump_is_told() -> None:
+    def fail(state: matmul.Pump) -> None:
+        state.stop.wait(10)
+        raise RuntimeError("no copies")
+
+    with pytest.raises(RuntimeError, match="no copies"), matmul.running(fail):
+        pass
+
+
+def test_both_directions_at_once(rig: Rig) -> None:
+    shape = Shape(64 * KIB)
+    mover = cpu_mover(rig, shape)
+    rig.slots.fill_(7)
+    parts = {Direction.LOAD: rig.order.part(0, 4), Direction.STORE: rig.order.part(4, 8)}
+    before = rig.pages.clone()
+    both_ways.by_mover(mover, parts)()
+    loaded = shape.slots_of(rig.pages, parts[Direction.LOAD].blocks)
+    assert bool((loaded == 7).all())
+    stored = shape.slots_of(before, parts[Direction.STORE].blocks)
+    first = rig.arena.spec.slots_offset
+    rows = torch.tensor([(o - first) // BLOCK_BYTES for o in parts[Direction.STORE].offsets])
+    assert torch.equal(rig.slots[rows], stored)
+    mover.close()
+
+
+def test_submits_are_timed(rig: Rig) -> None:
+    mover = cpu_mover(rig, Shape(64 * KIB))
+    calls, works = submit.times(mover, Direction.STORE, rig.order.part(0, 1))
+    assert len(calls) == len(works) == submit.REPEATS
+    assert min(calls) > 0
+    mover.close()
+
+
+@pytest.mark.parametrize("name", list(one_way.CONTENDER_RUNS))
+def test_contenders_copy_at_least_one_block_and_no_more_than_their_share(name: str) -> None:
+    order = random_order(480, 0, seed=0)
+    for shape in SHAPES:
+        part = one_way.contender_order(name, shape, order)
+        assert 1 <= len(part) <= len(order)
+        assert len(part) == 1 or len(part) * shape.runs <= one_way.CONTENDER_RUNS[name]
+
+
+COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+)
+
+
+def native_loop(
+    copy: Callable[..., int], targets: array[int], sources: array[int], size: int
+) -> int:
+    loop = contenders.page_loop()
+    ends = targets.buffer_info()[0], sources.buffer_info()[0]
+    return int(loop(COPY(copy), *ends, len(targets), size, 5))
+
+
+def test_the_native_loop_calls_the_driver_for_each_page() -> None:
+    calls = []
+
+    def copy(target: int, source: int, size: int, stream: int | None) -> int:
+        calls.append((target, source, size, stream))
+        return 700 if target == 30 else 0
+
+    assert native_loop(copy, array("Q", [10, 20]), array("Q", [1, 2]), 4096) == 0
+    assert calls == [(10, 1, 4096, 5), (20, 2, 4096, 5)]
+    assert native_loop(copy, array("Q", [10, 30, 40]), array("Q", [1, 2, 3]), 8) == 700
+    assert len(calls) == 4
+
+
+def test_the_arena_is_described(rig: Rig) -> None:
+    text = describe_arena(rig.arena, 0.5)
+    assert text.startswith("arena: 18 MiB in pages of ")
+    assert text.endswith("page-locked, and a mover started, in 0.50 s")
+    assert "NUMA node" in text
+
+
+def test_orders_are_cut_like_sequences() -> None:
+    order = Order(array("Q", range(10)), array("Q", range(0, 100, 10)))
+    part = order.part(3, 6)
+    assert (list(part.blocks), list(part.offsets)) == ([3, 4, 5], [30, 40, 50])
+    assert part.bytes == 3 * BLOCK_BYTES

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own HTTP server in processes of its own, for what only it shows: `/metrics`, KV events on
+a socket, parameters in a request's JSON. It takes and gives tokens, so that it needs no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from integration.harness import processes
+from integration.harness.engine import (
+    CALL_TIMEOUT,
+    START_TIMEOUT,
+    STOP_TIMEOUT,
+    EngineConfig,
+    EngineError,
+)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """A server of one engine; a context manager that ends it.
+
+    Args:
+        config: of the engine.
+        log_path: receives all that its processes print.
+        events: ZeroMQ endpoint that it publishes KV events on; None: it does not.
+
+    Raises:
+        EngineError: it did not start; nothing of it is left then.
+    """
+
+    def __init__(self, config: EngineConfig, log_path: Path, events: str | None) -> None:
+        self.log_path = log_path
+        self._url = f"http://127.0.0.1:{(port := free_port())}"
+        arguments = config.engine_args() | {"host": "127.0.0.1", "port": port, "tokens_only": True}
+        if events is not None:
+            arguments["kv_events_config"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events,
+            }
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=config.environment() | {"VLLM_SERVER_DEV_MODE": "1"},
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int = 1, params: dict[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens that follow `prompt`; `params` are its `kv_transfer_params`."""
+        body = {
+            "token_ids": list(prompt),
+            "sampling_params": {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
+            "kv_transfer_params": params,
+        }
+        answer = json.loads(self._ask("/inference/v1/generate", body))
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def metrics(self) -> str:
+        """What Prometheus would scrape."""
+        return self._ask("/metrics")
+
+    def reset_prefix_cache(self, external: bool) -> None:
+        """Empty vLLM's own cache, and FlexKV's if `external`."""
+        self._ask(f"/reset_prefix_cache?reset_external={str(external).lower()}", {})
+
+    def log(self) -> str:
+        """All that it has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._process.terminate()
+        processes.wait_until_gone(self._process.pid, STOP_TIMEOUT)
+        processes.kill_session(self._process.pid)
+        self._process.wait()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                self._ask("/health")
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+            else:
+                return
+        raise EngineError(f"the server did not start; its log ends with:\n{self.log()[-4000:]}")
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._url + path, data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT) as answer:
+            text: str = answer.read().decode()
+            return text
+
+
+def _flags(arguments: dict[str, Any]) -> list[str]:
+    """Keyword arguments of vLLM's `EngineArgs` as its command line has them."""
+    flags = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags

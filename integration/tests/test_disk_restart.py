@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on disk outlives the engine, whether it is stopped or killed, and is never wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.host import EngineHost
+from integration.tests import disks
+from integration.tests.corpus import LONG, SALTED, WARM, Tokens
+from integration.tests.disks import PROMPTS, restorable, restored
+from integration.tests.reference import Reference
+from integration.tests.steps import ask_each
+
+# Under way when an engine is killed, beside prompts that the disk has. It would take much longer
+# than the engine then has, in seconds.
+LATE = LONG + WARM + (SALTED,)
+LATE_TOKENS = 400
+KILL_WITHIN = 1.0
+
+
+def _kill_at_work(rng: random.Random, engine: Engine) -> None:
+    """Kill all processes of an engine at some moment while it computes, reads and writes."""
+    prompts = [*PROMPTS, *LATE]
+    rng.shuffle(prompts)
+    generations = [engine.submit(prompt, max_tokens=LATE_TOKENS) for prompt in prompts]
+    time.sleep(rng.uniform(0.05, KILL_WITHIN))
+    assert not all(generation.future.done() for generation in generations), "it was idle"
+    assert len(engine.kill()) >= 3
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """One engine after another on the same directory."""
+
+    host: EngineHost
+    reference: Reference
+    record: Callable[[str, object], None]
+
+    def check(
+        self, config: EngineConfig, what: str, prompts: Sequence[Tokens] = PROMPTS
+    ) -> tuple[Engine, list[int]]:
+        """Start an engine and ask it for prompts; returns it, and the tokens restored of each."""
+        engine = self.host.start(config)
+        answers = ask_each(engine, prompts)
+        self.reference.check_all(prompts, answers, what=what)
+        rate = sum(restored(answers)) / sum(restorable(prompts))
+        self.record("hit rate after the restart", rate)
+        print(f"{what}: {disks.warm_slots(engine)} warm slots, hit rate {rate:.1%}")
+        return engine, restored(answers)
+
+
+@pytest.fixture
+def lives(
+    host: EngineHost, reference: Reference, record_property: Callable[[str, object], None]
+) -> Lives:
+    return Lives(host, reference, record_property)
+
+
+def _fill(engine: Engine, directory: Path) -> None:
+    """Have all prompts on disk."""
+    ask_each(engine, PROMPTS)
+    engine.forget()
+    disks.settle(directory)
+
+
+def test_a_kill_loses_nothing_that_was_written(
+    lives: Lives, disk_engine: Engine, disk_dir: Path
+) -> None:
+    _fill(disk_engine, disk_dir)
+    _kill_at_work(random.Random(1), disk_engine)
+    engine, found = lives.check(disk_engine.config, "after a kill")
+    assert found == restorable(PROMPTS)
+    lives.reference.check_all(LATE, ask_each(engine, LATE), what="what was under way")
+
+
+def test_bytes_that_changed_on_disk_are_misses(
+    lives: Lives, disk_engine: Engine, disk_dir: Path
+) -> None:
+    _fill(disk_engine, disk_dir)
+    rng = random.Random(2)
+    _kill_at_work(rng, disk_engine)
+    assert disks.damage(rng, disk_dir, share=0.05) > 0
+    code, checked = disks.run_cli("verify", str(disk_dir))
+    assert code == 1
+    assert checked["bad"]
+
+    engine, found = lives.check(disk_engine.config, "over damage")
+    assert 0 < sum(found) < sum(restorable(PROMPTS))
+    assert "is damaged: it counts as a miss" in engine.log()
+    engine.forget()
+    # What was damaged was computed and written anew.
+    again = ask_each(engine, PROMPTS)
+    lives.reference.check_all(PROMPTS, again, what="after the damage")
+    assert restored(again) == restorable(PROMPTS)
+
+
+def test_a_clean_restart_loses_nothing(
+    lives: Lives, disk_engine: Engine, disk_config: Callable[..., EngineConfig], disk_dir: Path
+) -> None:
+    """Not even if the new engine has another number of blocks and of requests at once."""
+    _fill(disk_engine, disk_dir)
+    lives.host.close()
+    changed = disk_config(disk_dir, num_blocks=150, max_model_len=4096, max_num_seqs=3)
+    _, found = lives.check(changed, "after a clean restart")
+    assert found == restorable(PROMPTS)
+
+
+def test_a_kill_among_writes_over_older_blocks(
+    lives: Lives, disk_config: Callable[..., EngineConfig], disk_dir: Path
+) -> None:
+    """The disk holds a third of the prompts, so every slot is written again and again."""
+    config = disk_config(disk_dir, disks.TIGHT)
+    engine = lives.host.get(config)
+    ask_each(engine, PROMPTS)
+    _kill_at_work(random.Random(3), engine)
+    # The last prompts were written last: asked for first, before others take their place.
+    _, found = lives.check(config, "after a kill among writes", PROMPTS[::-1])
+    assert sum(found) > 0

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks: each block on disk holds the heads of both, and the next engine restores them, also
+with another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.host import EngineHost
+from integration.tests import disks
+from integration.tests.corpus import ABORTED, ENGINE_BLOCK, FLEXKV_BLOCK
+from integration.tests.disks import PROMPTS, restorable, restored
+from integration.tests.reference import Reference
+from integration.tests.steps import ask_each, blocks_of, whole_blocks
+
+
+def test_a_restart_after_a_kill(
+    host: EngineHost,
+    reference: Reference,
+    disk_config: Callable[..., EngineConfig],
+    work_dir: Path,
+) -> None:
+    directory = work_dir / "disk of two ranks"
+    config = disk_config(directory, tensor_parallel_size=2)
+    engine = host.start(config)
+    reference.check_all(PROMPTS, ask_each(engine, PROMPTS), what="cold")
+    engine.forget()
+    written = _shards(engine)
+    assert written[0] != written[1]
+    engine.forget()
+    disks.settle(directory)
+    engine.kill()
+
+    engine = host.start(config)
+    warm = ask_each(engine, PROMPTS)
+    reference.check_all(PROMPTS, warm, what="after the kill")
+    assert restored(warm) == restorable(PROMPTS)
+    engine.forget()
+    assert _shards(engine) == written
+    owner = disks.run_cli("stat", str(directory))[1]["folders"][0]["owner"]
+    assert owner in engine.pids()
+
+    host.close()
+    code, checked = disks.run_cli("verify", str(directory))
+    assert (code, checked["bad"]) == (0, [])
+    code, stat = disks.run_cli("stat", str(directory))
+    assert code == 0
+    (folder,) = stat["folders"]
+    assert folder["owner"] is None
+    assert folder["hit_blocks"] >= sum(restorable(ABORTED)) // FLEXKV_BLOCK
+    assert folder["damaged_blocks"] == 0
+    assert folder["used_slots"] == checked["folders"][0]["blocks"] > 0
+
+
+def test_a_restart_with_another_number_of_ranks(
+    host: EngineHost,
+    reference: Reference,
+    disk_config: Callable[..., EngineConfig],
+    work_dir: Path,
+) -> None:
+    directory = work_dir / "disk of one rank and of two"
+    one, two = disk_config(directory), disk_config(directory, tensor_parallel_size=2)
+    half = len(PROMPTS) // 2
+
+    engine = host.start(one)
+    ask_each(engine, PROMPTS[:half])
+    disks.settle(directory)
+
+    engine = host.start(two)
+    answers = ask_each(engine, PROMPTS)
+    reference.check_all(PROMPTS, answers, what="two ranks over what one wrote")
+    assert restored(answers[:half]) == restorable(PROMPTS[:half])
+    disks.settle(directory)
+
+    engine = host.start(one)
+    answers = ask_each(engine, PROMPTS)
+    reference.check_all(PROMPTS, answers, what="one rank over what two wrote")
+    assert restored(answers) == restorable(PROMPTS)
+    host.close()
+    assert len(disks.run_cli("stat", str(directory))[1]["folders"]) == 1
+
+
+def _shards(engine: Engine) -> list[list[str]]:
+    """Digests of the engine blocks of a prompt that FlexKV keeps, of each rank."""
+    blocks = blocks_of(engine, ABORTED[0])[: whole_blocks(len(ABORTED[0])) // ENGINE_BLOCK]
+    digests: list[list[str]] = engine.rpc("probe_digests", blocks)
+    return digests

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router and an operator see of a real server: KV events on a socket, and `/metrics`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from integration.harness.engine import EngineConfig
+from integration.harness.host import EngineHost
+from integration.harness.server import Server
+from integration.tests import disks
+from integration.tests.corpus import ENGINE_BLOCK, FLEXKV_BLOCK, Tokens, tokens
+from integration.tests.disks import SLOTS
+from integration.tests.steps import whole_blocks
+
+PROMPTS = tuple(tokens(f"observed {i}", 15 * FLEXKV_BLOCK + 7) for i in range(12))
+"""More than host memory holds, and no block twice."""
+BLOCKS = sum(len(prompt) // FLEXKV_BLOCK for prompt in PROMPTS)
+SHORT = tokens("short", ENGINE_BLOCK // 2)
+"""Fills no block: with it the engine makes some steps, and tells what happened since the last."""
+NAMES_PER_BLOCK = FLEXKV_BLOCK // ENGINE_BLOCK
+HOST, DISK = "CPU", "STORAGE"
+
+
+class Router:
+    """Subscribes to an engine's KV events, and keeps what it was told: the tokens of each vLLM
+    block by its hash, for each of FlexKV's media."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.told: dict[str, dict[Any, Tokens]] = {HOST: {}, DISK: {}}
+        self._batches = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+
+    def listen(self) -> None:
+        """Take in all that has come, until nothing has for a while."""
+        while self._socket.poll(timeout=1000):
+            _, number, payload = self._socket.recv_multipart()
+            assert int.from_bytes(number, "big") == self._batches, "a batch is missing"
+            self._batches += 1
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        told = self.told.get(event.get("medium") or "")
+        if told is None:
+            return  # of vLLM's own cache
+        hashes = event["block_hashes"]
+        if event["type"] == "BlockRemoved":
+            for each in hashes:
+                del told[each]  # KeyError: was never told
+            return
+        assert event["type"] == "BlockStored"
+        assert event["block_size"] == ENGINE_BLOCK
+        assert event["group_idx"] == 0
+        for i, each in enumerate(hashes):
+            assert each not in told
+            told[each] = tuple(event["token_ids"][i * ENGINE_BLOCK : (i + 1) * ENGINE_BLOCK])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+class Scrape:
+    """One scrape, parsed as Prometheus does it."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [
+            each for family in text_string_to_metric_families(text) for each in family.samples
+        ]
+
+    def value(self, name: str, **labels: str) -> float:
+        (found,) = [
+            float(each.value)
+            for each in self._samples
+            if each.name == f"vllm:{name}" and labels.items() <= each.labels.items()
+        ]
+        return found
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[Router]:
+    with tempfile.TemporaryDirectory(prefix="flexkv-test-") as folder:
+        made = Router(f"ipc://{folder}/events")  # before the server starts: it misses nothing
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def server(
+    host: EngineHost,
+    disk_config: Callable[..., EngineConfig],
+    work_dir: Path,
+    router: Router,
+) -> Iterator[Server]:
+    host.close()  # one engine at a time
+    config = disk_config(work_dir / "observed-disk", probe=False)
+    with Server(config, work_dir / "logs" / "server.log", router.endpoint) as made:
+        yield made
+
+
+def settle(server: Server, router: Router, work_dir: Path) -> Scrape:
+    """Wait for the disk, and let the idle engine tell."""
+    disks.settle(work_dir / "observed-disk")
+    server.generate(SHORT)
+    server.generate(SHORT)
+    router.listen()
+    time.sleep(0.5)  # what the frontend counts comes after the answer
+    return Scrape(server.metrics())
+
+
+def engine_blocks(prompt: Tokens) -> set[Tokens]:
+    """A prompt's vLLM blocks as far as FlexKV keeps them."""
+    stop = whole_blocks(len(prompt))
+    return {prompt[i : i + ENGINE_BLOCK] for i in range(0, stop, ENGINE_BLOCK)}
+
+
+def test_a_router_and_an_operator_see_what_is_there(
+    server: Server, router: Router, work_dir: Path
+) -> None:
+    for prompt in PROMPTS:
+        server.generate(prompt)
+        disks.settle(work_dir / "observed-disk")
+    seen = settle(server, router, work_dir)
+    all_blocks = set().union(*map(engine_blocks, PROMPTS))
+    assert set(router.told[DISK].values()) == all_blocks
+    assert set(router.told[HOST].values()) < all_blocks
+    slots = seen.value("flexkv_capacity_blocks", tier="host")
+    assert SLOTS <= slots < BLOCKS
+    assert len(router.told[HOST]) == slots * NAMES_PER_BLOCK
+    assert seen.value("flexkv_blocks", tier="host") == slots
+    assert seen.value("flexkv_blocks", tier="disk") == BLOCKS
+    assert seen.value("flexkv_stored_blocks_total", tier="host") == BLOCKS
+    assert seen.value("flexkv_stored_blocks_total", tier="disk") == BLOCKS
+    assert seen.value("flexkv_evicted_blocks_total", tier="host") == BLOCKS - slots
+    written = BLOCKS * disks.BLOCK_BYTES
+    assert seen.value("flexkv_copied_bytes_total", link="device", direction="store") == written
+    assert seen.value("flexkv_copied_bytes_total", link="disk", direction="write") == written
+    assert seen.value("flexkv_copy_seconds_total", link="disk", direction="write") > 0
+
+    # All that was told can be loaded: one prompt from memory, one from disk.
+    first, last = PROMPTS[0], PROMPTS[-1]
+    assert engine_blocks(last) <= set(router.told[HOST].values())
+    assert not engine_blocks(first) & set(router.told[HOST].values())
+    server.reset_prefix_cache(external=False)
+    server.generate(last)
+    server.generate(first)
+    seen = settle(server, router, work_dir)
+    assert engine_blocks(first) <= set(router.told[HOST].values())
+    assert set(router.told[DISK].values()) == all_blocks
+    assert seen.value("flexkv_hit_tokens_total", tier="host") == whole_blocks(len(last))
+    assert seen.value("flexkv_hit_tokens_total", tier="disk") == whole_blocks(len(first))
+    hits = whole_blocks(len(last)) + whole_blocks(len(first))
+    assert seen.value("external_prefix_cache_hits_total") == hits
+    queries = seen.value("external_prefix_cache_queries_total")
+    assert seen.value("flexkv_query_tokens_total", tier="host") == queries
+    for cause in ("load", "store", "read", "damaged", "stalled", "write", "internal"):
+        assert seen.value("flexkv_failures_total", cause=cause) == 0
+
+
+def test_parameters_of_requests(server: Server, router: Router, work_dir: Path) -> None:
+    before = settle(server, router, work_dir)
+    told = {medium: dict(blocks) for medium, blocks in router.told.items()}
+    new = tokens("not stored", 5 * FLEXKV_BLOCK)
+    server.reset_prefix_cache(external=False)
+    answer = server.generate(PROMPTS[3], 8)
+    server.reset_prefix_cache(external=False)
+    params = {"flexkv.load": False, "flexkv.store": False, "flexkv.typo": 1, "other": {}}
+    after_first = settle(server, router, work_dir)
+    assert server.generate(PROMPTS[3], 8, params) == answer
+    server.generate(new, params=params)
+    after = settle(server, router, work_dir)
+    hits = "external_prefix_cache_hits_total"
+    assert after_first.value(hits) > before.value(hits)
+    assert after.value(hits) == after_first.value(hits)
+    assert after.value("flexkv_ignored_parameters_total") == 2
+    assert "'flexkv.typo': 1, which is ignored; allowed: flexkv.load" in server.log()
+    known = set(router.told[DISK].values()) | set(router.told[HOST].values())
+    assert not engine_blocks(new) & known
+    assert set(told[DISK]) == set(router.told[DISK])
+
+
+def test_a_reset_over_http(server: Server, router: Router, work_dir: Path) -> None:
+    server.generate(PROMPTS[0])
+    server.reset_prefix_cache(external=True)
+    seen = settle(server, router, work_dir)
+    assert router.told == {HOST: {}, DISK: {}}
+    assert seen.value("flexkv_resets_total") == 1
+    assert seen.value("flexkv_blocks", tier="host") == 0
+    assert seen.value("flexkv_blocks", tier="disk") == 0
+    hits = seen.value("external_prefix_cache_hits_total")
+    server.generate(PROMPTS[0])
+    seen = settle(server, router, work_dir)
+    assert seen.value("external_prefix_cache_hits_total") == hits
+    assert set(router.told[HOST].values()) == engine_blocks(PROMPTS[0])

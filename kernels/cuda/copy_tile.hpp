@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The body of the copy kernel, as one lane of one warp runs it.
+#pragma once
+
+#include <cstdint>
+
+#include "tiles.hpp"
+
+namespace flexkv::cuda {
+
+// Loads of one lane in flight before the first store: with 16 byte units 4 KiB a warp.
+constexpr std::uint32_t kInFlight = 8;
+
+// The bytes are read once and written once. These accesses ask the caches to drop them first, which
+// changes nothing about what is read: unlike ld.global.nc they may follow writes by the host.
+template <typename Unit>
+FKV_HOST_DEVICE inline Unit read_once(std::uint64_t address) {
+#if defined(__CUDA_ARCH__)
+  return __ldcs(reinterpret_cast<const Unit*>(address));
+#else
+  return *reinterpret_cast<const Unit*>(address);
+#endif
+}
+
+template <typename Unit>
+FKV_HOST_DEVICE inline void write_once(std::uint64_t address, Unit value) {
+#if defined(__CUDA_ARCH__)
+  __stcs(reinterpret_cast<Unit*>(address), value);
+#else
+  *reinterpret_cast<Unit*>(address) = value;
+#endif
+}
+
+// Every row of the tile is a multiple of Unit long, and all its addresses are multiples of it.
+template <typename Unit>
+FKV_HOST_DEVICE inline void copy_tile(const Item& item, bool load, std::uint32_t lane) {
+  constexpr std::uint32_t width = sizeof(Unit);
+  const std::uint32_t units = item.tile.rows * (item.tile.row_bytes / width);
+  LaneUnits place(item.tile, width, lane);
+  for (std::uint32_t first = lane; first < units; first += kInFlight * kWarpThreads) {
+    Unit values[kInFlight];
+    std::uint64_t destinations[kInFlight];
+    FKV_UNROLL
+    for (std::uint32_t i = 0; i < kInFlight; ++i) {
+      const std::uint32_t unit = first + i * kWarpThreads;
+      if (unit < units) {
+        const std::uint64_t page = item.page + place.page_offset();
+        const std::uint64_t arena = item.arena + std::uint64_t{unit} * width;
+        values[i] = read_once<Unit>(load ? arena : page);
+        destinations[i] = load ? page : arena;
+      }
+      place.next();
+    }
+    FKV_UNROLL
+    for (std::uint32_t i = 0; i < kInFlight; ++i) {
+      if (first + i * kWarpThreads < units) {
+        write_once<Unit>(destinations[i], values[i]);
+      }
+    }
+  }
+}
+
+// The share of warp number `warp` of `warps` in a batch.
+template <typename Unit>
+FKV_HOST_DEVICE inline void copy_items(const CopyBatch& batch, std::uint32_t warp,
+                                       std::uint32_t warps, std::uint32_t lane) {
+  const std::uint32_t count = item_count(batch);
+  // count - number cannot overflow, number + warps could.
+  for (std::uint32_t number = warp; number < count;) {
+    copy_tile<Unit>(item_at(batch, number), batch.load != 0, lane);
+    if (count - number <= warps) {
+      break;
+    }
+    number += warps;
+  }
+}
+
+}  // namespace flexkv::cuda

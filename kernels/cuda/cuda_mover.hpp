@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The mover for pages in the memory of a CUDA device.
+//
+// Submit only records the transfer, and an event on the caller's stream. One thread does the rest:
+// it cuts transfers into slices, enqueues them on a stream for each direction, loads first, and
+// watches their ends. Only it talks to the driver for long, so a caller never waits for the driver
+// to take a batch.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_tuning.hpp"
+#include "device.hpp"
+#include "layout.hpp"
+#include "ticketed_mover.hpp"
+#include "transfer.hpp"
+
+namespace flexkv::cuda {
+
+struct DeviceSide;
+
+class CudaMover final : public TicketedMover {
+ public:
+  CudaMover(Layout layout, const CudaTuning& tuning);
+  ~CudaMover() override;
+
+  // Registers the arena, takes what the copies need of the device and starts the thread; called
+  // once, before any other call. Throws InvalidArgument, DriverError, std::bad_alloc,
+  // std::system_error.
+  void start(const Driver& driver, std::int32_t ordinal);
+
+  std::uint64_t block_bytes() const override { return layout_.block_bytes(); }
+  std::int64_t submit(const Batch& batch) override;
+  void close() override;
+  std::string error() override;
+
+ private:
+  // Callers' side, all under mutex_.
+  void require_working() const;
+  TransferPtr take_transfer(const Batch& batch);
+  void record_after(Transfer& transfer, std::uint64_t stream);
+
+  // The thread's side.
+  void work();
+  bool wait_for_work();
+  bool can_enqueue(std::size_t direction) const;
+  void enqueue_slice(std::size_t direction);
+  bool enqueue_copies(Transfer& transfer, CUstream stream);
+  void begin(Transfer& transfer, CUstream stream);
+  Path choose_path(const Transfer& transfer) const;
+  void write_flag(Transfer& transfer, CUstream stream) const;
+  void collect_ended();
+  void finish(TransferPtr transfer);
+  void drain();
+  void break_down(const std::string& reason);
+  void fail_all();
+
+  const Layout layout_;
+  const CudaTuning tuning_;
+
+  // Made by start(), unmade by close(). Of the thread, but for the pool of events.
+  std::unique_ptr<DeviceSide> device_side_;
+  std::array<TransferPtr, 2> active_;  // by Direction: being enqueued; of the thread
+
+  // Guarded by mutex_, up to thread_.
+  std::condition_variable work_;
+  std::array<std::deque<TransferPtr>, 2> queues_;  // by Direction
+  std::vector<TransferPtr> spare_;                 // done with, their memory is used again
+  std::string error_;                              // of the last failure
+  bool broken_ = false;                            // the device's context has failed
+  bool closing_ = false;
+
+  std::mutex close_mutex_;  // guards thread_
+  std::thread thread_;
+};
+
+}  // namespace flexkv::cuda

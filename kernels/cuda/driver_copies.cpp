@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "driver_copies.hpp"
+
+#include <algorithm>
+#include <string>
+
+namespace flexkv::cuda {
+namespace {
+
+// Runs looked at to tell how a transfer falls apart; blocks of a transfer resemble one another.
+constexpr std::uint64_t kSampledRuns = 256;
+
+}  // namespace
+
+DriverCopies::DriverCopies(const Driver& driver, const Layout& layout, const HostRange& range)
+    : driver_(driver),
+      layout_(layout),
+      range_(range),
+      arena_(reinterpret_cast<std::uintptr_t>(layout.arena())) {}
+
+RunCursor DriverCopies::cursor(const Transfer& transfer) const {
+  const Geometry geometry = layout_.geometry(transfer.direction);
+  return {geometry, transfer.blocks.data(), transfer.offsets.data(), 0,
+          geometry.block_bytes * transfer.blocks.size()};
+}
+
+std::uint64_t DriverCopies::mean_run(const Transfer& transfer) const {
+  RunCursor runs = cursor(transfer);
+  std::uint64_t bytes = 0;
+  std::uint64_t count = 0;
+  for (Run run; count < kSampledRuns && runs.next(run); ++count) {
+    bytes += run.bytes;
+  }
+  return bytes / std::max<std::uint64_t>(count, 1);
+}
+
+// The next run, or what is left of one that passes the end of a registered piece of the arena: the
+// driver takes no copy across.
+bool DriverCopies::next_piece(Transfer& transfer, Run& piece) const {
+  if (transfer.rest.bytes == 0 && !transfer.runs->next(transfer.rest)) {
+    return false;
+  }
+  piece = transfer.rest;
+  piece.bytes = std::min(piece.bytes, bytes_to_border(range_, arena_ + piece.arena_offset));
+  transfer.rest.page_address += piece.bytes;
+  transfer.rest.arena_offset += piece.bytes;
+  transfer.rest.bytes -= piece.bytes;
+  return true;
+}
+
+bool DriverCopies::enqueue(Transfer& transfer, CUstream stream) {
+  if (!transfer.runs.has_value()) {
+    transfer.runs.emplace(cursor(transfer));
+    transfer.rest = {};
+  }
+  const bool load = transfer.direction == Direction::load;
+  const std::uint64_t arena = range_.device_address + (arena_ - range_.address);
+  std::size_t count = 0;
+  for (Run piece; count < kCopies && next_piece(transfer, piece); ++count) {
+    const CUdeviceptr page = piece.page_address;
+    const CUdeviceptr slot = arena + piece.arena_offset;
+    destinations_[count] = load ? page : slot;
+    sources_[count] = load ? slot : page;
+    sizes_[count] = piece.bytes;
+  }
+  copy(count, stream);
+  return count < kCopies;
+}
+
+void DriverCopies::copy(std::size_t count, CUstream stream) {
+  if (count == 0) {
+    return;
+  }
+  CUmemcpyAttributes attributes{};
+  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
+  std::size_t first = 0;
+  if (driver_.cuMemcpyBatchAsync13 != nullptr) {
+    driver_.check(driver_.cuMemcpyBatchAsync13(destinations_.data(), sources_.data(), sizes_.data(),
+                                               count, &attributes, &first, 1, stream),
+                  "cuMemcpyBatchAsync");
+  } else if (driver_.cuMemcpyBatchAsync12 != nullptr) {
+    std::size_t failed = count;
+    const CUresult result =
+        driver_.cuMemcpyBatchAsync12(destinations_.data(), sources_.data(), sizes_.data(), count,
+                                     &attributes, &first, 1, &failed, stream);
+    driver_.check(result, "copy " + std::to_string(failed) + " of a cuMemcpyBatchAsync");
+  } else {
+    for (std::size_t i = 0; i < count; ++i) {
+      driver_.check(driver_.cuMemcpyAsync(destinations_[i], sources_[i], sizes_[i], stream),
+                    "cuMemcpyAsync");
+    }
+  }
+}
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Copies by the device's copy engines: one descriptor for each run.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "driver.hpp"
+#include "layout.hpp"
+#include "transfer.hpp"
+
+namespace flexkv::cuda {
+
+// Of one thread. A device must be current.
+class DriverCopies {
+ public:
+  DriverCopies(const Driver& driver, const Layout& layout, const HostRange& range);
+
+  // The mean bytes of the first runs of a transfer, as far as one looks to tell long from short.
+  std::uint64_t mean_run(const Transfer& transfer) const;
+
+  // Enqueues the next runs of the transfer, up to a full slice; true if none is left. Throws
+  // DriverError; some of the slice may have been enqueued then.
+  bool enqueue(Transfer& transfer, CUstream stream);
+
+ private:
+  // Descriptors of a slice. A call takes some 0.5 us for each and keeps the driver's lock meanwhile,
+  // which the engine's launches need too. Not tuned yet.
+  static constexpr std::size_t kCopies = 256;
+
+  RunCursor cursor(const Transfer& transfer) const;
+  bool next_piece(Transfer& transfer, Run& piece) const;
+  void copy(std::size_t count, CUstream stream);
+
+  const Driver& driver_;
+  const Layout& layout_;
+  const HostRange& range_;
+  const std::uint64_t arena_;  // address of the arena in this process
+  std::array<CUdeviceptr, kCopies> destinations_;
+  std::array<CUdeviceptr, kCopies> sources_;
+  std::array<std::size_t, kCopies> sizes_;
+};
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <vector>
+
+#include "driver.hpp"
+
+namespace flexkv::cuda {
+
+inline CUevent create_event(const Driver& driver) {
+  CUevent event = nullptr;
+  driver.check(driver.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  return event;
+}
+
+// Events that are used again and again. Owns all it ever gave out. Not thread-safe. A device must be
+// current.
+class EventPool {
+ public:
+  explicit EventPool(const Driver& driver) : driver_(driver) {}
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+
+  ~EventPool() {
+    for (CUevent event : all_) {
+      driver_.cuEventDestroy(event);
+    }
+  }
+
+  // Throws DriverError, std::bad_alloc.
+  CUevent take() {
+    if (free_.empty()) {
+      all_.reserve(all_.size() + 1);
+      free_.reserve(all_.size() + 1);  // so that put cannot fail
+      all_.push_back(create_event(driver_));
+      return all_.back();
+    }
+    CUevent event = free_.back();
+    free_.pop_back();
+    return event;
+  }
+
+  void put(CUevent event) noexcept { free_.push_back(event); }
+
+ private:
+  const Driver& driver_;
+  std::vector<CUevent> all_;
+  std::vector<CUevent> free_;
+};
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lane.hpp"
+
+#include <utility>
+
+#include "event_pool.hpp"
+
+namespace flexkv::cuda {
+
+Lane::Lane(const Driver& driver, int priority) : driver_(driver) {
+  // Non-blocking: not ordered with the legacy default stream, which an engine may use for compute.
+  driver_.check(driver_.cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, priority),
+                "cuStreamCreateWithPriority");
+  try {
+    for (Slice& slice : slices_) {
+      slice.end = create_event(driver_);
+    }
+  } catch (...) {
+    destroy();
+    throw;
+  }
+}
+
+void Lane::destroy() noexcept {
+  for (Slice& slice : slices_) {
+    if (slice.end != nullptr) {
+      driver_.cuEventDestroy(slice.end);
+    }
+  }
+  driver_.cuStreamDestroy(stream_);
+}
+
+void Lane::end_slice(TransferPtr& transfer, bool last) {
+  Slice& slice = slices_[(oldest_ + count_) % kSlices];
+  driver_.check(driver_.cuEventRecord(slice.end, stream_), "cuEventRecord after copies");
+  slice.transfer = last ? std::move(transfer) : nullptr;
+  count_ += 1;
+}
+
+bool Lane::pop(TransferPtr& transfer) {
+  if (empty()) {
+    return false;
+  }
+  const CUresult state = driver_.cuEventQuery(slices_[oldest_].end);
+  if (state == CUDA_ERROR_NOT_READY) {
+    return false;
+  }
+  driver_.check(state, "copies");
+  transfer = drop();
+  return true;
+}
+
+TransferPtr Lane::drop() noexcept {
+  TransferPtr transfer = std::move(slices_[oldest_].transfer);
+  oldest_ = (oldest_ + 1) % kSlices;
+  count_ -= 1;
+  return transfer;
+}
+
+}  // namespace flexkv::cuda

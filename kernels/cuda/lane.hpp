@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A stream of one direction and what is on its way in it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+
+#include "driver.hpp"
+#include "transfer.hpp"
+
+namespace flexkv::cuda {
+
+// Transfers enter a stream in slices, each followed by an event; only so many slices are in the
+// stream at a time. So the driver's queues never fill (a full one makes the caller wait inside the
+// driver, and with it the engine's launches), a load waits for little, and closing is quick. Of one
+// thread. A device must be current.
+class Lane {
+ public:
+  // Throws DriverError.
+  Lane(const Driver& driver, int priority);
+  ~Lane() { destroy(); }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  CUstream stream() const noexcept { return stream_; }
+  bool empty() const noexcept { return count_ == 0; }
+  bool full() const noexcept { return count_ == kSlices; }
+
+  // Ends a slice; with the last one the lane takes the transfer. Not when full. Throws DriverError,
+  // and then takes nothing.
+  void end_slice(TransferPtr& transfer, bool last);
+
+  // Whether the oldest slice has ended, which is then forgotten; `transfer` becomes the one it was
+  // the last slice of, or nullptr. Throws DriverError if the device has failed.
+  bool pop(TransferPtr& transfer);
+
+  // Forgets the oldest slice, whether it has ended or not. Not when empty.
+  TransferPtr drop() noexcept;
+
+ private:
+  // Tuned on nothing yet. A slice of driver copies takes some 100 us to enqueue, a slice of a kernel
+  // copies tens of MiB: two keep the stream busy, the others cover for a thread that wakes late.
+  static constexpr std::size_t kSlices = 4;
+
+  struct Slice {
+    CUevent end = nullptr;
+    TransferPtr transfer;
+  };
+
+  void destroy() noexcept;
+
+  const Driver& driver_;
+  CUstream stream_ = nullptr;
+  std::array<Slice, kSlices> slices_;
+  std::size_t oldest_ = 0;
+  std::size_t count_ = 0;
+};
+
+}  // namespace flexkv::cuda

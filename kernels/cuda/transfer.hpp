@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A transfer on its way through the CUDA mover.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "geometry.hpp"
+#include "mover.hpp"
+
+namespace flexkv::cuda {
+
+// The ways bytes can go.
+enum class Path { driver, kernel, bulk_kernel };
+
+struct Transfer {
+  Direction direction = Direction::load;
+  std::vector<std::uint64_t> blocks;
+  std::vector<std::uint64_t> offsets;
+  std::uint32_t* flag = nullptr;
+  std::int64_t ticket = 0;
+  CUevent after = nullptr;  // what the stream must wait for first; nullptr: nothing
+
+  // Where the copying thread stands.
+  std::optional<Path> path;  // none: not begun
+  std::optional<RunCursor> runs;  // Path::driver: what is left
+  Run rest{};                     // Path::driver: of a run that had to be cut
+  std::uint64_t launched = 0;     // otherwise: blocks handed to the kernel
+  bool flag_in_stream = false;    // the stream writes the flag
+  bool failed = false;
+};
+
+using TransferPtr = std::unique_ptr<Transfer>;
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mover for pages in the memory of a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from flexkv_kernels._library import LIBRARY, CudaOptionsStruct
+from flexkv_kernels.cuda_options import CudaOptions
+from flexkv_kernels.native_mover import (
+    MESSAGE_BYTES,
+    NativeMover,
+    PlaneTuple,
+    layout_struct,
+    unsigned,
+)
+
+_DEFAULTS = CudaOptions()
+
+
+class CudaMover(NativeMover):
+    """Copies engine blocks between pages on a CUDA device and an arena in host memory.
+
+    It works in the device's primary context, as engines do, with two streams and a thread of its
+    own. The arena is page-locked for it as long as a mover over it is open; no other code of the
+    process may have registered a part of it.
+
+    :meth:`close` waits for what was handed to the device, and so for the work that this waits for.
+    """
+
+    __slots__ = ()
+
+    def __init__(  # noqa: PLR0917 - where the memory is, in the order of the C ABI
+        self,
+        planes: Sequence[PlaneTuple],
+        num_blocks: int,
+        arena_address: int,
+        arena_bytes: int,
+        device: int,
+        options: CudaOptions = _DEFAULTS,
+        *,
+        store: range | None = None,
+    ) -> None:
+        """Registers the arena and starts a thread.
+
+        planes: see :data:`~flexkv_kernels.native_mover.PlaneTuple`; addresses on the device.
+        num_blocks: engine blocks are numbered 0 to num_blocks - 1.
+        arena_address, arena_bytes: the arena as mapped in this process.
+        device: ordinal of the device among those this process sees, as torch counts them.
+        store: numbers of the planes that stores copy; None: all. Loads copy all.
+
+        ValueError says what is wrong: an argument out of range, no driver, an arena that cannot be
+        page-locked (naming the limit).
+        """
+        layout = layout_struct(planes, num_blocks, arena_address, arena_bytes, store)
+        native_options = CudaOptionsStruct(
+            device,
+            options.mode,
+            unsigned("crossovers.load.run_bytes", options.crossovers.load.run_bytes),
+            unsigned("crossovers.store.run_bytes", options.crossovers.store.run_bytes),
+            options.crossovers.load.kernel,
+            options.crossovers.store.kernel,
+            unsigned("thread_blocks", options.thread_blocks, bits=32),
+            options.driver.encode() or None,
+        )
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        handle: int | None = LIBRARY.waiting.fkv_cuda_mover_create(
+            ctypes.byref(layout), ctypes.byref(native_options), message, MESSAGE_BYTES
+        )
+        if handle is None:
+            raise ValueError(message.value.decode(errors="replace"))
+        super().__init__(handle)
+
+    def error(self) -> str | None:
+        """Why a transfer failed other than by :meth:`close`, of the last one; None if none did."""
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        code: int = LIBRARY.waiting.fkv_mover_error(self._handle, message, MESSAGE_BYTES)
+        return message.value.decode(errors="replace") if code == 1 else None

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ticketed_mover.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+
+namespace flexkv {
+namespace {
+
+// Waits are capped here (about 11 days) because the clock's sum with a larger one would overflow.
+constexpr std::int64_t kMaxWaitUs = 1'000'000'000'000;
+
+}  // namespace
+
+TicketedMover::TicketedMover() : pid_(getpid()) {}
+
+bool TicketedMover::orphaned() const { return getpid() != pid_; }
+
+void TicketedMover::require_own_process() const {
+  if (orphaned()) {
+    throw Closed("the mover belongs to process " + std::to_string(pid_) +
+                 ", its threads do not exist in this fork of it");
+  }
+}
+
+Status TicketedMover::wait(std::int64_t ticket, std::int64_t timeout_us) {
+  require_own_process();
+  std::unique_lock lock(mutex_);
+  if (!tickets_.issued(ticket)) {
+    throw InvalidArgument("ticket " + std::to_string(ticket) + " was never given out");
+  }
+  if (timeout_us > 0) {
+    const auto limit = std::chrono::microseconds(std::min(timeout_us, kMaxWaitUs));
+    finished_.wait_for(lock, limit, [&] { return tickets_.status(ticket) != Status::pending; });
+  }
+  return tickets_.status(ticket);
+}
+
+void require_aligned(const std::uint32_t* flag) {
+  if (reinterpret_cast<std::uintptr_t>(flag) % alignof(std::uint32_t) != 0) {
+    throw InvalidArgument("the flag's address is not a multiple of 4");
+  }
+}
+
+}  // namespace flexkv

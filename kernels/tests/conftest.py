@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fake CUDA driver, compiled once for all tests that use it."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernels.tests.fake_cuda.fake_driver import FakeCuda, build
+
+MakeFake = Callable[..., FakeCuda]
+
+
+@pytest.fixture(scope="session")
+def make_fake(tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
+    """Makes drivers: the dynamic linker gives each file, though a copy, a state of its own."""
+    folder = tmp_path_factory.mktemp("fake-cuda")
+    library = build(folder)
+    numbers = itertools.count()
+
+    def make(**configuration: int) -> FakeCuda:
+        path = Path(shutil.copy(library, folder / f"driver-{next(numbers)}.so"))
+        return FakeCuda(path, **configuration)
+
+    return make
+
+
+@pytest.fixture
+def fake(make_fake: MakeFake) -> FakeCuda:
+    """A new driver of CUDA 13.0 for a device with bulk copies."""
+    return make_fake()

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a test calls to control the fake driver.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "state.hpp"
+#include "streams.hpp"
+
+using fake::mutex;
+using fake::state;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// To be called before the driver is first used.
+void fake_configure(int version, int batches, int major, int devices, std::uint64_t alias) {
+  state.version = version;
+  state.batches = batches != 0;
+  state.major = major;
+  state.devices = devices;
+  state.alias = alias;
+}
+
+void fake_delay(std::uint32_t max_us) {
+  const std::lock_guard lock(mutex);
+  fake::max_delay_us = max_us;
+}
+
+// The call of `name` after the next `skip` ones fails; "run" is work in a stream. A sticky failure
+// ends the context.
+void fake_fail(const char* name, int skip, int code, int is_sticky) {
+  const std::lock_guard lock(mutex);
+  state.failures[name] = {skip, static_cast<CUresult>(code), is_sticky != 0};
+}
+
+// The kernel of that name copies nothing from now on, and says nothing.
+void fake_idle_kernel(const char* name) {
+  const std::lock_guard lock(mutex);
+  state.idle_kernels.insert(name);
+}
+
+int fake_calls(const char* name) {
+  const std::lock_guard lock(mutex);
+  return state.calls[name];
+}
+
+// How many things of the driver exist.
+int fake_live() {
+  const std::lock_guard lock(mutex);
+  return static_cast<int>(state.streams.size() + state.events.size() + state.registered.size() +
+                          state.memory.size()) +
+         state.contexts + state.modules;
+}
+
+// A stream of the engine.
+void* fake_stream_create() {
+  const std::lock_guard lock(mutex);
+  auto stream = std::make_unique<fake::Stream>();
+  void* handle = stream.get();
+  state.streams[handle] = std::move(stream);
+  return handle;
+}
+
+void fake_stream_destroy(void* handle) {
+  std::unique_ptr<fake::Stream> stream;
+  const std::lock_guard lock(mutex);
+  stream = std::move(state.streams[handle]);
+  state.streams.erase(handle);
+}
+
+// Work of the engine: the stream waits until the word is not 0, then fills memory. A stream that is
+// destroyed fills no more.
+void fake_stream_fill(void* handle, const std::uint32_t* word, void* memory, int value,
+                      std::size_t bytes) {
+  const std::lock_guard lock(mutex);
+  fake::Stream* stream = state.streams[handle].get();
+  stream->enqueue([=] {
+    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) == 0) {
+      if (stream->stopped()) return CUDA_SUCCESS;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    std::memset(memory, value, bytes);
+    return CUDA_SUCCESS;
+  });
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the fake CUDA driver of this folder and controls it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+import pytest
+
+from flexkv_kernels import CudaOptions, cuda_unavailable
+
+FOLDER = Path(__file__).resolve().parent
+KERNELS = FOLDER.parents[1]
+
+# Of CUresult.
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
+ILLEGAL_ADDRESS = 700
+LAUNCH_FAILED = 719
+
+
+def build(folder: Path) -> Path:
+    """Compiles the driver; skips the test where that cannot be, saying why."""
+    compiler = next(
+        (
+            command
+            for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+            if command and shutil.which(shlex.split(command)[0])
+        ),
+        None,
+    )
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the fake CUDA driver with")
+    library = folder / "libfakecuda.so"
+    includes = [KERNELS / "src", KERNELS / "cuda", _cuda_include(folder)]
+    subprocess.run(
+        [
+            *shlex.split(compiler),
+            *(
+                "-std=c++20",
+                "-O1",
+                "-fPIC",
+                "-shared",
+                "-fvisibility=hidden",
+                "-pthread",
+                "-o",
+                str(library),
+            ),
+            *(f"-I{include}" for include in includes),
+            str(FOLDER / "driver.cpp"),
+        ],
+        check=True,
+    )
+    return library
+
+
+def _cuda_include(folder: Path) -> Path:
+    """The folder of cuda.h, beside nvcc."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if nvcc is None:
+        pytest.skip("no nvcc, and so no cuda.h to build the fake CUDA driver with")
+    source = folder / "nothing.cu"
+    source.touch()
+    dry_run = subprocess.run(
+        [nvcc, "--dryrun", "-c", str(source)], capture_output=True, text=True, check=False
+    ).stderr
+    top = re.search(r"TOP=(.*)", dry_run)
+    target = re.search(r"_TARGET_DIR_=(targets.*)", dry_run)
+    candidates = [Path("/usr/include")]
+    if top is not None:
+        candidates.append(Path(top[1], "include"))
+        if target is not None:
+            candidates.append(Path(top[1], target[1], "include"))
+    for candidate in candidates:
+        if (candidate / "cudaTypedefs.h").is_file():
+            return candidate
+    pytest.skip(f"no cudaTypedefs.h in {', '.join(map(str, candidates))}")
+
+
+class FakeCuda:
+    """One fake driver, with a state of its own."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        path: Path,
+        version: int = 13000,
+        batches: bool = True,
+        major: int = 9,
+        devices: int = 1,
+        alias: int = 0,
+    ) -> None:
+        """``path``: a copy of the library that nothing else uses.
+
+        version: of CUDA. batches: whether there are batched copies. major: of the compute
+        capability. alias: by how much device addresses of host memory differ from the host's.
+        """
+        self.path = str(path)
+        self._lib = ctypes.CDLL(self.path)
+        self._lib.fake_configure.argtypes = (c_int, c_int, c_int, c_int, c_uint64)
+        self._lib.fake_delay.argtypes = (c_uint32,)
+        self._lib.fake_fail.argtypes = (c_char_p, c_int, c_int, c_int)
+        self._lib.fake_idle_kernel.argtypes = (c_char_p,)
+        self._lib.fake_calls.argtypes = (c_char_p,)
+        self._lib.fake_stream_create.restype = c_void_p
+        self._lib.fake_stream_destroy.argtypes = (c_void_p,)
+        self._lib.fake_stream_fill.argtypes = (c_void_p, c_void_p, c_void_p, c_int, c_size_t)
+        self._lib.fake_configure(version, batches, major, devices, alias)
+        reason = cuda_unavailable(self.path)
+        if reason is not None and "built without CUDA" in reason:
+            pytest.skip(reason)
+
+    def options(self, **changes: object) -> CudaOptions:
+        return CudaOptions(driver=self.path, **changes)  # type: ignore[arg-type]
+
+    def delay(self, max_us: int) -> None:
+        """Work in streams is delayed by random times of up to this."""
+        self._lib.fake_delay(max_us)
+
+    def fail(self, name: str, code: int, *, skip: int = 0, sticky: bool = False) -> None:
+        """Makes the call of the driver's function after the next ``skip`` ones fail.
+
+        "run" is a copy or a kernel that is already in a stream. A sticky failure ends the context.
+        """
+        self._lib.fake_fail(name.encode(), skip, code, sticky)
+
+    def idle_kernel(self, name: str) -> None:
+        """The kernel copies nothing from now on, though it ends as if it had."""
+        self._lib.fake_idle_kernel(name.encode())
+
+    def calls(self, name: str) -> int:
+        """How often a function was called, or a kernel launched."""
+        calls: int = self._lib.fake_calls(name.encode())
+        return calls
+
+    @property
+    def live(self) -> int:
+        """Streams, events, allocations, registrations, modules and contexts that exist."""
+        live: int = self._lib.fake_live()
+        return live
+
+
+class FakeStream:
+    """A stream of the engine, whose work waits until it is released."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        self._lib = fake._lib
+        self.handle: int = self._lib.fake_stream_create()
+        self._released = c_uint32(0)
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        """Adds work that sets ``size`` bytes."""
+        released = ctypes.addressof(self._released)
+        self._lib.fake_stream_fill(self.handle, released, address, value, size)
+
+    def release(self) -> None:
+        self._released.value = 1
+
+    def destroy(self) -> None:
+        self._lib.fake_stream_destroy(self.handle)

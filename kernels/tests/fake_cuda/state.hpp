@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the fake driver knows, and what a test can tell it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "streams.hpp"
+
+namespace fake {
+
+struct Failure {
+  int countdown;  // this many calls succeed first
+  CUresult code;
+  bool sticky;
+};
+
+// All under fake::mutex. Never destroyed: threads of streams may outlive main.
+struct State {
+  int version = 13000;
+  int major = 9;
+  int devices = 1;
+  bool batches = true;
+  std::uint64_t alias = 0;  // added to host addresses to make device addresses
+  std::map<std::string, int> calls;
+  std::map<std::string, Failure> failures;
+  std::set<std::string> idle_kernels;  // copy nothing
+  std::map<void*, std::unique_ptr<Stream>> streams;
+  std::map<void*, std::shared_ptr<Event>> events;
+  std::map<std::uint64_t, std::uint64_t> registered;  // host address -> bytes
+  std::set<void*> memory;
+  int contexts = 0;
+  int modules = 0;
+};
+
+inline State& state = *new State;
+inline thread_local std::vector<CUcontext> current;  // contexts pushed by this thread
+
+// Counts the call, and fails it if a test wants that. With the lock held. Functions that need a
+// context fail without one.
+inline CUresult enter(const char* name, bool needs_context = true) {
+  state.calls[name] += 1;
+  const auto failure = state.failures.find(name);
+  if (failure != state.failures.end() && failure->second.countdown-- == 0) {
+    const Failure wanted = failure->second;
+    state.failures.erase(failure);
+    if (wanted.sticky) {
+      sticky = wanted.code;
+      changed.notify_all();
+    }
+    return wanted.code;
+  }
+  if (sticky != CUDA_SUCCESS) {
+    return sticky;
+  }
+  return needs_context && current.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+
+// A failure of work already in a stream: the name "run" in fake_fail.
+inline CUresult run_fails() {
+  const std::lock_guard lock(mutex);
+  return enter("run", false);
+}
+
+inline Stream* find_stream(CUstream handle) {
+  const auto found = state.streams.find(handle);
+  return found == state.streams.end() ? nullptr : found->second.get();
+}
+
+inline std::shared_ptr<Event> find_event(CUevent handle) {
+  const auto found = state.events.find(handle);
+  return found == state.events.end() ? nullptr : found->second;
+}
+
+// The registered piece that overlaps the bytes, if any: at host addresses.
+inline const std::pair<const std::uint64_t, std::uint64_t>* overlapping(std::uint64_t address,
+                                                                        std::uint64_t bytes) {
+  for (const auto& piece : state.registered) {
+    if (address < piece.first + piece.second && piece.first < address + bytes) {
+      return &piece;
+    }
+  }
+  return nullptr;
+}
+
+inline std::uint64_t to_host(std::uint64_t address) {
+  const std::uint64_t host = address - state.alias;
+  return overlapping(host, 1) != nullptr ? host : address;
+}
+
+// A copy may not pass the end of a registered piece.
+inline bool within_a_piece(std::uint64_t address, std::uint64_t bytes) {
+  const auto* piece = overlapping(address, bytes);
+  return piece == nullptr ||
+         (piece->first <= address && address + bytes <= piece->first + piece->second);
+}
+
+}  // namespace fake

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between vLLM versions in KV events: their fields, and what helps to fill them, came
+one by one. What this vLLM has is looked up, not concluded from its version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed import kv_events
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+
+from flexkv import Medium
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+MEDIA = {
+    Medium.HOST: getattr(kv_events, "MEDIUM_CPU", "CPU"),
+    Medium.DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE"),
+}
+"""What vLLM's own connectors call where a block lies."""
+
+_STORED_FIELDS = frozenset(kv_events.BlockStored.__struct_fields__)
+_REMOVED_FIELDS = frozenset(kv_events.BlockRemoved.__struct_fields__)
+
+
+def block_stored(**fields: Any) -> KVCacheEvent:
+    """A `BlockStored` of this vLLM; fields that it does not have are left out."""
+    return kv_events.BlockStored(**{k: v for k, v in fields.items() if k in _STORED_FIELDS})
+
+
+def block_removed(**fields: Any) -> KVCacheEvent:
+    """A `BlockRemoved` of this vLLM; fields that it does not have are left out."""
+    return kv_events.BlockRemoved(**{k: v for k, v in fields.items() if k in _REMOVED_FIELDS})
+
+
+def event_hash(block_hash: bytes) -> bytes | int:
+    """A block hash as events give it: an int of 64 bits where the user asked vLLM for that."""
+    name = kv_cache_utils.BlockHash(block_hash)
+    converted: bytes | int = kv_cache_utils.maybe_convert_block_hash(name)
+    return converted
+
+
+def event_extra_keys(request: Request, starts: Sequence[int], tokens: int) -> list[Any] | None:
+    """What vLLM's events say beside the tokens of blocks (adapter, salt, pictures): for each of the
+    engine blocks of `tokens` tokens that begin at `starts`. None if it is nothing."""
+    make = kv_cache_utils.generate_block_hash_extra_keys
+    keys = [make(request, start, start + tokens, 0)[0] for start in starts]
+    if not any(keys):
+        return None
+    convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    result: list[Any] | None = keys if convert is None else convert(keys)
+    return result
+
+
+def group_traits(kv_cache_config: KVCacheConfig | None) -> dict[str, Any]:
+    """Fields of a `BlockStored` that tell what kind of layers the one KV cache group has."""
+    if kv_cache_config is None:
+        return {}
+    if not (
+        hasattr(kv_cache_interface, "get_kv_cache_spec_kind")
+        and hasattr(kv_cache_interface, "get_kv_cache_spec_sliding_window")
+    ):
+        return {}  # before 0.22
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return {
+        "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": kv_cache_interface.get_kv_cache_spec_sliding_window(spec),
+    }

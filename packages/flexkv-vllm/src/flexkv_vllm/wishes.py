@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user asks of FlexKV for one request, in the request's `kv_transfer_params`.
+
+Whatever is wrong there is told in one line and then as if it were not there: a request is served
+either way. Keys of other connectors are none of our business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("flexkv.vllm")
+
+PREFIX = "flexkv."
+_SHOWN_CHARACTERS = 80
+"""Of a key or value in the log, as they come from whoever may send requests."""
+_WARNINGS = 100
+"""Lines in the log at most, for the same reason; what follows is only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """For one request.
+
+    Attributes:
+        load: whether cached blocks may be loaded for it.
+        store: whether its blocks are cached.
+        max_load_tokens: tokens to load at most; None for no limit.
+        pin: whether its blocks stay in host memory; see `KVCache.pin`.
+    """
+
+    load: bool = True
+    store: bool = True
+    max_load_tokens: int | None = None
+    pin: bool = False
+
+
+NONE = Wishes()
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "load": (_is_bool, "true or false"),
+    "store": (_is_bool, "true or false"),
+    "max_load_tokens": (_is_count, "a whole number from 0 on"),
+    "pin": (_is_bool, "true or false"),
+}
+
+
+class WishBook:
+    """The wishes of all requests that have any.
+
+    Attributes:
+        ignored: parameters that were not understood, so far.
+    """
+
+    def __init__(self) -> None:
+        self.ignored = 0
+        self._wishes: dict[str, Wishes] = {}
+
+    def of(self, request: Request) -> Wishes:
+        """What `request` wishes; read once."""
+        params = getattr(request, "kv_transfer_params", None)
+        if not params:
+            return NONE
+        known = self._wishes.get(request.request_id)
+        if known is None:
+            known = self._wishes[request.request_id] = self._read(request.request_id, params)
+        return known
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._wishes.pop(request_id, None)
+
+    def _read(self, request_id: str, params: object) -> Wishes:
+        if not isinstance(params, Mapping):
+            self._ignore(request_id, f"is {_shown(params)}", "a dictionary")
+            return NONE
+        wishes: dict[str, Any] = {}
+        for key, value in params.items():
+            if not isinstance(key, str) or not key.startswith(PREFIX):
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in _ALLOWED:
+                keys = ", ".join(PREFIX + each for each in _ALLOWED)
+                self._ignore(request_id, f"has {_shown(key)}: {_shown(value)}", keys)
+                continue
+            fits, allowed = _ALLOWED[name]
+            if fits(value):
+                wishes[name] = value
+            else:
+                self._ignore(request_id, f"has {key}: {_shown(value)}", allowed)
+        return Wishes(**wishes)
+
+    def _ignore(self, request_id: str, what: str, allowed: str) -> None:
+        self.ignored += 1
+        if self.ignored <= _WARNINGS:
+            logger.warning(
+                "kv_transfer_params of request %s %s, which is ignored; allowed: %s%s",
+                request_id,
+                what,
+                allowed,
+                "" if self.ignored < _WARNINGS else " (no more of these are logged)",
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV of the engine without a model: what a token's bytes are, and the pages that hold them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+BLOCK_TOKENS = 16
+LAYERS = 2
+HEADS = 4
+HEAD_BYTES = 16
+"""Of a token, head and layer."""
+
+
+def heads_of(rank: int, ranks: int) -> slice:
+    """The heads that a rank holds; with more ranks than heads several hold the same one."""
+    first = rank * HEADS // ranks
+    return slice(first, first + max(1, HEADS // ranks))
+
+
+def token_bytes(tokens: list[int], weights: bytes) -> torch.Tensor:
+    """KV that `weights` make of `tokens`: int8 of shape [layers, tokens, HEADS, HEAD_BYTES]."""
+    state = hashlib.blake2b(weights, digest_size=LAYERS * HEADS * HEAD_BYTES // 2)
+    rows = bytearray()
+    for token in tokens:
+        state.update(token.to_bytes(4, "little"))
+        rows += state.digest()
+    flat = torch.frombuffer(rows, dtype=torch.int8) if rows else torch.empty(0, dtype=torch.int8)
+    half = flat.view(len(tokens), LAYERS, HEADS, HEAD_BYTES // 2).transpose(0, 1)
+    return torch.cat((half, ~half), dim=3)
+
+
+def make_pages(num_blocks: int, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """Two layers in one allocation, (block, head, token, content) each, a token's heads side by
+    side in memory, strided as vLLM's own views are; poisoned."""
+    shape = (LAYERS, num_blocks, BLOCK_TOKENS, max(1, HEADS // ranks), HEAD_BYTES)
+    raw = torch.full(shape, 0x55, dtype=torch.int8).transpose(2, 3)
+    return {f"layer{i}": raw[i] for i in range(LAYERS)}

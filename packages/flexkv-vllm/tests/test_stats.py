@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexkv_vllm.connector import FlexKVConnectorV1
+from flexkv_vllm.stats import METRICS, FlexKVStats, Kind, sample
+
+HITS = sample("hit_tokens", "host")
+BLOCKS = sample("blocks", "host")
+LOADED = sample("copied_bytes", "device", "load")
+LOADING = sample("copy_seconds", "device", "load")
+
+
+def scrape(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Values by name and labels, without vLLM's own labels."""
+    text = generate_latest(registry).decode()
+    return {
+        (each.name, tuple(sorted(p for p in each.labels.items() if p[0] != "model_name"))): (
+            each.value
+        )
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+        if not each.name.endswith("_created")
+    }
+
+
+def metrics(registry: CollectorRegistry, engines: int = 1) -> Any:
+    types: Any = {
+        Counter: functools.partial(Counter, registry=registry),
+        Gauge: functools.partial(Gauge, registry=registry),
+        Histogram: None,  # vLLM gives all three
+    }
+    values: dict[int, list[object]] = {i: ["model", str(i)] for i in range(engines)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    return FlexKVConnectorV1.build_prom_metrics(config, types, ["model_name", "engine"], values)
+
+
+def test_ranks_and_steps_add_up_and_gauges_are_the_latest() -> None:
+    first = FlexKVStats(data={HITS: 16, BLOCKS: 3})
+    total = first.aggregate(FlexKVStats(data={HITS: 32, LOADED: 5, BLOCKS: 1}))
+    assert total.data == {HITS: 48, LOADED: 5, BLOCKS: 1}
+    total.aggregate(FlexKVStats(data={}))
+    assert not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+
+
+def test_what_crosses_processes_comes_back() -> None:
+    stats = FlexKVStats(data={HITS: 16, LOADING: 0.25})
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
+    assert FlexKVConnectorV1.build_kv_connector_stats(data) == stats
+    assert FlexKVConnectorV1.build_kv_connector_stats().is_empty()
+
+
+def test_the_log_line_says_what_happened() -> None:
+    line = FlexKVStats(
+        data={
+            sample("query_tokens", "host"): 200,
+            HITS: 100,
+            sample("hit_tokens", "disk"): 50,
+            LOADED: 3_000_000_000,
+            LOADING: 1.5,
+            sample("failures", "damaged"): 2,
+        }
+    ).reduce()
+    assert line == {
+        "FlexKV hit rate (%)": 75.0,
+        "host hits (tokens)": 100,
+        "disk hits (tokens)": 50,
+        "device load (MB)": 3000.0,
+        "device load (GB/s per copy)": 2.0,
+        "failures": 2,
+    }
+
+
+def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
+    registry = CollectorRegistry()
+    made = metrics(registry, engines=2)
+    values = scrape(registry)
+    assert len(values) == 2 * sum(len(metric.combinations) for metric in METRICS)
+    assert set(values.values()) == {0.0}
+    made.observe({HITS: 16, BLOCKS: 7}, 1)
+    made.observe({HITS: 16, BLOCKS: 5}, 1)
+    made.observe({"of a later version": 1}, 1)
+    made.observe({HITS: 1}, 5)  # an engine that nobody knows
+    values = scrape(registry)
+    host = (("engine", "1"), ("tier", "host"))
+    assert values["vllm:flexkv_hit_tokens_total", host] == 32
+    assert values["vllm:flexkv_blocks", host] == 5
+    assert values["vllm:flexkv_hit_tokens_total", (("engine", "0"), ("tier", "host"))] == 0
+
+
+def test_names_tell_their_units() -> None:
+    units = ("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length")
+    assert all(metric.name.endswith(units) for metric in METRICS)
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert all(metric.text.endswith(".") for metric in METRICS)
+    assert {metric.kind for metric in METRICS} == set(Kind)
+
+
+def test_the_frontend_needs_no_kernels() -> None:
+    """What only logs and serves metrics imports the stats without what copies."""
+    code = (
+        "import sys\n"
+        "sys.modules['flexkv_kernels'] = None\n"
+        "from flexkv_vllm.stats import FlexKVPromMetrics, FlexKVStats\n"
+        "import torch\n"
+        "print('cuda', torch.cuda.is_initialized())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "cuda False" in done.stdout

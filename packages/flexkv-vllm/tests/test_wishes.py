@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexkv_vllm.wishes import NONE, WishBook, Wishes
+
+
+def request(params: Any, request_id: str = "r") -> Any:
+    return SimpleNamespace(request_id=request_id, kv_transfer_params=params)
+
+
+def test_all_parameters() -> None:
+    params = {
+        "flexkv.load": False,
+        "flexkv.store": False,
+        "flexkv.max_load_tokens": 100,
+        "flexkv.pin": True,
+    }
+    book = WishBook()
+    assert book.of(request(params)) == Wishes(False, False, 100, True)
+    assert book.ignored == 0
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True, "load": 3, 4: 5}])
+def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFixture) -> None:
+    book = WishBook()
+    assert book.of(request(params)) == NONE
+    assert book.ignored == 0
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"flexkv.lod": True}, ["'flexkv.lod': True", "allowed: flexkv.load, flexkv.store"]),
+        ({"flexkv.load": 1}, ["flexkv.load: 1", "allowed: true or false"]),
+        ({"flexkv.pin": "yes"}, ["flexkv.pin: 'yes'", "allowed: true or false"]),
+        ({"flexkv.max_load_tokens": -1}, ["max_load_tokens: -1", "a whole number from 0 on"]),
+        ({"flexkv.max_load_tokens": True}, ["max_load_tokens: True", "a whole number"]),
+        ({"flexkv.max_load_tokens": 1.5}, ["max_load_tokens: 1.5", "a whole number"]),
+        ({"flexkv.store": "x" * 9999}, ["flexkv.store: 'xxx", "...", "true or false"]),
+        ({"flexkv.\n": 0}, ["'flexkv.\\n': 0"]),
+        ("nonsense", ["is 'nonsense'", "allowed: a dictionary"]),
+    ],
+)
+def test_one_line_names_what_is_wrong(
+    params: Any, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    book = WishBook()
+    for _ in range(3):  # vLLM asks again and again for the same request
+        assert book.of(request(params)) == NONE
+    assert book.ignored == 1
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "request r " in message
+    assert [phrase for phrase in said if phrase not in message] == []
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def test_what_is_right_beside_it_counts() -> None:
+    wishes = WishBook().of(request({"flexkv.pin": True, "flexkv.load": None, "flexkv.x": 1}))
+    assert wishes == Wishes(pin=True)
+
+
+def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
+    book = WishBook()
+    for number in range(1000):
+        book.of(request({f"flexkv.{number}": 0}, str(number)))
+        book.forget(str(number))
+    assert book.ignored == 1000
+    assert len(caplog.records) == 100
+    assert book._wishes == {}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+        lambda each: st.lists(each) | st.dictionaries(st.text(), each),
+    )
+    | st.dictionaries(
+        st.sampled_from(["flexkv.load", "flexkv.pin", "flexkv.max_load_tokens", "flexkv.", "x"]),
+        st.none() | st.booleans() | st.integers() | st.text(),
+    )
+)
+def test_nothing_raises(params: Any) -> None:
+    wishes = WishBook().of(request(params))
+    assert isinstance(wishes.load, bool)
+    assert wishes.max_load_tokens is None or wishes.max_load_tokens >= 0

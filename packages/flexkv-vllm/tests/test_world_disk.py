@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV with a disk below a small arena, under vLLM's real scheduler; every byte is checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_world import MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS
+from late_mover import LateMover
+from vllm.lora.request import LoRARequest
+
+from flexkv_vllm import identity
+
+PROMPT_BLOCKS = 6
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [random_prompt(rng, PROMPT_BLOCKS * BLOCK_TOKENS + 5) for _ in range(count)]
+
+
+def settle(world: World) -> None:
+    """Until no copy and no write to disk is under way."""
+    while world.cache.busy:
+        world.side._poll()
+
+
+def settle_fetches(world: World) -> None:
+    """Until nothing is read from disk, without a step of the engine."""
+    while world.cache._transfers._fetcher._reads:
+        world.side._poll()
+
+
+def fill(world: World, texts: list[list[int]]) -> None:
+    for text in texts:
+        world.generate(text)
+        settle(world)
+    world.forget()
+
+
+def hits(world: World, text: list[int]) -> int:
+    return world.external_tokens[world.generate(text)] // BLOCK_TOKENS
+
+
+def slabs(directory: Path) -> list[Path]:
+    return sorted((directory / "disk").glob("*/slab-*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("admission", ["write_through", "on_evict"])
+def test_what_left_the_arena_comes_back_from_disk(
+    make_world: MakeWorld, ranks: int, admission: str
+) -> None:
+    slots = {"write_through": 14, "on_evict": 48}[admission]
+    world = make_world(
+        slots=slots, disk_slots=200, ranks=ranks, settings={"ssd_admission": admission}
+    )
+    texts = prompts(1, 12)
+    fill(world, texts)
+    for text in texts:
+        assert hits(world, text) == PROMPT_BLOCKS
+        settle(world)
+    assert world.cache.counters.fetched_blocks >= 4 * PROMPT_BLOCKS
+    world.check_outputs()
+
+
+def test_a_prompt_may_fill_the_arena(make_world: MakeWorld) -> None:
+    """What a prefetch may not take is fetched once it is the prompt's turn."""
+    world = make_world(slots=18, disk_slots=100)
+    long = random_prompt(random.Random(14), 12 * BLOCK_TOKENS + 5)
+    # In two parts: what waits to be written may fill half of the arena.
+    fill(world, [long[: 6 * BLOCK_TOKENS], long])
+    fill(world, prompts(15, 4))
+    assert hits(world, long) == 12
+
+
+def test_blocks_of_a_queued_request_are_fetched_before_its_turn(make_world: MakeWorld) -> None:
+    world = make_world(slots=28, disk_slots=100, max_requests=1)
+    texts = prompts(16, 6)
+    fill(world, texts)
+    running = world.add(prompts(17, 1)[0], max_tokens=200)
+    world.step()
+    world.add(texts[0])
+    settle_fetches(world)
+    assert world.cache.counters.fetched_blocks == PROMPT_BLOCKS
+    assert world.scheduler.requests[running].num_output_tokens < 200
+    world.run()
+    assert world.cache.counters.fetched_blocks == PROMPT_BLOCKS
+    world.check_outputs()
+
+
+def test_what_the_engine_has_itself_is_not_prefetched(make_world: MakeWorld) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(18, 5)
+    for text in texts:
+        world.generate(text)
+        settle(world)
+    world.add(texts[0])
+    assert world.side._fetches._early == {}
+    world.run()
+    assert world.cache.counters.fetched_blocks == 0
+
+
+def test_an_adapter_of_the_same_name_with_other_weights_shares_nothing(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    (text,) = prompts(19, 1)
+    (tmp_path / "adapter").mkdir()
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    adapter = LoRARequest("name", 1, str(weights.parent))
+    found = []
+    for content in (b"one", b"one", b"other"):
+        if weights.read_bytes() != content:
+            weights.write_bytes(content)
+        identity._stamp.cache_clear()  # as in a new process
+        world = make_world(slots=14, disk_slots=100)
+        request_id = world.add(text, adapter=adapter)
+        world.run()
+        settle(world)
+        found.append(world.external_tokens[request_id] // BLOCK_TOKENS)
+        world.close()
+    assert found == [0, PROMPT_BLOCKS, 0]
+
+
+def test_second_hit_writes_what_was_loaded_once(make_world: MakeWorld) -> None:
+    world = make_world(slots=16, disk_slots=100, settings={"ssd_admission": "second_hit"})
+    once, twice = prompts(2, 2)
+    fill(world, [once, twice])
+    assert hits(world, twice) == PROMPT_BLOCKS
+    settle(world)
+    fill(world, prompts(3, 4))
+    assert hits(world, once) == 0
+    world.forget()
+    assert hits(world, twice) == PROMPT_BLOCKS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_engine_finds_what_the_last_one_wrote(make_world: MakeWorld, ranks: int) -> None:
+    texts = prompts(4, 5)
+    first = make_world(slots=14, disk_slots=100, ranks=ranks)
+    fill(first, texts)
+    first.close()
+    second = make_world(slots=14, disk_slots=100, ranks=ranks, num_blocks=80)
+    for text in texts:
+        assert hits(second, text) == PROMPT_BLOCKS
+    second.check_outputs()
+
+
+def test_no_engine_finds_what_a_reset_forgot(make_world: MakeWorld) -> None:
+    before, after = prompts(5, 2)
+    first = make_world(slots=14, disk_slots=100)
+    fill(first, [before])
+    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    assert hits(first, before) == 0
+    fill(first, [after])
+    assert hits(first, after) == PROMPT_BLOCKS
+    first.close()
+    # The weights that made `after` may not be those that the next engine loads.
+    second = make_world(slots=14, disk_slots=100)
+    assert hits(second, before) == hits(second, after) == 0
+
+
+def test_other_weights_of_the_same_name_share_nothing(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    (text,) = prompts(6, 1)
+    first = make_world(slots=14, disk_slots=100)
+    fill(first, [text])
+    first.close()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
+    assert hits(make_world(slots=14, disk_slots=100), text) == 0
+
+
+def test_no_engine_block_is_held_while_the_disk_reads(make_world: MakeWorld) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(7, 3)
+    fill(world, texts)
+    free = world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    (drive,) = world.cache._transfers._tiers[0].drives
+    release = hang(drive)
+    request_id = world.add(texts[0])
+    for _ in range(5):
+        world.step()
+        assert world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    release()
+    world.run()
+    assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
+
+
+def test_a_disk_that_hangs_is_a_miss_and_is_left_alone(make_world: MakeWorld) -> None:
+    world = make_world(slots=14, disk_slots=100, settings={"ssd_timeout_seconds": 0.2})
+    texts = prompts(8, 4)
+    fill(world, texts)
+    (drive,) = world.cache._transfers._tiers[0].drives
+    release = hang(drive)
+    assert hits(world, texts[0]) == 0
+    assert world.cache.counters.stalled_fetches == 1
+    while drive.readable:  # its link waits as long as the fetch did, but from its own beginning
+        pass
+    assert hits(world, texts[1]) == 0
+    assert world.cache.counters.stalled_fetches == 1
+    release()
+    settle(world)
+    assert hits(world, texts[2]) == PROMPT_BLOCKS
+    world.check_outputs()
+
+
+def test_an_abort_while_the_disk_reads_gives_everything_back(make_world: MakeWorld) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(9, 4)
+    fill(world, texts)
+    (drive,) = world.cache._transfers._tiers[0].drives
+    release = hang(drive)
+    for text, steps in zip(texts[:3], (1, 1, 0), strict=True):
+        request_id = world.add(text)
+        for _ in range(steps):
+            world.step()
+        world.abort(request_id)
+    release()
+    world.run()
+    settle(world)
+    assert hits(world, texts[3]) == PROMPT_BLOCKS
+    assert world.side._fetches._early == world.side._fetches._waiting == {}
+
+
+def test_damage_on_disk_is_a_miss(make_world: MakeWorld, tmp_path: Path) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(10, 5)
+    fill(world, texts)
+    (slab,) = slabs(tmp_path)
+    slab.write_bytes(bytes(slab.stat().st_size))
+    for text in texts[:4]:
+        assert hits(world, text) == 0
+        settle(world)
+    assert world.cache.counters.failed_fetches > 0
+    world.check_outputs()
+
+
+def hang(drive: Any, free: int = 0) -> Callable[[], None]:
+    """Let `drive` read block by block, and every block but the first `free` wait until the returned
+    function is called."""
+    gate = threading.Event()
+    tickets = itertools.count()
+    read = type(drive._store).read.__get__(drive._store)
+
+    def waiting(*args: Any) -> Any:
+        if next(tickets) >= free:
+            gate.wait()
+        return read(*args)
+
+    drive._store.read = waiting
+    drive._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
+    return gate.set
+
+
+def delay_reads(world: World, rng: random.Random) -> None:
+    (drive,) = world.cache._transfers._tiers[0].drives
+    read = drive._store.read
+
+    def late(*args: Any) -> Any:
+        time.sleep(rng.choice([0.0, 0.0, 0.001, 0.003]))
+        return read(*args)
+
+    drive._store.read = late
+
+
+@pytest.mark.parametrize("admission", ["write_through", "second_hit", "on_evict"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
+    make_world: MakeWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    admission: str,
+    asynchronous: bool,
+    seed: int,
+) -> None:
+    """As without a disk, and bytes on disk change, reads take their time, loads begin as soon as
+    something is there, and the engine is started anew in between."""
+    rng = random.Random(seed)
+    monkeypatch.setattr("flexkv_vllm.fetches.LOOKAHEAD_SECONDS", math.inf)
+    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(6)]
+    fetched = 0
+    for life in range(3):
+        world = make_world(
+            ranks=1 + seed % 2,
+            num_blocks=40,
+            slots=30,
+            disk_slots=(40, 200)[life % 2],
+            budget=96,
+            lag=rng if asynchronous else None,
+            settings={"ssd_admission": admission},
+        )
+        for rank in world.ranks:
+            side: Any = rank.adapter._worker
+            side._mover = LateMover(side._mover, rng, (0, 6), 0.03)
+        delay_reads(world, random.Random(seed))
+        for _ in range(60):
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
+            world.add(prompt, max_tokens=rng.randrange(1, 40))
+            for _ in range(rng.randrange(6)):
+                world.step()
+            unfinished = [r for r in world.outputs if r in world.scheduler.requests]
+            if unfinished and rng.random() < 0.2:
+                world.abort(rng.choice(unfinished))
+            if rng.random() < 0.1:
+                world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.1)
+            if rng.random() < 0.2:
+                flip_a_byte(rng, slabs(tmp_path))
+        world.run()
+        world.check_outputs()
+        settle(world)
+        fetched += world.cache.counters.fetched_blocks
+        assert world.side.tracked_requests == 0
+        assert world.side._loadings == {}
+        assert world.side._fetches._early == world.side._fetches._waiting == {}
+        world.close()
+    assert fetched > 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr("flexkv_vllm.fetches.LOOKAHEAD_SECONDS", math.inf)
+    world = make_world(slots=14, disk_slots=100, policy=policy)
+    texts = prompts(11, 4)
+    fill(world, texts)
+    (drive,) = world.cache._transfers._tiers[0].drives
+    release = hang(drive, free=2)
+    request_id = world.add(texts[0])
+    begun = False
+    for _ in range(300):
+        world.step()
+        begun = begun or world.cache.counters.loads > 0
+        time.sleep(0.001)
+    assert begun == (policy == "recompute")
+    assert world.outputs[request_id] == []
+    release()
+    world.run()
+    assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
+    world.check_outputs()
+
+
+def test_the_rest_of_a_load_that_does_not_come_is_computed(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexkv_vllm.fetches.LOOKAHEAD_SECONDS", math.inf)
+    world = make_world(slots=14, disk_slots=100, settings={"ssd_timeout_seconds": 0.2})
+    texts = prompts(12, 4)
+    fill(world, texts)
+    (drive,) = world.cache._transfers._tiers[0].drives
+    release = hang(drive, free=2)
+    again = world.generate(texts[0])
+    assert len(world.outputs[again]) == 4
+    release()
+    settle(world)
+    # An abort between two parts gives everything back.
+    fill(world, prompts(13, 4))
+    release = hang(drive, free=2)
+    request_id = world.add(texts[1])
+    while not world.cache.counters.loads > 1:
+        world.step()
+    world.abort(request_id)
+    world.run()
+    release()
+    settle(world)
+    world.check_outputs()
+    assert world.side._loadings == {}
+    assert world.side._fetches._waiting == {}
+
+
+def flip_a_byte(rng: random.Random, files: list[Path]) -> None:
+    path = rng.choice(files)
+    place = rng.randrange(path.stat().st_size)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, place)[0]
+        os.pwrite(fd, bytes([byte ^ 0xFF]), place)
+    finally:
+        os.close(fd)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users ask for single requests (kv_transfer_params), under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
+from test_world_disk import fill, prompts, settle
+
+
+def test_without_load_nothing_is_looked_for(make_world: MakeWorld) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(1), 200)
+    world.generate(prompt)
+    world.forget()
+    again = world.generate(prompt, params={"flexkv.load": False})
+    assert world.external_tokens[again] == 0
+    assert world.cache.counters.loads == 0
+    world.check_outputs()
+
+
+def test_without_load_nothing_is_prefetched(make_world: MakeWorld) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(2, 4)
+    fill(world, texts)
+    world.generate(texts[0], params={"flexkv.load": False})
+    settle(world)
+    assert world.cache.counters.fetched_blocks == 0
+
+
+def test_without_store_nothing_is_kept(make_world: MakeWorld) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(3), 200)
+    world.generate(prompt, max_tokens=40, params={"flexkv.store": False})
+    assert world.cache.counters.stores == 0
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 0
+    world.forget()
+    # What others stored is loaded.
+    third = world.generate(prompt, params={"flexkv.store": False})
+    assert world.external_tokens[third] == 192
+
+
+@pytest.mark.parametrize("block_tokens", [16, 48])
+@pytest.mark.parametrize("most", [0, 15, 16, 100, 191, 192, 10**9])
+def test_no_more_is_loaded_than_allowed(
+    make_world: MakeWorld, block_tokens: int, most: int
+) -> None:
+    world = make_world(block_tokens=block_tokens)
+    prompt = random_prompt(random.Random(4), 200)
+    world.generate(prompt)
+    world.forget()
+    again = world.generate(prompt, params={"flexkv.max_load_tokens": most})
+    assert world.external_tokens[again] == min(most, 192) // block_tokens * block_tokens
+    world.check_outputs()
+
+
+def test_what_vllm_has_itself_does_not_count_as_loaded(make_world: MakeWorld) -> None:
+    world = make_world(block_tokens=64)
+    prompt = random_prompt(random.Random(5), 256)
+    world.generate(prompt)
+    world.forget()
+    world.generate(prompt[:40], max_tokens=1)  # vLLM has 32 tokens now
+    again = world.generate(prompt, params={"flexkv.max_load_tokens": 100})
+    assert world.external_tokens[again] == 128 - 32
+
+
+def test_no_more_is_fetched_than_allowed(make_world: MakeWorld) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(6, 4)
+    fill(world, texts)
+    world.generate(texts[0], params={"flexkv.max_load_tokens": 2 * BLOCK_TOKENS})
+    settle(world)
+    assert world.cache.counters.fetched_blocks == 2
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_pinned_blocks_stay_until_a_reset(make_world: MakeWorld, store: bool) -> None:
+    world = make_world(slots=20)
+    rng = random.Random(7)
+    pinned = random_prompt(rng, 100)
+    if not store:
+        world.generate(pinned)
+    world.generate(pinned, params={"flexkv.pin": True, "flexkv.store": store})
+    assert world.cache.pinned_blocks == 6
+    for _ in range(10):
+        world.generate(random_prompt(rng, 200))
+    world.forget()
+    assert world.external_tokens[world.generate(pinned)] == 96
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert world.cache.pinned_blocks == 0
+    world.generate(pinned)
+    for _ in range(10):
+        world.generate(random_prompt(rng, 200))
+    world.forget()
+    assert world.external_tokens[world.generate(pinned)] == 0
+
+
+def test_half_of_the_arena_can_be_pinned(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(slots=20)
+    rng = random.Random(8)
+    for _ in range(4):
+        world.generate(random_prompt(rng, 100), max_tokens=1, params={"flexkv.pin": True})
+    assert world.cache.pinned_blocks == 10
+    assert world.cache.counters.refused_pins == 4 * 6 - 10
+    warnings = [r for r in caplog.records if "pinned" in r.getMessage()]
+    assert len(warnings) == 1
+    # The other half works as ever.
+    free = random_prompt(rng, 100)
+    world.generate(free)
+    world.forget()
+    assert world.external_tokens[world.generate(free)] == 96
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"flexkv.load": "no", "flexkv.max_load_tokens": -5, "flexkv.unknown": object()},
+        {"do_remote_prefill": False, "remote_block_ids": [1]},
+    ],
+)
+def test_a_request_is_served_whatever_its_parameters_are(
+    make_world: MakeWorld, params: Any
+) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(9), 200)
+    world.generate(prompt, params=params)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt, params=params)] == 192
+    world.check_outputs()
+    assert world.side._wishes._wishes == {}
+    adapter = world.connector._adapter
+    assert not adapter._edge.failures

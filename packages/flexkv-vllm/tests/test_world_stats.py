@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stats under vLLM's real scheduler: what reaches vLLM's loggers agrees with what happened."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
+from late_mover import LateMover
+from prometheus_client import CollectorRegistry
+from test_stats import metrics, scrape
+from test_world_disk import PROMPT_BLOCKS, fill, flip_a_byte, prompts, settle, slabs
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from flexkv_vllm.stats import sample
+
+TOKEN_BYTES = 2 * 4 * 16
+"""Of the tests' model: layers, heads, bytes of a head."""
+
+
+def collected(world: World) -> Counter[str]:
+    """Sums of all samples that vLLM was given, the last value of gauges among them once."""
+    while world.cache.busy:
+        world.side._poll()
+    world.step()
+    total: Counter[str] = Counter()
+    for samples in world.stats:
+        assert all(value >= 0 for value in samples.values())
+        total.update(samples)
+    return total
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_host_hit(make_world: MakeWorld, ranks: int) -> None:
+    world = make_world(ranks=ranks)
+    prompt = random_prompt(random.Random(1), 200)
+    world.generate(prompt, max_tokens=1)
+    world.forget()
+    world.generate(prompt, max_tokens=1)
+    total = collected(world)
+    assert total[sample("query_tokens", "host")] == 400
+    assert total[sample("hit_tokens", "host")] == 192
+    assert total[sample("copied_bytes", "device", "store")] == 192 * TOKEN_BYTES
+    assert total[sample("copied_bytes", "device", "load")] == 192 * TOKEN_BYTES
+    assert total[sample("copy_seconds", "device", "load")] > 0
+    assert total[sample("stored_blocks", "host")] == 12
+    assert world.stats[-1][sample("blocks", "host")] == 12
+    assert world.stats[-1][sample("capacity_blocks", "host")] == 64
+    assert world.stats[-1][sample("queue_length", "device")] == 0
+
+
+def test_an_idle_step_tells_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.generate(random_prompt(random.Random(2), 40))
+    collected(world)
+    told = len(world.stats)
+    world.add(random_prompt(random.Random(3), 8), max_tokens=7)  # fills no block
+    world.run()
+    assert len(world.stats) == told + 1  # that it was looked for
+    assert world.stats[-1][sample("query_tokens", "host")] == 8
+
+
+def test_a_disk_hit(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    told: list[dict[CacheHitSource, int]] = []
+    ask = world.connector.get_external_cache_hit_sources
+
+    def sources(*args: Any) -> dict[CacheHitSource, int]:
+        told.append(ask(*args))
+        return told[-1]
+
+    monkeypatch.setattr(world.connector, "get_external_cache_hit_sources", sources)
+    texts = prompts(4, 4)
+    fill(world, texts)
+    tokens = PROMPT_BLOCKS * BLOCK_TOKENS
+    before = collected(world)
+    assert before[sample("stored_blocks", "disk")] == 4 * PROMPT_BLOCKS
+    slot = 4096
+    assert before[sample("copied_bytes", "disk", "write")] == 4 * PROMPT_BLOCKS * slot
+    world.generate(texts[0])  # has left host memory
+    settle(world)
+    world.forget()
+    world.generate(texts[0])  # is there now
+    total = collected(world)
+    assert told == [{CacheHitSource.DISK: tokens}, {CacheHitSource.HOST: tokens}]
+    assert total[sample("hit_tokens", "disk")] == tokens
+    assert total[sample("hit_tokens", "host")] == tokens
+    assert total[sample("copied_bytes", "disk", "read")] == PROMPT_BLOCKS * slot
+    assert total[sample("copy_seconds", "disk", "read")] > 0
+    length = len(texts[0])
+    assert total[sample("query_tokens", "host")] == 4 * length + 2 * length
+    assert total[sample("query_tokens", "disk")] == 4 * length + length + length - tokens
+    assert total[sample("evicted_blocks", "host")] == world.cache.counters.evicted_blocks > 0
+
+
+def test_a_hit_from_both(make_world: MakeWorld) -> None:
+    """Its beginning is in host memory, the rest is fetched."""
+    world = make_world(slots=16, disk_slots=100)
+    texts = prompts(5, 3)
+    fill(world, [*texts, texts[0][: 2 * BLOCK_TOKENS + 1]])
+    request_id = world.generate(texts[0])
+    hit = world.external_tokens[request_id]
+    total = collected(world)
+    assert hit == PROMPT_BLOCKS * BLOCK_TOKENS
+    by_tier = [total[sample("hit_tokens", tier)] for tier in ("host", "disk")]
+    fetched = world.cache.counters.fetched_blocks * BLOCK_TOKENS
+    assert sum(by_tier) == sum(world.external_tokens.values())
+    assert by_tier[1] == fetched > 0
+
+
+def test_failures_have_causes(make_world: MakeWorld, tmp_path: Any) -> None:
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(6, 5)
+    fill(world, texts)
+    (slab,) = slabs(tmp_path)
+    slab.write_bytes(bytes(slab.stat().st_size))
+    world.generate(texts[0])
+    total = collected(world)
+    assert total[sample("failures", "damaged")] == world.cache.counters.damaged_fetches > 0
+    assert total[sample("failures", "read")] == 0
+    for rank in world.ranks:
+        side: Any = rank.adapter._worker
+        side._mover = LateMover(side._mover, random.Random(6), (0, 1), 1.0)
+    world.forget()
+    world.generate(texts[4])
+    total = collected(world)
+    assert total[sample("failures", "load")] == 1
+    assert total[sample("failures", "store")] >= 1
+    # Refused copies are exceptions in the worker.
+    assert total[sample("failures", "internal")] >= 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchronous: bool) -> None:
+    """What was scraped after each step never fell, and in the end agrees with what happened."""
+    rng = random.Random(7)
+    world = make_world(
+        ranks=2,
+        block_tokens=32,
+        num_blocks=40,
+        slots=20,
+        disk_slots=40,
+        budget=96,
+        lag=rng if asynchronous else None,
+    )
+    for rank in world.ranks:
+        side: Any = rank.adapter._worker
+        side._mover = LateMover(side._mover, rng, (0, 6), 0.03)
+    registry = CollectorRegistry()
+    prometheus = metrics(registry)
+    seen = scrape(registry)
+    observed = 0
+    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(6)]
+    for _ in range(80):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
+        params = {"flexkv.pin": rng.choice([True, "x"])} if rng.random() < 0.1 else None
+        world.add(prompt, max_tokens=rng.randrange(1, 40), params=params)
+        for _ in range(rng.randrange(6)):
+            world.step()
+        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
+        if unfinished and rng.random() < 0.2:
+            world.abort(rng.choice(unfinished))
+        if rng.random() < 0.1:
+            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
+        if rng.random() < 0.2:
+            flip_a_byte(rng, slabs(tmp_path))
+        for samples in world.stats[observed:]:
+            prometheus.observe(samples)
+        observed = len(world.stats)
+        now = scrape(registry)
+        assert all(now[n] >= value for n, value in seen.items() if n[0].endswith("_total"))
+        seen = now
+    world.run()
+    total = collected(world)
+    for samples in world.stats[observed:]:
+        prometheus.observe(samples)
+    counters = world.cache.counters
+    assert total["resets"] == counters.resets > 0
+    assert total["ignored_parameters"] == world.side._wishes.ignored > 0
+    assert total[sample("stored_blocks", "host")] == counters.stored_blocks
+    assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
+    assert total[sample("failures", "load")] == counters.failed_loads
+    ((_, figures),) = world.cache.tier_figures
+    assert total[sample("copied_bytes", "disk", "write")] == figures.traffic.written_bytes
+    values = scrape(registry)
+    for tier, ready in (("host", world.cache.ready_blocks), ("disk", figures.blocks)):
+        labels = (("engine", "0"), ("tier", tier))
+        assert values["vllm:flexkv_hit_tokens_total", labels] == total[sample("hit_tokens", tier)]
+        assert values["vllm:flexkv_blocks", labels] == ready

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks in host memory are written to the tiers below it, and when.
+
+Compared on a trace of a chat service by `bench/admission.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """When a block is offered to the lower tiers. One that is there already is not written again.
+
+    Attributes:
+        on_store: once it is complete in host memory.
+        on_hit: whenever it is loaded from there.
+        on_evict: shortly before it has to leave.
+    """
+
+    on_store: bool
+    on_hit: bool
+    on_evict: bool
+
+
+ADMISSIONS: dict[str, Admission] = {
+    # What was written and has left the lower tier is worth a second write once it is hit.
+    "write_through": Admission(on_store=True, on_hit=True, on_evict=False),
+    "second_hit": Admission(on_store=False, on_hit=True, on_evict=False),
+    "on_evict": Admission(on_store=False, on_hit=False, on_evict=True),
+}

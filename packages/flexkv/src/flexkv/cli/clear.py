@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remove all caches of a directory that no engine owns. Asks first; where there is no terminal to
+ask on, it needs --yes. Exit code 0 if all were removed, 1 if any is left."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from flexkv.cli.common import add_directory, cache_folders, size
+from flexkv.errors import ConfigError
+from flexkv.tiers.disk import directory
+from flexkv.tiers.disk.inspect import owner_of
+
+NAME = "clear"
+HELP = "remove the caches that no engine owns"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_directory(parser)
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run(args: argparse.Namespace) -> int:
+    folders = cache_folders(args.directory)
+    if not args.yes and not _confirmed(folders):
+        print("nothing removed")
+        return 1
+    removed = [_remove(path) for path in folders]
+    return 0 if all(removed) else 1
+
+
+def _confirmed(folders: list[str]) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "--yes is missing on the command line, and there is no terminal to ask on; allowed: "
+            "--yes, or a terminal"
+        )
+    for path in folders:
+        print(path)
+    try:
+        answer = input(f"Remove these {len(folders)} but those in use? [y/N] ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in {"y", "yes"}
+
+
+def _remove(path: str) -> bool:
+    """Remove one folder and say so. False if it is left."""
+    try:
+        count = directory.disk_bytes(path)
+        if directory.remove(path):
+            print(f"removed {path}, {size(count)}")
+            return True
+        owner = owner_of(path) or directory.owner(path)
+        print(f"left {path}: in use by process {owner}")
+    except OSError as error:
+        print(f"left {path}: {error.strerror}")
+    return False

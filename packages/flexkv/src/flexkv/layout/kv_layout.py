@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of one rank's KV cache, and their places in a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexkv.errors import LayoutError
+from flexkv.layout.overlap import check_disjoint
+from flexkv.layout.planes import (
+    Plane,
+    TensorView,
+    head_geometry,
+    head_planes,
+    opaque_geometry,
+    opaque_planes,
+)
+
+SHARD_ALIGNMENT = 64
+"""A head, and so a rank's shard, starts at a multiple of this many bytes within the slot: one
+cache line."""
+
+
+class PlacedPlane(NamedTuple):
+    """A plane and where its rows lie in a slot, one after another, as a mover takes it: in bytes
+    behind the place of the engine block. See `Plane`."""
+
+    base: int
+    block_stride: int
+    rows: int
+    row_stride: int
+    row_bytes: int
+    slot_offset: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The pages of one rank's KV cache.
+
+    Block b of the engine consists of the pages of b in every plane of every head, in this order.
+    The addresses are valid as long as the engine keeps its tensors; the layout owns nothing.
+
+    Attributes:
+        heads: the planes of each KV head of this rank, all heads alike; a single entry with all
+            planes if the heads cannot be told apart.
+        num_blocks: blocks that the engine hands out.
+        by_head: whether `heads` are KV heads.
+        geometry: what the bytes of one head mean. Equal geometries hold the same at the same
+            places.
+    """
+
+    heads: tuple[tuple[Plane, ...], ...]
+    num_blocks: int
+    by_head: bool
+    geometry: tuple[tuple[int, ...], ...]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one engine block of one head: in a slot, from one engine block to the next."""
+        return sum(plane.page_bytes for plane in self.heads[0])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one engine block over all heads."""
+        return len(self.heads) * self.head_bytes
+
+    def head_stride(self, engine_blocks: int) -> int:
+        """Bytes from one head to the next in a slot of so many engine blocks."""
+        return -(-engine_blocks * self.head_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+
+    def shard_bytes(self, engine_blocks: int) -> int:
+        """Bytes of this rank in a slot of so many engine blocks."""
+        return len(self.heads) * self.head_stride(engine_blocks)
+
+    def place(self, engine_blocks: int) -> list[PlacedPlane]:
+        """All planes with their places in a shard of so many engine blocks.
+
+        Engine block e of the shard lies `e * head_bytes` behind the shard's start; the places
+        returned count from there.
+        """
+        placed = []
+        for head, planes in enumerate(self.heads):
+            offset = head * self.head_stride(engine_blocks)
+            for base, block_stride, row_bytes, rows, row_stride in planes:
+                placed.append(PlacedPlane(base, block_stride, rows, row_stride, row_bytes, offset))
+                offset += rows * row_bytes
+        return placed
+
+    @classmethod
+    def from_tensors(cls, views: Iterable[TensorView], num_blocks: int) -> KVLayout:
+        """Describe the tensors of one rank, by head where every tensor has as many.
+
+        Args:
+            views: one view per layer (or per packed group of layers), in the engine's order. A
+                tensor that several layers share may appear several times and counts once.
+            num_blocks: blocks that the engine hands out. One dimension of every tensor has this
+                extent, or a multiple of it where the engine's kernels use smaller blocks.
+
+        Raises:
+            LayoutError: a tensor has no such dimension, or its pages overlap.
+        """
+        if num_blocks <= 0:
+            raise LayoutError(f"the engine reports {num_blocks} KV blocks; allowed: 1 or more")
+        own: list[TensorView] = []
+        names: dict[Plane, str] = {}
+        for view in views:
+            planes = [plane for plane in opaque_planes(view, num_blocks) if plane not in names]
+            if planes:
+                own.append(view)
+                names |= dict.fromkeys(planes, view.name)
+        if not own:
+            raise LayoutError("the engine registered no KV cache tensors; allowed: 1 or more")
+        check_disjoint(names, num_blocks)
+        heads = _by_head(own, num_blocks)
+        if heads is not None:
+            geometry = tuple(head_geometry(view, num_blocks) for view in own)
+            return cls(heads, num_blocks, True, geometry)
+        geometry = tuple(opaque_geometry(view, num_blocks) for view in own)
+        return cls((_merge_adjacent(names),), num_blocks, False, geometry)
+
+
+def _by_head(views: list[TensorView], num_blocks: int) -> tuple[tuple[Plane, ...], ...] | None:
+    """The planes of each head over all tensors; None if they cannot be told apart."""
+    tensors: list[list[list[Plane]]] = []
+    for view in views:
+        planes = head_planes(view, num_blocks)
+        if planes is None or (tensors and len(planes) != len(tensors[0])):
+            return None
+        tensors.append(planes)
+    return tuple(
+        _merge_adjacent(plane for planes in tensors for plane in planes[head])
+        for head in range(len(tensors[0]))
+    )
+
+
+def _merge_adjacent(planes: Iterable[Plane]) -> tuple[Plane, ...]:
+    """Join neighbours of one row whose pages follow one another in memory in every block.
+
+    The engine's order is kept, not the order of addresses: the latter may change from one start
+    to the next, and with it the meaning of the bytes in a slot.
+    """
+    merged: list[Plane] = []
+    for plane in planes:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.rows == plane.rows == 1
+            and last.block_stride == plane.block_stride
+            and last.base + last.row_bytes == plane.base
+            and last.row_bytes + plane.row_bytes <= plane.block_stride
+        ):
+            size = last.row_bytes + plane.row_bytes
+            merged[-1] = last._replace(row_bytes=size, row_stride=size)
+        else:
+            merged.append(plane)
+    return tuple(merged)

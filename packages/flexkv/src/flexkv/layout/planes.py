@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one tensor of an engine to the pieces that each of its blocks consists of.
+
+There are two ways to take a tensor apart. By head: each KV head's bytes for themselves, in the
+order of the tensor's dimensions, so that the result is the same for every order in memory and
+every number of heads beside it. Opaque: as the bytes lie in memory, whatever they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexkv.errors import LayoutError
+
+MAX_PLANES = 65_536
+"""More pieces than this per engine block mean that the tensor is not paged by block at all."""
+
+MIN_ROW_BYTES = 16
+"""Heads whose rows are shorter are not taken apart: a row is what one access of a GPU copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """One engine tensor as seen from outside.
+
+    Attributes:
+        name: what to call it in an error.
+        data_ptr: address of the first element, in bytes.
+        shape: extent of each dimension, in elements.
+        stride: distance of neighbours in each dimension, in elements.
+        itemsize: bytes of one element.
+        head_dim: the dimension that counts this rank's KV heads; None if there is none, or if what
+            it counts cannot be told apart.
+    """
+
+    name: str
+    data_ptr: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+    head_dim: int | None = None
+
+    def __str__(self) -> str:
+        return f"KV cache tensor {self.name!r} of shape {self.shape} and strides {self.stride}"
+
+
+class Plane(NamedTuple):
+    """One piece that every engine block has, its page: `rows` rows of `row_bytes` bytes. Row r of
+    block b lies at `base + b * block_stride + r * row_stride` (all in bytes)."""
+
+    base: int
+    block_stride: int
+    row_bytes: int
+    rows: int
+    row_stride: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+class Dim(NamedTuple):
+    """A dimension within a block: its extent, and the distance of neighbours in bytes."""
+
+    size: int
+    stride: int
+
+
+def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:
+    """The pieces of each block as they lie in memory, each as long as possible.
+
+    Raises:
+        LayoutError: the tensor is not paged by block.
+    """
+    block_dim, ratio = _find_block_dim(view, num_blocks)
+    dims = _dims_within(view, block_dim, ratio)
+    dims.sort(key=lambda dim: dim.stride, reverse=True)
+    page_bytes, outer = _fold(dims, view.itemsize)
+    block_stride = view.stride[block_dim] * view.itemsize * ratio
+    return [
+        Plane(view.data_ptr + offset, block_stride, page_bytes, 1, page_bytes)
+        for offset in _offsets(view, outer)
+    ]
+
+
+def opaque_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
+    """What the bytes of `opaque_planes` mean: extents in the order of the dimensions, and the
+    places of these in the order of memory."""
+    block_dim, ratio = _find_block_dim(view, num_blocks)
+    dims = _dims_within(view, block_dim, ratio)
+    order = sorted(range(len(dims)), key=lambda i: dims[i].stride)
+    return (view.itemsize, *(dim.size for dim in dims), *order)
+
+
+def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
+    """The pieces of each block by KV head, each head's in the order of the tensor's dimensions.
+
+    None if the tensor has no dimension of heads, or if its heads lie interleaved in memory in
+    pieces too short to copy one by one.
+
+    Raises:
+        LayoutError: the tensor is not paged by block.
+    """
+    block_dim, ratio = _find_block_dim(view, num_blocks)
+    if view.head_dim is None or view.head_dim == block_dim:
+        return None
+    dims = _dims_within(view, block_dim, ratio, view.head_dim)
+    row_bytes, outer = _fold(dims, view.itemsize)
+    if row_bytes < MIN_ROW_BYTES:
+        return None
+    rows = outer.pop() if outer else Dim(1, row_bytes)
+    block_stride = view.stride[block_dim] * view.itemsize * ratio
+    head_stride = view.stride[view.head_dim] * view.itemsize
+    if head_stride <= 0:
+        raise LayoutError(f"{view} repeats elements; allowed: positive strides")
+    offsets = _offsets(view, outer)
+    return [
+        [
+            Plane(view.data_ptr + head * head_stride + offset, block_stride, row_bytes, *rows)
+            for offset in offsets
+        ]
+        for head in range(view.shape[view.head_dim])
+    ]
+
+
+def head_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
+    """What the bytes of one head of `head_planes` mean: the extents of its dimensions."""
+    block_dim, ratio = _find_block_dim(view, num_blocks)
+    dims = _dims_within(view, block_dim, ratio, view.head_dim)
+    return (view.itemsize, *(dim.size for dim in dims))
+
+
+def _dims_within(
+    view: TensorView, block_dim: int, ratio: int, head_dim: int | None = None
+) -> list[Dim]:
+    """The dimensions within a block, those of one entry left out, in the tensor's order. Kernel
+    blocks, `ratio` of which make a block, count as a dimension in the place of the blocks'."""
+    dims = []
+    for number, (extent, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
+        size = ratio if number == block_dim else extent
+        if size > 1 and number != head_dim:
+            dims.append(Dim(size, stride * view.itemsize))
+    if any(dim.stride <= 0 for dim in dims) or view.stride[block_dim] <= 0:
+        raise LayoutError(f"{view} repeats elements; allowed: positive strides")
+    return dims
+
+
+def _find_block_dim(view: TensorView, num_blocks: int) -> tuple[int, int]:
+    """The dimension that counts blocks, and how many of its entries make one block.
+
+    The first dimension with exactly `num_blocks` entries wins, else the first dimension with a
+    multiple of it: engines put at most the K/V pair before the block dimension.
+    """
+    if len(view.shape) != len(view.stride):
+        raise LayoutError(f"{view} has not one stride for each dimension")
+    for dim, size in enumerate(view.shape):
+        if size == num_blocks:
+            return dim, 1
+    for dim, size in enumerate(view.shape[:2]):
+        if size > 0 and size % num_blocks == 0:
+            return dim, size // num_blocks
+    raise LayoutError(
+        f"{view} has no dimension that counts the engine's {num_blocks} blocks; "
+        f"allowed: a dimension of {num_blocks} or, as one of the first two, a multiple of it"
+    )
+
+
+def _fold(dims: Sequence[Dim], itemsize: int) -> tuple[int, list[Dim]]:
+    """Fold the last dimensions that lie densely into one run.
+
+    Returns the run's bytes and the dimensions left before it.
+    """
+    run = itemsize
+    rest = list(dims)
+    while rest and rest[-1].stride == run:
+        run *= rest.pop().size
+    return run, rest
+
+
+def _offsets(view: TensorView, dims: Sequence[Dim]) -> list[int]:
+    """Where each combination of entries of `dims` starts, the last dimension fastest."""
+    count = math.prod(dim.size for dim in dims)
+    if count > MAX_PLANES:
+        raise LayoutError(f"{view} scatters a block over {count} pieces; allowed: {MAX_PLANES}")
+    offsets = [0]
+    for size, stride in dims:
+        offsets = [offset + i * stride for offset in offsets for i in range(size)]
+    return offsets

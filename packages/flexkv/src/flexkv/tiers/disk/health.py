@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to leave a failing device alone."""
+
+from __future__ import annotations
+
+import time
+
+FAILURES = 16
+"""Failures in a row after which a device is left alone: more than the jobs that run at once when
+it breaks, so that one fault that hits all of them is not yet a broken device."""
+
+PAUSE_SECONDS = 30.0
+"""For how long. A device that is broken costs one burst of failures in this time."""
+
+
+class Health:
+    """Counts failures in a row of one kind of operation on one device."""
+
+    __slots__ = ("_failures", "_until")
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def good(self) -> bool:
+        """False during a pause."""
+        return self._until == 0.0 or time.monotonic() >= self._until
+
+    def note(self, failed: bool) -> bool:
+        """Count one result. True if it began a pause."""
+        if not failed:
+            self._failures = 0
+            self._until = 0.0
+            return False
+        self._failures += 1
+        if self._failures < FAILURES:
+            return False
+        self._failures = 0
+        self._until = time.monotonic() + PAUSE_SECONDS
+        return True

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be read of a folder by those who do not own it, beside the engine that does.
+
+Nothing here writes, and nothing takes the folder's lock, not even shared and for a moment: an
+engine that starts in that moment would find it taken and give up. So all that is read may change
+meanwhile, and who finds something wrong has to look again.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexkv.errors import DiskError
+from flexkv.tiers.disk import directory, slabs, table
+from flexkv.tiers.disk.files import DIRECT, Files, read_fully
+from flexkv.tiers.disk.ledger import load_ledger
+
+_HEADER_READS = 3
+"""A header that is replaced while it is read may look damaged: it is read again so many times."""
+
+
+class Record(NamedTuple):
+    """What a table says of one slot; see `table.encode_record`."""
+
+    slot: int
+    key: bytes
+    checksum: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The table of a folder as it was when it was read.
+
+    Attributes:
+        header: None if the folder has no table, or one that an engine would make anew.
+        damaged: whether the latter, and the table is not just being made.
+        body: the bytes behind the header.
+    """
+
+    header: table.Header | None
+    damaged: bool
+    body: bytes
+
+    def records(self) -> Iterator[Record]:
+        """Those that are intact, by slot."""
+        if self.header is None:
+            return iter(())
+        return map(Record._make, table.decode_records(self.body, self.header.epoch))
+
+
+@dataclass(frozen=True, slots=True)
+class FolderState:
+    """A folder in figures.
+
+    Attributes:
+        path: of the folder.
+        fingerprint: of its blocks, hexadecimal.
+        owner: process id of the engine that owns it, None if none does; see `owner_of`.
+        block_bytes: bytes of a block; 0 if there is no table.
+        slots: blocks that it has room for.
+        used_slots: blocks that its table names.
+        disk_bytes: bytes of its files on disk.
+        used_bytes: bytes of the blocks that its table names.
+        hit_blocks: read back and intact, by all owners so far.
+        damaged_blocks: found damaged by all owners so far.
+        written_bytes: by all owners so far.
+        written_bytes_day: in the last 24 hours, counted in whole hours as the write budget is.
+    """
+
+    path: str
+    fingerprint: str
+    owner: int | None
+    block_bytes: int
+    slots: int
+    used_slots: int
+    disk_bytes: int
+    used_bytes: int
+    hit_blocks: int
+    damaged_blocks: int
+    written_bytes: int
+    written_bytes_day: int
+
+
+def folder_state(path: str) -> FolderState:
+    """The state of the folder `path`. Its counters are those that its owner saved last, at most
+    some seconds ago.
+
+    Raises:
+        DiskError: it cannot be read.
+    """
+    try:
+        owner = owner_of(path)
+        snapshot = read_table(path)
+        on_disk = directory.disk_bytes(path)
+    except OSError as error:
+        raise DiskError(
+            f"cannot read {error.filename or path}: {error.strerror}; allowed: a folder that this "
+            f"user can read"
+        ) from None
+    ledger = load_ledger(path)
+    header = snapshot.header
+    used = len({record.key for record in snapshot.records()})
+    block_bytes = header.slot_bytes if header else 0
+    oldest = int(time.time()) // 3600 - 24
+    return FolderState(
+        path=path,
+        fingerprint=_fingerprint(path),
+        owner=owner,
+        block_bytes=block_bytes,
+        slots=header.num_slots if header else 0,
+        used_slots=used,
+        disk_bytes=on_disk,
+        used_bytes=used * block_bytes,
+        hit_blocks=ledger.hit_blocks,
+        damaged_blocks=ledger.damaged_blocks,
+        written_bytes=ledger.written_blocks * block_bytes,
+        written_bytes_day=sum(
+            size for hour, size in ledger.written_bytes.items() if hour >= oldest
+        ),
+    )
+
+
+def read_table(path: str) -> Snapshot:
+    """The table of the folder `path`.
+
+    Raises:
+        OSError: as the system says, but not because there is no table.
+    """
+    data = b""
+    for _ in range(_HEADER_READS):
+        try:
+            with open(os.path.join(path, directory.TABLE), "rb", buffering=0) as file:
+                data = file.readall()
+        except FileNotFoundError:
+            return Snapshot(None, damaged=False, body=b"")
+        header = table.Header.decode(data[: table.HEADER_BYTES])
+        if header is not None and header.fingerprint == _fingerprint(path):
+            body = data[table.HEADER_BYTES : table.table_bytes(header.num_slots)]
+            return Snapshot(header, damaged=False, body=body)
+    return Snapshot(None, damaged=any(data[: table.HEADER_BYTES]), body=b"")
+
+
+def owner_of(path: str) -> int | None:
+    """Process id of the engine that owns the folder `path`; None if none does.
+
+    The kernel's list of locks tells it without touching the lock. It names only processes of this
+    process's PID namespace and those below it: an engine in another container is not seen.
+
+    Raises:
+        OSError: as the system says, but not because the folder is gone.
+    """
+    try:
+        fd = os.open(os.path.join(path, directory.LOCK), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        file = f"{_lock_device(fd)}:{os.fstat(fd).st_ino}"
+    finally:
+        os.close(fd)
+    with open("/proc/locks", encoding="ascii") as locks:
+        for line in locks:
+            # 1: FLOCK  ADVISORY  WRITE 19469 fe:00:2148231 0 EOF
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == file:
+                return int(fields[4])
+    return None
+
+
+class SlotReader:
+    """Reads slots of one folder past the page cache. For one thread.
+
+    Owns a buffer of one slot and one open file: a large cache has more files than a process may
+    open.
+    """
+
+    def __init__(self, files: Files, path: str, slot_bytes: int) -> None:
+        self._files = files
+        self._path = path
+        self._slot_bytes = slot_bytes
+        self._slots_per_slab = slabs.slots_per_slab(slot_bytes)
+        self._slab, self._fd = -1, -1
+        # Anonymous memory begins at a page, as O_DIRECT asks for.
+        self._buffer = memoryview(mmap.mmap(-1, slot_bytes))
+
+    def file_of(self, slot: int) -> str:
+        """Path of the file that holds `slot`."""
+        return slabs.slab_path(self._path, slot // self._slots_per_slab)
+
+    def read(self, slot: int) -> memoryview | None:
+        """The bytes of `slot`, valid until the next call. None if the file is too short.
+
+        Raises:
+            OSError: as the system says.
+        """
+        slab, place = divmod(slot, self._slots_per_slab)
+        if slab != self._slab:
+            self.close()
+            self._fd = _open_to_read(self._files, self.file_of(slot))
+            self._slab = slab
+        whole = read_fully(self._files, self._fd, self._buffer, place * self._slot_bytes)
+        return self._buffer if whole else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            self._files.close(self._fd)
+        self._slab, self._fd = -1, -1
+
+
+def _open_to_read(files: Files, path: str) -> int:
+    try:
+        return files.open(path, os.O_RDONLY | DIRECT)
+    except OSError as error:
+        # As a file system without O_DIRECT says.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return files.open(path, os.O_RDONLY)
+
+
+def _lock_device(fd: int) -> str:
+    """The device of an open file as /proc/locks writes it: its mount's. What stat(2) gives is
+    another one on btrfs, which has one for each subvolume."""
+    device = os.fstat(fd).st_dev
+    major, minor = os.major(device), os.minor(device)
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+        mount = next(line.split()[1] for line in info if line.startswith("mnt_id:"))
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            number, _, name, *_ = line.split()
+            if number == mount:
+                major, minor = map(int, name.split(":"))
+    return f"{major:02x}:{minor:02x}"
+
+
+def _fingerprint(path: str) -> str:
+    """Of a folder's name; see `directory`."""
+    return os.path.basename(path).partition("-")[0]

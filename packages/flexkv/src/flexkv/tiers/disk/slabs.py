@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data files of a disk store: few, large, allocated before use, cut into slots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from flexkv.tiers.disk.files import Files, open_data, read_fully, write_fully
+
+SLAB_BYTES = 16 << 30
+"""Size of a slab file at most, in bytes: few open files even for a large disk (64 for 1 TiB), and
+within what every file system allows."""
+
+
+class Slabs:
+    """Slots `0..num_slots`, in the files `slab-00000`, `slab-00001`, ... of a directory.
+
+    Reads and writes are thread-safe. Owns its file descriptors.
+    """
+
+    def __init__(self, files: Files, directory: str, slot_bytes: int, num_slots: int) -> None:
+        """Open or create the files, all of their bytes allocated; surplus ones are removed.
+
+        Raises:
+            OSError: as the system says; what was there and fits is kept, nothing new is left.
+        """
+        self._files = files
+        self._slot_bytes = slot_bytes
+        self._slots_per_slab = slots_per_slab(slot_bytes)
+        self._fds: list[int] = []
+        self.direct = True
+        created = []
+        try:
+            for slab in range(-(-num_slots // self._slots_per_slab)):
+                path = slab_path(directory, slab)
+                if not os.path.exists(path):
+                    created.append(path)
+                fd, direct = open_data(files, path)
+                self._fds.append(fd)
+                self.direct = self.direct and direct
+                slots = min(self._slots_per_slab, num_slots - slab * self._slots_per_slab)
+                self._size(fd, slots * slot_bytes)
+            self._remove_from(directory, len(self._fds))
+        except OSError:
+            self.close()
+            for path in created:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
+
+    def read(self, slot: int, buffer: memoryview) -> bool:
+        """Fill `buffer`, a slot's bytes. False if the file is too short.
+
+        Raises:
+            OSError: as the system says.
+        """
+        fd, offset = self._place(slot)
+        return read_fully(self._files, fd, buffer, offset)
+
+    def write(self, slot: int, buffer: memoryview) -> None:
+        """Write `buffer`, a slot's bytes.
+
+        Raises:
+            OSError: as the system says.
+        """
+        fd, offset = self._place(slot)
+        write_fully(self._files, fd, buffer, offset)
+
+    def read_run(self, slot: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill `buffers`, each a slot's bytes, from `slot` and those behind it in one call; all
+        in the same slab. False if that did not go, for any reason: then nothing is known about
+        any of them."""
+        fd, offset = self._place(slot)
+        try:
+            return self._files.preadv(fd, buffers, offset) == len(buffers) * self._slot_bytes
+        except OSError:
+            return False
+
+    def write_run(self, slot: int, buffers: Sequence[memoryview]) -> bool:
+        """Write `buffers` as `read_run` reads them."""
+        fd, offset = self._place(slot)
+        try:
+            return self._files.pwritev(fd, buffers, offset) == len(buffers) * self._slot_bytes
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                self._files.close(fd)
+        self._fds.clear()
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        slab, place = divmod(slot, self._slots_per_slab)
+        return self._fds[slab], place * self._slot_bytes
+
+    def _size(self, fd: int, length: int) -> None:
+        if os.fstat(fd).st_size > length:
+            self._files.truncate(fd, length)
+        self._files.allocate(fd, length)
+
+    def _remove_from(self, directory: str, slab: int) -> None:
+        while os.path.exists(path := slab_path(directory, slab)):
+            os.unlink(path)
+            slab += 1
+
+
+def slots_per_slab(slot_bytes: int) -> int:
+    return max(1, SLAB_BYTES // slot_bytes)
+
+
+def slab_path(directory: str, slab: int) -> str:
+    return os.path.join(directory, f"slab-{slab:05d}")

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier: the stores of all cache directories as one `LowerTier`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from flexkv.changes import Change, Medium, take_newest
+from flexkv.tiers.base import BlockResult, TierFigures, Traffic
+from flexkv.tiers.disk.drive import Begun, Drive
+from flexkv.tiers.disk.table import disk_key
+from flexkv.transfer.job import Job, Outcome, Priority
+
+
+class DiskTier:
+    """Blocks on the disks of this machine, each on one of them. See `LowerTier`.
+
+    Args:
+        drives: one for each cache directory; owned.
+    """
+
+    medium = Medium.DISK
+
+    def __init__(self, drives: Sequence[Drive]) -> None:
+        self._drives = list(drives)
+        self._tickets = itertools.count(1)
+        self._batches: dict[int, dict[Job, Drive]] = {}
+        self._places: dict[Job, tuple[int, list[int]]] = {}
+        self._queued_blocks = 0
+        self._results: list[BlockResult] = []
+
+    @property
+    def drives(self) -> Sequence[Drive]:
+        return self._drives
+
+    @property
+    def figures(self) -> TierFigures:
+        drives = self._drives
+        traffic = Traffic()
+        for each in [drive.traffic for drive in drives]:
+            traffic.read_bytes += each.read_bytes
+            traffic.read_seconds += each.read_seconds
+            traffic.written_bytes += each.written_bytes
+            traffic.written_seconds += each.written_seconds
+        return TierFigures(
+            written_blocks=sum(d.traffic.written_bytes // d.slot_bytes for d in drives),
+            blocks=sum(len(drive.index) for drive in drives),
+            slots=sum(drive.index.num_slots for drive in drives),
+            evicted_blocks=sum(drive.index.evictions for drive in drives),
+            queued_blocks=self._queued_blocks,
+            queued_bytes=sum(drive.link.queued_bytes for drive in drives),
+            traffic=traffic,
+        )
+
+    def name_of(self, key: bytes) -> bytes:
+        return disk_key(key)
+
+    def watch(self) -> None:
+        for drive in self._drives:
+            drive.index.watch()
+
+    def take_changes(self, limit: int) -> list[Change]:
+        names: dict[bytes, None] = {}
+        for drive in self._drives:
+            names |= dict.fromkeys(take_newest(drive.index.changed, limit))
+        # A directory that was added or removed may have left a block on two drives.
+        return [
+            Change(self.medium, name, any(name in drive.index for drive in self._drives))
+            for name in names
+        ]
+
+    def contains(self, keys: Iterable[bytes]) -> list[bool]:
+        names = [disk_key(key) for key in keys]
+        answers = [drive.index.present(names) for drive in self._readable()]
+        return [any(answer) for answer in zip(*answers, strict=True)] or [False] * len(names)
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+        self.touch(keys)
+        ticket = next(self._tickets)
+        names = [disk_key(key) for key in keys]
+        readable = self._readable()
+        wanted: dict[Drive, list[int]] = {}
+        for position, name in enumerate(names):
+            drive = next((drive for drive in readable if name in drive.index), None)
+            if drive is None:
+                self._results.append(BlockResult(ticket, position, Outcome.MISSING))
+            else:
+                wanted.setdefault(drive, []).append(position)
+        for drive, positions in wanted.items():
+            begun = drive.read(
+                [names[i] for i in positions], [buffers[i] for i in positions], priority
+            )
+            self._track(ticket, positions, drive, begun)
+        return ticket
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        ticket = next(self._tickets)
+        names = [disk_key(key) for key in keys]
+        wanted: dict[Drive, dict[int, int]] = {}
+        # The end of a prefix first: it then counts as used longest ago, and leaves first.
+        for position in reversed(range(len(names))):
+            name = names[position]
+            if any(drive.index.has(name) for drive in self._drives):
+                self._results.append(BlockResult(ticket, position, Outcome.DONE))
+                continue
+            drive = self._choose(len(buffers[position]))
+            slot = None if drive is None else drive.reserve(name)
+            if drive is None or slot is None:
+                self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
+            else:
+                wanted.setdefault(drive, {})[position] = slot
+        for drive, slots in wanted.items():
+            positions = list(slots)
+            begun = drive.write(
+                list(slots.values()), [names[i] for i in positions], [buffers[i] for i in positions]
+            )
+            self._track(ticket, positions, drive, begun)
+        return ticket
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        names = [disk_key(key) for key in keys]
+        for drive in self._drives:
+            drive.index.touch(names)
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            for drive in self._drives:
+                drive.delete(disk_key(key))
+
+    def clear(self) -> None:
+        for drive in self._drives:
+            drive.clear()
+
+    def cancel(self, ticket: int) -> None:
+        for drive, jobs in self._jobs_of(ticket).items():
+            drive.link.cancel(jobs)
+
+    def hasten(self, ticket: int, priority: Priority) -> None:
+        for drive, jobs in self._jobs_of(ticket).items():
+            drive.link.hasten(jobs, priority)
+
+    def poll(self) -> list[BlockResult]:
+        for drive in self._drives:
+            for job in drive.poll():
+                ticket, positions = self._places.pop(job)
+                self._queued_blocks -= len(positions)
+                batch = self._batches[ticket]
+                del batch[job]
+                if not batch:
+                    del self._batches[ticket]
+                self._results += [
+                    BlockResult(ticket, position, outcome)
+                    for position, outcome in zip(positions, job.outcomes, strict=True)
+                ]
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> bool:
+        ended = [drive.close() for drive in self._drives]
+        self._batches.clear()
+        self._places.clear()
+        self._queued_blocks = 0
+        return all(ended)
+
+    def _track(
+        self, ticket: int, positions: Sequence[int], drive: Drive, begun: Iterable[Begun]
+    ) -> None:
+        """Note where in its batch each block of the jobs is that were begun for `positions`."""
+        for job, run in begun:
+            self._places[job] = (ticket, [positions[i] for i in run])
+            self._queued_blocks += len(run)
+            self._batches.setdefault(ticket, {})[job] = drive
+
+    def _jobs_of(self, ticket: int) -> dict[Drive, list[Job]]:
+        jobs: dict[Drive, list[Job]] = {}
+        for job, drive in self._batches.get(ticket, {}).items():
+            jobs.setdefault(drive, []).append(job)
+        return jobs
+
+    def _readable(self) -> list[Drive]:
+        return [drive for drive in self._drives if drive.readable]
+
+    def _choose(self, size: int) -> Drive | None:
+        """The drive that would have written `size` bytes first."""
+        writable = [drive for drive in self._drives if drive.may_write(size)]
+        return min(writable, key=partial(Drive.write_delay, size=size), default=None)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer scheduler: the one place that decides what is copied when, over all links.
+
+Three kinds of links: the device (between arena and engine pages; the engine's workers copy), and
+downwards a link per disk or store, each with its own threads. What is urgent goes first on every
+one (`Priority`); what waits is bounded; what stalls is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flexkv.admission import Admission
+from flexkv.counters import Counters
+from flexkv.index import Block, BlockIndex
+from flexkv.tiers.base import LowerTier
+from flexkv.transfer.board import CompletionBoard
+from flexkv.transfer.demote import Demoter
+from flexkv.transfer.device import DeviceLink, Transfer
+from flexkv.transfer.fetch import Fetch, Fetcher
+from flexkv.transfer.job import Priority
+from flexkv.transfer.mover import Direction
+
+
+class TransferScheduler:
+    """All copies of one cache. Single-threaded; nothing waits but `close`.
+
+    Args:
+        index: of the arena; the scheduler leases, reserves and publishes what lower tiers read.
+        board: where the engine's workers report.
+        slot_view: memory of an arena slot.
+        counters: of the cache.
+        tiers: lower tiers, the fastest first; owned. Blocks are demoted to the first.
+        admission: what is demoted.
+        stall_seconds: see `Fetcher`.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        board: CompletionBoard,
+        slot_view: Callable[[int], memoryview],
+        counters: Counters,
+        *,
+        tiers: Sequence[LowerTier],
+        admission: Admission,
+        stall_seconds: float,
+    ) -> None:
+        self._device = DeviceLink(board)
+        self._tiers = tuple(tiers)
+        self._admission = admission
+        self._fetcher = Fetcher(index, slot_view, self._tiers, stall_seconds, counters)
+        self._demoter: Demoter | None = None
+        if self._tiers:
+            self._demoter = Demoter(index, slot_view, self._tiers[0], counters)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` may find anything."""
+        return bool(
+            self._device or self._fetcher.busy or (self._demoter is not None and self._demoter.busy)
+        )
+
+    @property
+    def under_way(self) -> int:
+        """Transfers with the engine that have not ended."""
+        return len(self._device)
+
+    @property
+    def tiers(self) -> Sequence[LowerTier]:
+        return self._tiers
+
+    def begin(self, direction: Direction, blocks: list[Block]) -> Transfer | None:
+        """A transfer between arena and engine; None if too many are under way."""
+        return self._device.begin(direction, blocks)
+
+    def fetch(self, keys: Sequence[bytes], priority: Priority) -> Fetch | None:
+        """See `Fetcher.begin`."""
+        return self._fetcher.begin(keys, priority) if self._tiers else None
+
+    def hasten(self, fetch: Fetch) -> None:
+        """See `Fetcher.hasten`."""
+        self._fetcher.hasten(fetch)
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """See `Fetcher.end`."""
+        self._fetcher.end(fetch)
+
+    def stored(self, blocks: Sequence[Block], ready: bool) -> None:
+        """Blocks came from the engine, or failed to."""
+        for block in blocks:
+            self._fetcher.settle(block.key)
+        if ready and self._demoter is not None and self._admission.on_store:
+            self._demoter.offer([block.key for block in blocks])
+
+    def hit(self, keys: Sequence[bytes]) -> None:
+        """The blocks of a prefix in the arena are used."""
+        for tier in self._tiers:
+            tier.touch(keys)
+        if self._demoter is not None and self._admission.on_hit:
+            self._demoter.offer(keys)
+
+    def poll(self) -> list[Transfer]:
+        """Bring everything up to date; returns the transfers with the engine that ended."""
+        for tier in self._tiers:
+            for result in tier.poll():
+                if not self._fetcher.take(tier, result) and self._demoter is not None:
+                    self._demoter.take(result)
+        self._fetcher.give_up_stalled()
+        if self._demoter is not None and self._admission.on_evict:
+            self._demoter.make_room()
+        return self._device.poll()
+
+    def clear(self) -> None:
+        """The cache was cleared: the lower tiers too, and what is on its way arrives nowhere."""
+        self._fetcher.clear()
+        for tier in self._tiers:
+            tier.clear()
+
+    def close(self) -> bool:
+        """End the lower tiers. False if one hangs, and still reads or writes arena memory."""
+        ended = [tier.close() for tier in self._tiers]
+        return all(ended)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from packages.flexkv.tests.cli.stores import OTHER_FINGERPRINT, Cache, Flexkv, FlexkvOnTerminal
+
+
+def test_clear_removes_what_no_engine_owns(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(1)
+    (cache.root / "notes").write_text("mine", encoding="utf-8")
+    ended = flexkv("clear", cache.root, "--yes")
+    assert ended.code == 0
+    assert f"removed {cache.folder}, " in ended.out
+    assert [path.name for path in cache.root.iterdir()] == ["notes"]
+
+
+def test_clear_names_and_leaves_a_folder_in_use(flexkv: Flexkv, cache: Cache) -> None:
+    with cache.owned() as process:
+        with cache.owned(fingerprint=OTHER_FINGERPRINT):
+            pass
+        ended = flexkv("clear", cache.root, "--yes")
+        assert ended.code == 1
+        assert f"left {cache.folder}: in use by process {process}\n" in ended.out
+        assert f"removed {cache.root / OTHER_FINGERPRINT}, " in ended.out
+        assert [path.name for path in cache.root.iterdir()] == [cache.folder.name]
+        assert flexkv("stat", cache.root, "--json").json["folders"][0]["owner"] == process
+
+
+def test_clear_without_a_terminal_needs_yes(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(1)
+    ended = flexkv("clear", cache.root)
+    assert ended.code == 2
+    assert "--yes" in ended.err
+    assert len(cache.records()) == 1
+
+
+def test_clear_on_a_terminal_asks_first(flexkv_on_terminal: FlexkvOnTerminal, cache: Cache) -> None:
+    cache.fill(1)
+    for answer in ("n\n", "\n"):
+        ended = flexkv_on_terminal("clear", cache.root, answer=answer)
+        assert ended.code == 1
+        assert str(cache.folder) in ended.out
+        assert len(cache.records()) == 1
+    assert flexkv_on_terminal("clear", cache.root, answer="y\n").code == 0
+    assert not cache.folder.exists()
+
+
+def test_an_engine_starts_anew_after_clear(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(3)
+    flexkv("clear", cache.root, "--yes")
+    cache.fill(2, read=2)
+    assert flexkv("stat", cache.root, "--json").json["totals"]["used_slots"] == 2

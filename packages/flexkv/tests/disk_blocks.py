@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks whose bytes follow from their keys, and a client that compares all that it reads."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flexkv.tiers.disk import DiskTier, open_disk_tier
+from flexkv.tiers.disk.store import slots_within
+from flexkv.transfer.job import Outcome, Priority
+from flexkv.transfer.link import Link
+
+SLOT = 8192
+FINGERPRINT = "ab" * 32
+DEADLINE = 60.0
+"""Seconds after which a result counts as lost."""
+STALL_SECONDS = 0.5
+"""For tiers of which a drive is made to hang: longer than a busy machine lets a thread wait."""
+
+
+def bytes_of(key: bytes, salt: bytes = b"", size: int = SLOT) -> bytes:
+    """What the block of `key` holds; another `salt` is another model."""
+    return hashlib.shake_128(salt + key).digest(size)
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    """Keys of 32 bytes."""
+    return [f"block {number:026d}".encode() for number in range(first, first + count)]
+
+
+def capacity_of(slots: int, parts: int = 1) -> int:
+    """The bytes that `parts` directories with `slots` slots each need."""
+    sizes = range(2 * slots * SLOT + (1 << 20))
+    return parts * bisect.bisect_left(sizes, slots, key=lambda size: slots_within(size, SLOT))
+
+
+def buffers(count: int, slot_bytes: int = SLOT) -> list[memoryview]:
+    """One block each, aligned to 4 KiB."""
+    memory = memoryview(mmap.mmap(-1, count * slot_bytes))
+    return [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
+
+
+def is_idle(link: Link) -> bool:
+    """Whether nothing waits, runs or is to be polled."""
+    with link._work:
+        return not (link._queue or link._running or link._done)
+
+
+class Client:
+    """Writes and reads blocks of known bytes, and fails at the first wrong byte."""
+
+    def __init__(self, tier: DiskTier, salt: bytes = b"", window: int = 64) -> None:
+        self.tier = tier
+        self.salt = salt
+        self.buffers = buffers(window)
+        self.results: dict[int, dict[int, Outcome]] = {}
+
+    def write(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """The outcome of each block."""
+        outcomes = []
+        for start in range(0, len(keys), len(self.buffers)):
+            part = keys[start : start + len(self.buffers)]
+            outcomes += self.wait(self.begin_write(part), len(part))
+        return outcomes
+
+    def begin_write(self, keys: Sequence[bytes]) -> int:
+        """The ticket of one batch, in the first buffers."""
+        for key, buffer in zip(keys, self.buffers, strict=False):
+            buffer[:] = bytes_of(key, self.salt)
+        return self.tier.write(keys, self.buffers[: len(keys)])
+
+    def read(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> list[Outcome]:
+        """The outcome of each block; the bytes of all that are DONE were right."""
+        outcomes = []
+        for start in range(0, len(keys), len(self.buffers)):
+            part = keys[start : start + len(self.buffers)]
+            ticket = self.tier.read(part, self.buffers[: len(part)], priority)
+            outcomes += self.check(part, self.wait(ticket, len(part)))
+        return outcomes
+
+    def check(self, keys: Sequence[bytes], outcomes: list[Outcome]) -> list[Outcome]:
+        """`outcomes`, once the first buffers hold what they say."""
+        for key, buffer, outcome in zip(keys, self.buffers, outcomes, strict=False):
+            if outcome is Outcome.DONE:
+                assert buffer == bytes_of(key, self.salt), f"wrong bytes for {key!r}"
+        return outcomes
+
+    def found(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of `keys` that the tier says it has."""
+        return [key for key, has in zip(keys, self.tier.contains(keys), strict=True) if has]
+
+    def wait(self, ticket: int, count: int) -> list[Outcome]:
+        """The outcomes of a batch, in its order."""
+        end = time.monotonic() + DEADLINE
+        while len(self.pump().get(ticket, {})) < count:
+            assert time.monotonic() < end, "a block has no result"
+            time.sleep(0.0002)
+        outcomes = self.results.pop(ticket, {})
+        assert sorted(outcomes) == list(range(count))
+        return [outcomes[position] for position in range(count)]
+
+    def pump(self) -> dict[int, dict[int, Outcome]]:
+        """Results so far, by ticket and position."""
+        for result in self.tier.poll():
+            batch = self.results.setdefault(result.ticket, {})
+            assert result.position not in batch, "a block has two results"
+            batch[result.position] = result.outcome
+        return self.results
+
+    def wait_for_stall(self, number: int) -> None:
+        """Wait until a drive is known to hang."""
+        end = time.monotonic() + DEADLINE
+        while self.tier.drives[number].readable:
+            assert time.monotonic() < end, "the hang is not noticed"
+            time.sleep(0.001)
+
+    def settle(self) -> None:
+        """Wait until nothing is to be done."""
+        end = time.monotonic() + DEADLINE
+        while not all(is_idle(drive.link) for drive in self.tier.drives):
+            assert time.monotonic() < end, "a link is not idle"
+            self.pump()
+            time.sleep(0.0002)
+
+
+@contextmanager
+def opened(
+    *roots: object,
+    slots: int = 64,
+    salt: bytes = b"",
+    fingerprint: str = FINGERPRINT,
+    **options: Any,
+) -> Iterator[Client]:
+    """A client of a tier with `slots` slots in each of `roots`; closed at the end."""
+    capacity = capacity_of(slots, len(roots))
+    tier = open_disk_tier([str(root) for root in roots], fingerprint, SLOT, capacity, **options)
+    try:
+        yield Client(tier, salt)
+    finally:
+        assert tier.close()

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on disk that changed: exactly the blocks that lost bytes are misses."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disk_blocks import FINGERPRINT, SLOT, names, opened
+
+from flexkv.tiers.disk import table
+from flexkv.transfer.job import Outcome
+
+SLOTS = 40
+KEYS = names(SLOTS)
+DONE = Outcome.DONE
+Damage = Callable[[random.Random, bytes], bytes]
+
+
+def flip(chance: random.Random, data: bytes) -> bytes:
+    """One bit."""
+    bit = chance.randrange(8 * len(data))
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+
+def zero(chance: random.Random, data: bytes) -> bytes:
+    """A run of bytes, one of which was not zero."""
+    place = chance.choice([i for i, byte in enumerate(data) if byte])
+    start = chance.randint(0, place)
+    end = chance.randint(place + 1, len(data))
+    return data[:start] + bytes(end - start) + data[end:]
+
+
+def scribble(chance: random.Random, data: bytes) -> bytes:
+    """Other bytes from some place on."""
+    start = chance.randrange(len(data))
+    return data[:start] + bytes(byte ^ chance.randint(1, 255) for byte in data[start:])
+
+
+KINDS = pytest.mark.parametrize("damage", [flip, zero, scribble])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a store in which every slot is full."""
+    with opened(tmp_path, slots=SLOTS) as client:
+        assert client.write(KEYS) == [DONE] * SLOTS
+    return tmp_path / FINGERPRINT
+
+
+def places(root: Path) -> dict[bytes, int]:
+    """The slot of each block."""
+    with opened(root, slots=SLOTS) as client:
+        (drive,) = client.tier.drives
+        slots = {}
+        for key in KEYS:
+            slot = drive.index.lease(key)
+            assert slot is not None
+            drive.index.release(slot)
+            slots[key] = slot
+        return slots
+
+
+def change(path: Path, offset: int, size: int, how: Callable[[bytes], bytes]) -> None:
+    """Put `how` of `size` bytes in their place."""
+    with path.open("r+b") as file:
+        before = os.pread(file.fileno(), size, offset)
+        after = how(before)
+        assert after != before
+        assert len(after) == size
+        os.pwrite(file.fileno(), after, offset)
+
+
+@KINDS
+def test_blocks_whose_bytes_changed_are_misses_and_no_others(
+    folder: Path, faults: Callable[[int], None], damage: Damage
+) -> None:
+    chance = random.Random(damage.__name__)
+    root = folder.parent
+    for _ in range(5):
+        slots = places(root)
+        damaged = set(chance.sample(KEYS, 25))
+        for key in damaged:
+            offset = slots[key] * SLOT
+            change(folder / "slab-00000", offset, SLOT, lambda data: damage(chance, data))
+        with opened(root, slots=SLOTS) as client:
+            assert client.found(KEYS) == KEYS
+            expected = [Outcome.DAMAGED if key in damaged else DONE for key in KEYS]
+            assert client.read(KEYS) == expected
+            assert client.found(KEYS) == [key for key in KEYS if key not in damaged]
+            client.settle()
+            assert client.write(KEYS) == [DONE] * SLOTS
+            assert client.read(KEYS) == [DONE] * SLOTS
+        faults(len(damaged))
+
+
+@KINDS
+def test_blocks_whose_records_changed_are_misses_and_no_others(
+    folder: Path, faults: Callable[[int], None], damage: Damage
+) -> None:
+    chance = random.Random(damage.__name__)
+    root = folder.parent
+    for _ in range(5):
+        slots = places(root)
+        damaged = set(chance.sample(KEYS, 20))
+        for key in damaged:
+            offset, size = table.record_offset(slots[key]), table.RECORD_BYTES
+            change(folder / "table", offset, size, lambda data: damage(chance, data))
+        with opened(root, slots=SLOTS) as client:
+            left = [key for key in KEYS if key not in damaged]
+            assert client.found(KEYS) == left
+            assert client.read(left) == [DONE] * len(left)
+            assert client.write(KEYS) == [DONE] * SLOTS
+            assert client.read(KEYS) == [DONE] * SLOTS
+        faults(len(damaged))
+
+
+@KINDS
+def test_a_table_whose_header_changed_is_an_empty_one(
+    folder: Path, faults: Callable[[int], None], damage: Damage
+) -> None:
+    chance = random.Random(damage.__name__)
+    for _ in range(20):
+        change(folder / "table", 0, 108, lambda data: damage(chance, data))
+        with opened(folder.parent, slots=SLOTS) as client:
+            assert client.found(KEYS) == []
+            assert client.write(KEYS) == [DONE] * SLOTS
+            assert client.read(KEYS) == [DONE] * SLOTS
+        faults(1)
+
+
+@pytest.mark.parametrize("name", ["slab-00000", "table", "counters.json", "lock"])
+def test_of_a_file_that_was_cut_the_rest_counts(
+    folder: Path, faults: Callable[[int], None], name: str
+) -> None:
+    chance = random.Random(name)
+    root = folder.parent
+    for _ in range(15):
+        slots = places(root)
+        length = chance.randrange((folder / name).stat().st_size + 1)
+        os.truncate(folder / name, length)
+        whole = {
+            "slab-00000": {key for key in KEYS if (slots[key] + 1) * SLOT <= length},
+            "table": {key for key in KEYS if table.record_offset(slots[key] + 1) <= length},
+        }.get(name, set(KEYS))
+        with opened(root, slots=SLOTS) as client:
+            outcomes = client.read(KEYS)
+            assert {key for key, o in zip(KEYS, outcomes, strict=True) if o is DONE} == whole
+            client.settle()
+            assert client.write(KEYS) == [DONE] * SLOTS
+        faults(1)
+
+
+@pytest.mark.parametrize("name", ["slab-00000", "table", "counters.json", "lock"])
+def test_a_file_that_is_gone_is_made_anew(
+    folder: Path, faults: Callable[[int], None], name: str
+) -> None:
+    (folder / name).unlink()
+    with opened(folder.parent, slots=SLOTS) as client:
+        outcomes = set(client.read(KEYS))
+        allowed = {"slab-00000": Outcome.DAMAGED, "table": Outcome.MISSING}
+        assert outcomes == {allowed.get(name, DONE)}
+        client.settle()
+        assert client.write(KEYS) == [DONE] * SLOTS
+        assert client.read(KEYS) == [DONE] * SLOTS
+    faults(1)
+
+
+@KINDS
+def test_bytes_that_change_while_the_store_is_open_are_misses(
+    folder: Path, faults: Callable[[int], None], damage: Damage
+) -> None:
+    chance = random.Random(damage.__name__)
+    slots = places(folder.parent)
+    with opened(folder.parent, slots=SLOTS) as client:
+        damaged = set(chance.sample(KEYS, 30))
+        for key in damaged:
+            offset = slots[key] * SLOT
+            change(folder / "slab-00000", offset, SLOT, lambda data: damage(chance, data))
+        outcomes = client.read(KEYS)
+        assert outcomes == [Outcome.DAMAGED if key in damaged else DONE for key in KEYS]
+    with opened(folder.parent, slots=SLOTS) as client:
+        assert client.found(KEYS) == [key for key in KEYS if key not in damaged]
+    faults(len(damaged))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that does not answer: the others go on, and nothing waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disk_blocks import FINGERPRINT, SLOT, STALL_SECONDS, Client, capacity_of, names, opened
+from faults.faulty_files import HangingFiles
+
+from flexkv.tiers.disk import drive, open_disk_tier
+from flexkv.transfer.job import Outcome, Priority
+
+SLOTS = 40
+KEYS = names(30)
+DONE = Outcome.DONE
+
+
+def on_drive(client: Client, number: int) -> list[bytes]:
+    """Those of `KEYS` that a drive has."""
+    return [key for key in KEYS if key in client.tier.drives[number].index]
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_the_other_directories_go_on_while_one_hangs(
+    tmp_path: Path, faults: Callable[[int], None], hangs: int
+) -> None:
+    roots = tmp_path / "a", tmp_path / "b"
+    files = HangingFiles()
+    with opened(*roots, slots=SLOTS, files=files, stall_seconds=STALL_SECONDS) as client:
+        client.write(KEYS)
+        lost, left = on_drive(client, hangs), on_drive(client, 1 - hangs)
+        assert lost
+        assert left
+        files.hang(roots[hangs])
+        waiting = client.tier.read(lost, client.buffers[-len(lost) :], Priority.LOAD)
+        assert files.hanging.wait(30)
+        client.wait_for_stall(hangs)
+        assert any(drive.readable for drive in client.tier.drives)
+        assert client.found(KEYS) == left
+        assert client.read(KEYS[:20]).count(DONE) == len(set(left) & set(KEYS[:20]))
+        more = names(10, first=100)
+        assert client.write(more) == [DONE] * 10
+        assert client.read(more) == [DONE] * 10
+        client.tier.delete(lost[:1])
+        client.tier.cancel(waiting)
+        assert waiting not in client.pump() or DONE not in client.results[waiting].values()
+        files.release()
+        outcomes = client.wait(waiting, len(lost))
+        assert set(outcomes) <= {DONE, Outcome.DROPPED}
+        client.settle()
+        assert client.found(KEYS) == [key for key in KEYS if key != lost[0]]
+        assert set(client.read(client.found(KEYS))) == {DONE}
+    faults(len(lost))
+
+
+def test_a_tier_whose_only_directory_hangs_is_not_available(
+    tmp_path: Path, faults: Callable[[int], None]
+) -> None:
+    files = HangingFiles()
+    with opened(tmp_path, slots=SLOTS, files=files, stall_seconds=STALL_SECONDS) as client:
+        client.write(KEYS)
+        files.hang(tmp_path)
+        waiting = client.tier.read(KEYS[:1], client.buffers[-1:], Priority.LOAD)
+        client.wait_for_stall(0)
+        assert not any(drive.readable for drive in client.tier.drives)
+        assert client.found(KEYS) == []
+        assert client.read(KEYS) == [Outcome.MISSING] * 30
+        assert client.write(names(5, first=100)) == [Outcome.DROPPED] * 5
+        client.tier.touch(KEYS)
+        files.release()
+        assert client.wait(waiting, 1) == [DONE]
+        assert any(drive.readable for drive in client.tier.drives)
+        assert client.read(KEYS) == [DONE] * 30
+    faults(1)
+
+
+def test_close_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, faults: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test ends: that is the bound. The disk is let go only after `close`."""
+    monkeypatch.setattr(drive, "CLOSE_SECONDS", 0.1)
+    roots = tmp_path / "a", tmp_path / "b"
+    files = HangingFiles()
+    capacity = capacity_of(SLOTS, 2)
+    tier = open_disk_tier([str(root) for root in roots], FINGERPRINT, SLOT, capacity, files=files)
+    client = Client(tier)
+    client.write(KEYS)
+    kept = on_drive(client, 1)
+    files.hang(roots[0])
+    tier.read(KEYS, client.buffers[: len(KEYS)], Priority.LOAD)
+    assert files.hanging.wait(30)
+    assert not tier.close()
+    with opened(roots[1], slots=SLOTS) as other:  # that one was closed
+        assert other.found(KEYS) == kept
+    files.release()
+    monkeypatch.undo()
+    assert tier.close()
+    with opened(*roots, slots=SLOTS) as client:
+        assert client.read(KEYS) == [DONE] * 30
+    faults(1)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that fail, do half of what they should, or lie about what they did."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from disk_blocks import Client, names, opened
+from faults.faulty_files import Fault, FaultyFiles
+
+from flexkv.errors import DiskError
+from flexkv.tiers.disk import OsFiles, table
+from flexkv.transfer.job import Outcome
+
+SLOTS = 48
+KEYS = names(100)
+DONE = Outcome.DONE
+RATE = 0.15  # no pause: that needs 16 failures in a row
+
+
+def history(client: Client, chance: random.Random) -> Counter[Outcome]:
+    """One random step; what was read is compared."""
+    written = chance.sample(KEYS, 20)
+    client.write(written)
+    if chance.random() < 0.3:
+        client.tier.delete(chance.sample(KEYS, 3))
+    # In the order in which they were written, or in none.
+    return Counter(client.read(chance.choice([written, chance.sample(KEYS, 20)])))
+
+
+@pytest.mark.parametrize("kind", Fault)
+def test_no_fault_of_a_call_yields_a_wrong_byte(
+    tmp_path: Path, faults: Callable[[int], None], kind: Fault
+) -> None:
+    chance = random.Random(kind.name)
+    outcomes: Counter[Outcome] = Counter()
+    files = FaultyFiles(1, 0.0, kind)
+    while files.counts.total() < 60 or files.in_runs < 30:
+        with opened(tmp_path, slots=SLOTS, files=files) as client:
+            files.rate = RATE
+            for _ in range(5):
+                outcomes += history(client, chance)
+            files.rate = 0.0
+        with opened(tmp_path, slots=SLOTS) as client:
+            outcomes += Counter(client.read(KEYS))
+    assert outcomes[DONE] > 100
+    faults(files.counts.total())
+
+
+def test_all_faults_together_yield_no_wrong_byte(
+    tmp_path: Path, faults: Callable[[int], None]
+) -> None:
+    chance = random.Random(0)
+    files = FaultyFiles(2, RATE)
+    roots = tmp_path / "a", tmp_path / "b"
+    done = refused = 0
+    while files.counts.total() < 300:
+        try:
+            with opened(*roots, slots=SLOTS, files=files) as client:
+                for _ in range(5):
+                    done += history(client, chance)[DONE]
+        except DiskError as error:  # at start, and only then
+            assert "allowed: a file system" in str(error)  # noqa: PT017
+            refused += 1
+    with opened(*roots, slots=SLOTS) as client:
+        client.read(KEYS)
+        client.settle()
+        client.write(KEYS[:40])
+        assert set(client.read(KEYS[:40])) == {DONE}
+    assert done > 100
+    assert refused > 0
+    faults(files.counts.total())
+
+
+class HeaderlessFiles(OsFiles):
+    """Files of which the beginning of a table cannot be written any more, once `broken`."""
+
+    broken = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.broken and offset == 0 and len(buffers[0]) == table.HEADER_BYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_what_is_written_after_clear_is_not_kept_though_the_header_cannot_be_written(
+    tmp_path: Path, faults: Callable[[int], None]
+) -> None:
+    """The old blocks return, for which the disk is to blame; the new ones must not be taken for
+    what the old weights made of their keys."""
+    files = HeaderlessFiles()
+    with opened(tmp_path, slots=SLOTS, files=files) as client:
+        client.write(KEYS[:20])
+        files.broken = True
+        client.tier.clear()
+        client.salt = b"new weights"
+        assert set(client.write(KEYS[10:30])) == {DONE}
+    with opened(tmp_path, slots=SLOTS) as client:
+        found = client.found(KEYS)
+        assert client.read(found) == [DONE] * len(found)
+        assert set(found) <= set(KEYS[:20])
+    faults(1)
+
+
+class BrokenFiles(OsFiles):
+    """Files of which one operation fails when the store is opened or closed."""
+
+    def __init__(self, operation: str, code: int) -> None:
+        self.operation = operation
+        self.code = code
+
+    def _check(self, operation: str) -> None:
+        if operation == self.operation:
+            raise OSError(self.code, os.strerror(self.code))
+
+    def open(self, path: str, flags: int) -> int:
+        self._check("open")
+        return super().open(path, flags)
+
+    def allocate(self, fd: int, length: int) -> None:
+        self._check("allocate")
+        super().allocate(fd, length)
+
+    def truncate(self, fd: int, length: int) -> None:
+        self._check("truncate")
+        super().truncate(fd, length)
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        self._check("close")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EMFILE])
+@pytest.mark.parametrize(
+    ("operation", "slots"), [("open", SLOTS), ("allocate", 2 * SLOTS), ("truncate", SLOTS // 2)]
+)
+def test_a_store_that_cannot_be_opened_says_so_once_and_is_left_as_it_was(
+    tmp_path: Path, faults: Callable[[int], None], operation: str, slots: int, code: int
+) -> None:
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS[:SLOTS])
+    with (
+        pytest.raises(DiskError, match=rf"{os.strerror(code)}; allowed: "),
+        opened(tmp_path, slots=slots, files=BrokenFiles(operation, code)),
+    ):
+        pass
+    with opened(tmp_path, slots=SLOTS) as client:
+        assert client.read(KEYS[:SLOTS]) == [DONE] * SLOTS
+    faults(1)
+
+
+def test_a_file_that_fails_as_it_is_closed_changes_nothing(
+    tmp_path: Path, faults: Callable[[int], None]
+) -> None:
+    with opened(tmp_path, slots=SLOTS, files=BrokenFiles("close", errno.EIO)) as client:
+        client.write(KEYS[:SLOTS])
+    with opened(tmp_path, slots=SLOTS) as client:
+        assert client.read(KEYS[:SLOTS]) == [DONE] * SLOTS
+    faults(2)

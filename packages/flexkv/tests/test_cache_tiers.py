@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCache over a real arena and a real disk; the test plays the workers and moves real bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flexkv import (
+    ADMISSIONS,
+    Arena,
+    ArenaSpec,
+    BlockFormat,
+    Change,
+    Direction,
+    Fetch,
+    KVCache,
+    Medium,
+    Priority,
+    Status,
+    Transfer,
+    open_disk_tier,
+)
+from flexkv.eviction import LRUPolicy
+
+FORMAT = BlockFormat(1, (4096,))
+FINGERPRINT = "0123456789abcdef" * 2
+
+
+def keys(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def content(key: bytes) -> bytes:
+    return hashlib.blake2b(key).digest() * (FORMAT.slot_bytes // 64)
+
+
+class Engine:
+    """A cache of `slots` blocks over a disk of `disk_slots`, and the one rank that copies."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        slots: int = 8,
+        disk_slots: int = 64,
+        admission: str = "write_through",
+        stall_seconds: float = 30.0,
+    ) -> None:
+        self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
+        capacity = disk_slots * (FORMAT.slot_bytes + 64) + 32768
+        self.disk = open_disk_tier(
+            [str(root)], FINGERPRINT, FORMAT.slot_bytes, capacity, stall_seconds=stall_seconds
+        )
+        self.cache = KVCache(
+            self.arena, LRUPolicy(), [self.disk], ADMISSIONS[admission], stall_seconds
+        )
+
+    def finish(self, transfer: Transfer) -> None:
+        """Copy, as the rank would: a load must find its own bytes."""
+        for block in transfer.blocks:
+            with self.arena.slot_view(block.slot) as view:
+                if transfer.direction is Direction.STORE:
+                    view[:] = content(block.key)
+                else:
+                    assert bytes(view) == content(block.key)
+        self.arena.board.report(transfer.cell, 0, Status.DONE)
+        self.cache.poll()
+
+    def settle(self) -> None:
+        while self.cache.busy:
+            self.cache.poll()
+            time.sleep(0)
+
+    def store(self, *names: str) -> None:
+        prefix = keys(*names)
+        transfer = self.cache.store(prefix, self.cache.missing(prefix))
+        assert transfer is not None
+        self.finish(transfer)
+        self.settle()
+
+    def wait(self, fetch: Fetch) -> None:
+        while not fetch.done:
+            self.cache.poll()
+            time.sleep(0)
+
+    def fetched(self, *names: str) -> int:
+        """Blocks of a prefix that can be loaded once the disk was asked; loads them."""
+        fetch = self.cache.fetch(keys(*names))
+        if fetch is not None:
+            self.wait(fetch)
+        hits = self.cache.lookup(keys(*names))
+        if hits:
+            transfer = self.cache.load(keys(*names)[:hits])
+            assert transfer is not None
+            self.finish(transfer)
+        if fetch is not None:
+            self.cache.end_fetch(fetch)
+        self.settle()
+        return hits
+
+    def hang(self) -> Callable[[], None]:
+        """Reads wait until the returned function is called."""
+        store: Any = self.disk.drives[0]._store
+        gate = threading.Event()
+        read = store.read
+
+        def waiting(*args: Any) -> Any:
+            gate.wait()
+            return read(*args)
+
+        store.read = waiting
+        return gate.set
+
+    def close(self) -> None:
+        assert self.cache.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def start(**options: Any) -> Engine:
+        made.append(Engine(tmp_path, **options))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def test_what_was_evicted_comes_back_verified(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b", "c")
+    engine.store("x", "y", "z")
+    assert engine.cache.lookup(keys("a", "b", "c")) < 3
+    assert engine.fetched("a", "b", "c") == 3
+    assert engine.cache.counters.fetched_blocks >= 2
+
+
+def test_nothing_is_fetched_that_the_arena_has_or_nobody_has(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.store("a", "b")
+    assert engine.cache.fetch(keys("a", "b")) is None
+    assert engine.cache.fetch(keys("a", "b", "c")) is None
+    assert engine.cache.fetch(keys("c")) is None
+
+
+def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b", "c", "d")
+    engine.store("x", "y")  # pushes out d and c
+    assert engine.cache.lookup(keys("a", "b", "c", "d")) == 2
+    assert engine.fetched("a", "b", "c", "d") == 4
+    assert engine.cache.counters.fetched_blocks == 2
+
+
+def test_what_is_fetched_stays_until_the_fetch_ends(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b", "c")
+    engine.store("x", "y", "z")
+    fetch = engine.cache.fetch(keys("a", "b", "c"))
+    assert fetch is not None
+    engine.wait(fetch)
+    others = keys("p", "q", "r")
+    assert len(engine.cache.store(others, [0, 1, 2]).blocks) == 1  # type: ignore[union-attr]
+    assert engine.cache.lookup(keys("a", "b", "c")) == 3
+    engine.cache.end_fetch(fetch)
+
+
+def test_two_requests_share_one_read(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.store("a", "b")
+    engine.store(*"stuvwxyz")
+    release = engine.hang()
+    first = engine.cache.fetch(keys("a", "b"), Priority.PREFETCH)
+    second = engine.cache.fetch(keys("a", "b"))
+    assert first is not None
+    assert second is not None
+    engine.cache.end_fetch(first)  # must not take it from the second
+    release()
+    engine.wait(second)
+    assert second.arrived == 2
+    assert engine.cache.counters.fetched_blocks == 2
+    engine.cache.end_fetch(second)
+
+
+def test_a_prefetch_leaves_half_of_the_arena(make: Callable[..., Engine]) -> None:
+    engine = make(slots=8)
+    engine.store(*"abcdef")
+    engine.store(*"stuvwxyz")
+    fetch = engine.cache.fetch(keys(*"abcdef"), Priority.PREFETCH)
+    assert fetch is not None
+    assert fetch.stop == 4
+    engine.wait(fetch)
+    assert engine.cache.fetch(keys(*"stuv"), Priority.PREFETCH) is None
+    engine.cache.end_fetch(fetch)
+
+
+def test_a_cancelled_fetch_gives_its_slots_back(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b", "c", "d")
+    engine.store("w", "x", "y", "z")
+    release = engine.hang()
+    fetch = engine.cache.fetch(keys("a", "b", "c", "d"))
+    assert fetch is not None
+    engine.cache.end_fetch(fetch)
+    release()
+    engine.settle()
+    engine.store("p", "q", "r", "s")
+    assert engine.cache.lookup(keys("p", "q", "r", "s")) == 4
+
+
+def test_a_disk_that_gives_nothing_is_given_up(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4, stall_seconds=0.1)
+    engine.store("a", "b")
+    engine.store("w", "x", "y", "z")
+    release = engine.hang()
+    fetch = engine.cache.fetch(keys("a", "b"))
+    assert fetch is not None
+    engine.wait(fetch)
+    assert fetch.arrived == 0
+    assert engine.cache.counters.stalled_fetches == 1
+    engine.cache.end_fetch(fetch)
+    # A read that comes too late is not lost: it fills the arena.
+    release()
+    engine.settle()
+    assert engine.cache.lookup(keys("a", "b")) == 2
+
+
+def test_a_clear_reaches_what_is_on_its_way(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b")
+    engine.store("w", "x", "y", "z")
+    release = engine.hang()
+    fetch = engine.cache.fetch(keys("a", "b"))
+    assert fetch is not None
+    engine.cache.clear()
+    release()
+    assert fetch.done
+    assert fetch.arrived == 0
+    engine.cache.end_fetch(fetch)
+    engine.settle()
+    assert engine.cache.ready_blocks == 0
+    assert engine.fetched("a", "b") == 0
+    engine.store("p", "q", "r", "s")
+
+
+def test_admission_on_evict_writes_only_what_leaves(make: Callable[..., Engine]) -> None:
+    engine = make(slots=16, admission="on_evict")
+    engine.store(*"abcdefgh")
+    assert not any(engine.disk.contains(keys(*"abcdefgh")))
+    engine.store(*"stuvwxyz")
+    engine.settle()
+    assert any(engine.disk.contains(keys(*"abcdefgh")))
+    assert not any(engine.disk.contains(keys(*"stuvwxyz")))
+
+
+def test_what_the_disk_holds_at_the_start_is_a_change(make: Callable[..., Engine]) -> None:
+    first = make(slots=4)
+    first.store("a", "b")
+    assert first.cache.take_changes() == []  # nobody watches
+    first.close()
+    second = make(slots=4)
+    second.cache.watch()
+    assert sorted(second.cache.take_changes()) == [
+        Change(Medium.DISK, b"a", True),
+        Change(Medium.DISK, b"b", True),
+    ]
+    assert second.cache.take_changes() == []
+
+
+def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b", "c")
+    engine.store("x", "y", "z")
+    assert engine.fetched("a", "b", "c") == 3
+    ((medium, figures),) = engine.cache.tier_figures
+    assert medium is Medium.DISK
+    assert figures.blocks == figures.written_blocks == 6
+    assert figures.traffic.written_bytes == 6 * FORMAT.slot_bytes
+    fetched = engine.cache.counters.fetched_blocks
+    assert figures.traffic.read_bytes == fetched * FORMAT.slot_bytes
+    assert figures.traffic.read_seconds > 0
+    assert figures.queued_blocks == figures.queued_bytes == 0
+
+
+class TierModel(RuleBasedStateMachine):
+    """Random use, damage on disk and restarts: whatever is loaded has its own bytes, and what
+    changes tell is what can be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(prefix="flexkv-test-")
+        self.root = Path(self.folder.name)
+        self.pending: list[Transfer] = []
+        self.fetches: list[Fetch] = []
+        self.engine = self.start("write_through")
+
+    def start(self, admission: str) -> Engine:
+        self.told: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        engine = Engine(self.root, slots=6, disk_slots=10, admission=admission)
+        engine.cache.watch()
+        return engine
+
+    def teardown(self) -> None:
+        self.finish_all()
+        self.engine.close()
+        self.folder.cleanup()
+
+    def finish_all(self) -> None:
+        for transfer in self.pending:
+            self.engine.finish(transfer)
+        for fetch in self.fetches:
+            self.engine.cache.end_fetch(fetch)
+        self.pending.clear()
+        self.fetches.clear()
+        self.engine.settle()
+
+    def prefix(self, chain: int, length: int) -> list[bytes]:
+        return [bytes([chain, i]) for i in range(length)]
+
+    @rule(length=st.integers(1, 5), chain=st.integers(0, 3))
+    def store(self, length: int, chain: int) -> None:
+        prefix = self.prefix(chain, length)
+        missing = self.engine.cache.missing(prefix)
+        transfer = self.engine.cache.store(prefix, missing) if missing else None
+        if transfer is not None:
+            self.pending.append(transfer)
+
+    @rule(length=st.integers(1, 5), chain=st.integers(0, 3), early=st.booleans())
+    def fetch(self, length: int, chain: int, early: bool) -> None:
+        priority = Priority.PREFETCH if early else Priority.LOAD
+        fetch = self.engine.cache.fetch(self.prefix(chain, length), priority)
+        if fetch is not None:
+            self.fetches.append(fetch)
+
+    @rule(length=st.integers(1, 5), chain=st.integers(0, 3))
+    def load(self, length: int, chain: int) -> None:
+        prefix = self.prefix(chain, length)
+        prefix = prefix[: self.engine.cache.lookup(prefix)]
+        if prefix:
+            transfer = self.engine.cache.load(prefix)
+            assert transfer is not None
+            self.pending.append(transfer)
+
+    @rule()
+    def finish(self) -> None:
+        if self.pending:
+            self.engine.finish(self.pending.pop(0))
+
+    @rule()
+    def end_a_fetch(self) -> None:
+        if self.fetches:
+            self.engine.cache.end_fetch(self.fetches.pop(0))
+
+    @rule()
+    def poll(self) -> None:
+        self.engine.cache.poll()
+
+    @rule(place=st.integers(0, 10 * FORMAT.slot_bytes - 1))
+    def damage(self, place: int) -> None:
+        (slab,) = self.root.glob("*/slab-*")
+        with slab.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 1]) if byte else b"")
+
+    @rule(admission=st.sampled_from(sorted(ADMISSIONS)))
+    def restart(self, admission: str) -> None:
+        self.finish_all()
+        self.engine.close()
+        self.engine = self.start(admission)
+
+    @rule()
+    def clear(self) -> None:
+        self.engine.cache.clear()
+
+    @rule(length=st.integers(1, 5), chain=st.integers(0, 3))
+    def pin(self, length: int, chain: int) -> None:
+        self.engine.cache.pin(self.prefix(chain, length))
+
+    @rule()
+    def take_changes(self) -> None:
+        for medium, name, loadable in self.engine.cache.take_changes():
+            (self.told[medium].add if loadable else self.told[medium].discard)(name)
+        every = [bytes([chain, i]) for chain in range(4) for i in range(5)]
+        host = {key for key in every if self.engine.cache.lookup([key])}
+        on_disk = dict(zip(every, self.engine.disk.contains(every), strict=True))
+        assert self.told[Medium.HOST] == host
+        assert self.told[Medium.DISK] == {key for key, there in on_disk.items() if there}
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        if not self.pending and not self.fetches:
+            self.engine.settle()
+            index = self.engine.cache._index
+            assert index.free_slots + len(index) == index.num_slots
+
+
+TestTiers = TierModel.TestCase
+TestTiers.settings = settings(max_examples=40, deadline=None)

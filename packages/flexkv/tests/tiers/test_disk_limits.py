@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bounds a disk tier at run time: the write budget, its queue, a disk that breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disk_blocks import (
+    FINGERPRINT,
+    SLOT,
+    Client,
+    names,
+    opened,
+)
+from faults.faulty_files import Fault, FaultyFiles, HangingFiles
+
+from flexkv.tiers.disk import drive, health
+from flexkv.transfer.job import Outcome, Priority
+
+DONE = Outcome.DONE
+OTHER = "cd" * 32
+
+
+def test_the_write_budget_holds_over_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path, day_bytes=10 * SLOT) as client:
+        assert client.write(names(6)) == [DONE] * 6
+    with opened(tmp_path, day_bytes=10 * SLOT) as client:
+        outcomes = client.write(names(20))
+        assert outcomes.count(DONE) == 10
+        assert outcomes.count(Outcome.DROPPED) == 10
+    with opened(tmp_path, day_bytes=10 * SLOT) as client:
+        assert client.write([b"more"]) == [Outcome.DROPPED]
+        found = client.found(names(20))
+        assert client.read(found) == [DONE] * 10
+    with opened(tmp_path) as client:
+        assert client.write([b"more"]) == [DONE]
+
+
+def test_what_is_dropped_does_not_count_as_written(tmp_path: Path) -> None:
+    with opened(tmp_path, queue_bytes=16 * SLOT, day_bytes=60 * SLOT) as client:
+        assert Outcome.DROPPED in client.write(names(60))
+        for key in names(60):
+            assert client.write([key]) == [DONE]
+        assert client.write([b"more"]) == [Outcome.DROPPED]
+
+
+def test_what_a_full_queue_drops_is_not_found_and_its_slots_return(tmp_path: Path) -> None:
+    with opened(tmp_path, queue_bytes=4 * SLOT) as client:
+        outcomes = client.write(names(60))
+        assert set(outcomes) == {DONE, Outcome.DROPPED}
+        written = [key for key, o in zip(names(60), outcomes, strict=True) if o is DONE]
+        assert client.found(names(60)) == written
+        client.settle()
+        assert client.tier.drives[0].index.free_slots == 64 - len(written)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 60])
+def test_a_cancelled_batch_has_a_result_for_every_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    for name in ("READ_RUN_BYTES", "WRITE_RUN_BYTES"):
+        monkeypatch.setattr(drive, name, blocks * SLOT)
+    with opened(tmp_path) as client:
+        ticket = client.begin_write(names(60))
+        client.tier.hasten(ticket, Priority.STORE)
+        client.tier.cancel(ticket)
+        written = client.wait(ticket, 60)
+        assert set(written) <= {DONE, Outcome.DROPPED}
+        client.settle()
+        assert client.write(names(60)) == [DONE] * 60
+        ticket = client.tier.read(names(60), client.buffers[:60], Priority.PREFETCH)
+        client.tier.hasten(ticket, Priority.LOAD)
+        client.tier.cancel(ticket)
+        outcomes = client.check(names(60), client.wait(ticket, 60))
+        assert set(outcomes) <= {DONE, Outcome.DROPPED}
+        client.tier.cancel(ticket)
+        client.tier.hasten(12345, Priority.LOAD)
+
+
+def test_cancel_drops_whole_runs_and_only_those_that_have_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "READ_RUN_BYTES", 3 * SLOT)
+    files = HangingFiles()
+    with opened(tmp_path, files=files) as client:
+        client.write(names(60))
+        files.hang(tmp_path)
+        ticket = client.tier.read(names(60), client.buffers[:60], Priority.PREFETCH)
+        assert files.hanging.wait(30)
+        client.tier.cancel(ticket)
+        files.release()
+        outcomes = client.check(names(60), client.wait(ticket, 60))
+        runs = [outcomes[i : i + 3] for i in range(0, 60, 3)]
+        begun = runs.count([DONE] * 3)
+        assert 1 <= begun <= drive.THREADS
+        assert runs.count([Outcome.DROPPED] * 3) == 20 - begun
+        client.settle()
+        assert client.read(names(60)) == [DONE] * 60
+
+
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [
+        ("reads", lambda client, i: client.read(names(1, first=i))),
+        ("writes", lambda client, i: client.write(names(1, first=1000 + i))),
+    ],
+)
+def test_a_broken_disk_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, act: Callable[[Client, int], object]
+) -> None:
+    files = FaultyFiles(1, 0.0, Fault.EIO)
+    monkeypatch.setattr(health, "PAUSE_SECONDS", 3600.0)
+    with opened(tmp_path, files=files) as client:
+        client.write(names(40))
+        (one,) = client.tier.drives
+        files.rate = 1.0
+        for i in range(health.FAILURES):
+            assert one.readable
+            assert one.may_write(SLOT)
+            act(client, i)
+        client.settle()
+        assert one.readable is (kind == "writes")
+        assert one.may_write(SLOT) is (kind == "reads")
+        if kind == "reads":
+            assert not client.tier.drives[0].readable
+            assert client.found(names(40)) == []
+        before = files.counts.total()
+        act(client, 30)
+        assert files.counts.total() == before
+        files.rate = 0.0
+    with opened(tmp_path) as client:
+        found = client.found(names(1100))
+        assert client.read(found) == [DONE] * len(found)
+
+
+def test_counters_are_saved_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "_LEDGER_SECONDS", 0.0)
+    counters = tmp_path / FINGERPRINT / "counters.json"
+    with opened(tmp_path) as client:
+        client.write(names(5))
+        client.settle()
+        assert counters.exists()

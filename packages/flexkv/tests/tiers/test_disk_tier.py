@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier over real files, through what the cache calls."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from pathlib import Path
+
+import pytest
+from disk_blocks import (
+    FINGERPRINT,
+    SLOT,
+    STALL_SECONDS,
+    Client,
+    capacity_of,
+    names,
+    opened,
+)
+from faults.faulty_files import HangingFiles, NoDirectFiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexkv.errors import DiskError
+from flexkv.tiers.disk import open_disk_tier, slabs
+from flexkv.transfer.job import Outcome, Priority
+
+DONE = Outcome.DONE
+OTHER = "cd" * 32
+
+
+def disk_use(root: Path) -> int:
+    """Bytes on disk of all files and folders below `root`, as du counts."""
+    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        keys = names(50)
+        assert client.tier.contains(keys) == [False] * 50
+        assert client.write(keys) == [DONE] * 50
+        assert client.tier.contains(keys) == [True] * 50
+        for priority in (Priority.LOAD, Priority.PREFETCH):
+            assert client.read(keys, priority) == [DONE] * 50
+        assert client.tier.poll() == []
+
+
+def test_an_absent_block_is_missing_and_the_others_are_read(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(2))
+        outcomes = client.read([b"absent", *names(2), b"absent too"])
+        assert outcomes == [Outcome.MISSING, DONE, DONE, Outcome.MISSING]
+
+
+def test_an_empty_batch_has_no_results(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        assert client.write([]) == client.read([]) == []
+
+
+def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(5))
+        (ledger,) = [d._store.ledger for d in client.tier.drives]
+        assert client.write(names(6)) == [DONE] * 6
+        assert ledger.written_blocks == 6
+        assert client.write([b"twice"] * 3) == [DONE] * 3
+        assert ledger.written_blocks == 7
+
+
+def test_keys_of_any_length_are_kept_apart(tmp_path: Path) -> None:
+    keys = [b"x" * length for length in (1, 31, 32, 33, 64, 200)]
+    with opened(tmp_path) as client:
+        assert client.write(keys) == [DONE] * 6
+    with opened(tmp_path) as client:
+        assert client.read(keys) == [DONE] * 6
+        client.tier.touch(keys)
+        client.tier.delete(keys)
+        assert client.found(keys) == []
+
+
+def test_a_full_tier_lets_the_blocks_go_that_were_used_longest_ago(tmp_path: Path) -> None:
+    keys = names(8)
+    with opened(tmp_path, slots=8) as client:
+        for key in keys:
+            client.write([key])
+        client.read(keys[:2])
+        client.tier.touch(keys[2:4])
+        assert client.write(names(4, first=100)) == [DONE] * 4
+        assert client.found(keys) == keys[:4]
+        assert client.read(names(4, first=100)) == [DONE] * 4
+
+
+def test_the_end_of_a_prefix_leaves_first(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=8) as client:
+        client.write(names(8))
+        client.write([b"new", b"newer"])
+        assert client.found(names(8)) == names(6)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_the_end_of_a_prefix_leaves_first_after_a_restart_too(tmp_path: Path, step: int) -> None:
+    """Whether it lies in slots that go up or down: those freed last are taken first."""
+    with opened(tmp_path, slots=8) as client:
+        client.write(names(8, first=100))
+        for key in names(8, first=100)[::step]:
+            client.tier.delete([key])
+            client.settle()
+        client.write(names(8))
+    with opened(tmp_path, slots=8) as client:
+        client.write([b"new", b"newer"])
+        assert client.found(names(8)) == names(6)
+
+
+def test_batches_go_over_the_ends_of_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 10 * SLOT)
+    with opened(tmp_path) as client:
+        assert client.write(names(64)) == [DONE] * 64
+        assert client.read(names(64)) == [DONE] * 64
+        assert client.read(names(64)[::-1]) == [DONE] * 64
+        assert len(list((tmp_path / FINGERPRINT).glob("slab-*"))) == 7
+
+
+def test_more_blocks_than_slots_are_dropped_and_nothing_is_lost(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=4) as client:
+        outcomes = client.write(names(20))
+        assert set(outcomes) <= {DONE, Outcome.DROPPED}
+        found = client.found(names(20))
+        assert 0 < len(found) <= 4
+        assert client.read(found) == [DONE] * len(found)
+
+
+def test_a_reopened_tier_is_warm(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=32) as client:
+        client.write(names(100))
+        found = client.found(names(100))
+        assert len(found) == 32
+    with opened(tmp_path, slots=32) as client:
+        assert client.found(names(100)) == found
+        assert client.read(found) == [DONE] * 32
+        assert client.write(names(10, first=200)) == [DONE] * 10
+        assert client.read(names(10, first=200)) == [DONE] * 10
+
+
+@pytest.mark.parametrize("slots", [1, 20, 63, 65, 300])
+def test_another_capacity_keeps_what_fits(tmp_path: Path, slots: int) -> None:
+    with opened(tmp_path, slots=64) as client:
+        client.write(names(64))
+    with opened(tmp_path, slots=slots) as client:
+        found = client.found(names(64))
+        assert len(found) == min(64, slots)
+        assert client.read(found) == [DONE] * len(found)
+        assert len(client.write(names(30, first=100))) == 30
+        assert disk_use(tmp_path) <= capacity_of(slots)
+    with opened(tmp_path, slots=64) as client:
+        again = client.found(names(130))
+        assert set(client.read(again)) == {DONE}
+
+
+def test_blocks_of_another_size_begin_anew(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(10))
+    tier = open_disk_tier([str(tmp_path)], FINGERPRINT, 2 * SLOT, capacity_of(64))
+    assert tier.contains(names(10)) == [False] * 10
+    assert tier.close()
+
+
+@pytest.mark.parametrize("capacity", [0, SLOT, capacity_of(1) - 1])
+def test_a_capacity_without_room_for_a_block_is_refused(tmp_path: Path, capacity: int) -> None:
+    with pytest.raises(DiskError, match=r"less than one block of 8192 bytes; allowed"):
+        open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity)
+    with opened(tmp_path):  # nobody owns it
+        pass
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([4096, 8192, 65536]),
+    st.integers(1, 400),
+    st.integers(0, 4095),
+    st.sampled_from(["in order", "every other", "shuffled"]),
+)
+def test_files_never_take_more_than_the_capacity(
+    tmp_path_factory: pytest.TempPathFactory, slot: int, slots: int, extra: int, order: str
+) -> None:
+    """Every slot that is written may cost the file system an entry in the file's map."""
+    root = tmp_path_factory.mktemp("bound")
+    capacity = capacity_of(1) + slots * slot + extra
+    tier = open_disk_tier([str(root)], FINGERPRINT, slot, capacity)
+    (store,) = [drive._store for drive in tier.drives]
+    client = Client(tier)
+    memory = client.buffers[0].obj
+    buffer = memoryview(memory)[:slot]
+    places = list(range(store.index.num_slots))
+    if order == "every other":
+        places = places[::2]
+    elif order == "shuffled":
+        random.Random(slots).shuffle(places)
+    assert disk_use(root) <= capacity
+    for place in places:
+        store.write(place, [b"key"], [1], store.epoch, [buffer])
+    assert tier.close()
+    assert disk_use(root) <= capacity
+
+
+def test_files_and_folders_are_for_their_owner_only(tmp_path: Path) -> None:
+    with opened(tmp_path / "a" / "b") as client:
+        client.write(names(3))
+    folder = tmp_path / "a" / "b" / FINGERPRINT
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(["lock", "table", "slab-00000", "counters.json"], 0o600)
+    for path in (folder, folder.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_file_system_without_direct_io_works_too(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(5))
+    with opened(tmp_path, files=NoDirectFiles()) as client:
+        assert not client.tier.drives[0]._store.direct
+        assert client.read(names(5)) == [DONE] * 5
+        assert client.write(names(5, first=5)) == [DONE] * 5
+    with opened(tmp_path) as client:
+        assert client.read(names(10)) == [DONE] * 10
+
+
+# Owners
+
+
+def test_a_second_owner_is_refused_with_one_clear_message(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(3))
+        with (
+            pytest.raises(DiskError, match=rf"in use by process {os.getpid()}; allowed: .*own"),
+            opened(tmp_path),
+        ):
+            pass
+        assert client.read(names(3)) == [DONE] * 3
+    with opened(tmp_path) as client:
+        assert client.read(names(3)) == [DONE] * 3
+
+
+def test_a_refused_directory_leaves_no_other_open(tmp_path: Path) -> None:
+    with opened(tmp_path / "b"), pytest.raises(DiskError), opened(tmp_path / "a", tmp_path / "b"):
+        pass
+    with opened(tmp_path / "a", tmp_path / "b"):
+        pass
+
+
+def test_a_second_owner_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
+    with opened(tmp_path, share=True) as first, opened(tmp_path, share=True, salt=b"2") as second:
+        first.write(names(20))
+        assert second.found(names(20)) == []
+        second.write(names(20))
+        assert first.read(names(20)) == second.read(names(20)) == [DONE] * 20
+    # Which of the two a later one gets, it gets whole.
+    with opened(tmp_path, share=True) as first, opened(tmp_path, share=True, salt=b"2") as second:
+        assert first.read(names(20)) == second.read(names(20)) == [DONE] * 20
+
+
+def test_blocks_of_another_model_make_room(tmp_path: Path) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(20))
+    with opened(tmp_path, fingerprint=OTHER, salt=b"other") as client:
+        assert client.found(names(20)) == []
+        client.write(names(64))
+        assert disk_use(tmp_path) <= capacity_of(64)
+    with opened(tmp_path) as client:
+        assert client.found(names(64)) == []
+
+
+# Several directories
+
+
+def test_blocks_are_spread_over_the_directories(tmp_path: Path) -> None:
+    roots = tmp_path / "a", tmp_path / "b"
+    with opened(*roots, slots=40) as client:
+        assert client.write(names(60)) == [DONE] * 60
+        assert all(len(drive.index) > 0 for drive in client.tier.drives)
+        assert client.read(names(60)) == [DONE] * 60
+        for root in roots:
+            assert disk_use(root) <= capacity_of(40)
+    with opened(*reversed(roots), slots=40) as client:
+        assert client.read(names(60)) == [DONE] * 60
+        client.tier.delete(names(60))
+        assert client.found(names(60)) == []
+
+
+def test_a_block_that_two_directories_have_is_deleted_from_both(tmp_path: Path) -> None:
+    roots = tmp_path / "a", tmp_path / "b"
+    for root in roots:
+        with opened(root) as client:
+            client.write(names(10))
+    with opened(*roots) as client:
+        client.tier.delete(names(5))
+        assert client.found(names(10)) == names(5, first=5)
+    with opened(*roots) as client:
+        assert client.found(names(10)) == names(5, first=5)
+        assert client.read(names(5, first=5)) == [DONE] * 5
+
+
+def test_a_block_is_read_from_the_directory_that_does_not_hang(tmp_path: Path) -> None:
+    roots = tmp_path / "a", tmp_path / "b"
+    for root in roots:
+        with opened(root) as client:
+            client.write(names(10))
+    files = HangingFiles()
+    with opened(*roots, files=files, stall_seconds=STALL_SECONDS) as client:
+        files.hang(roots[0])
+        client.tier.read(names(1), client.buffers[-1:], Priority.LOAD)
+        assert files.hanging.wait(10)
+        client.wait_for_stall(0)
+        assert client.found(names(10)) == names(10)
+        assert client.read(names(10)) == [DONE] * 10
+        files.release()
