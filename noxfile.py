@@ -96,6 +96,12 @@ def bench(session: nox.Session) -> None:
     _run(session, "engine-cpu", "-m", "integration.bench", *session.posargs)
 
 
+@nox.session(venv_backend="none", default=False, requires=["engine-cpu"])
+def campaign(session: nox.Session) -> None:
+    """A real server under load while what is below it breaks. `-- --help` lists its options."""
+    _run(session, "engine-cpu", "-m", "integration.campaign", *session.posargs)
+
+
 @nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)
 def gpu(session: nox.Session) -> None:
     """On a CUDA machine: GPU tests, benchmarks and a report. `-- --here`: with this Python."""

@@ -89,14 +89,17 @@ def check(engine: Engine, tree: Tree, accepted: Collection[str]) -> list[Finding
         OSError: files of the engine that call the adapter are not there.
         RuntimeError: the type checker did not do its work.
     """
-    files = sorted(engine.adapter.rglob("*.py"))
+    files = [
+        file for file in sorted(engine.adapter.rglob("*.py")) if _serves(file, engine, tree.version)
+    ]
     callers = [tree.path / name for name in engine.callers]
     for caller in callers:
         caller.stat()
     newer = [
-        f"Cannot find module `{name}`"
+        text.format(name=name)
         for name, since in engine.since.items()
         if Version(since) > Version(tree.version)
+        for text in _ABSENT
     ]
     probe = _probe([found for file in files for found in subclasses(file, engine)], engine, tree)
     findings = [
@@ -108,6 +111,14 @@ def check(engine: Engine, tree: Tree, accepted: Collection[str]) -> list[Finding
     return list(dict.fromkeys(findings))
 
 
+_ABSENT = (
+    "Cannot find module `{name}`",
+    "No attribute `{name}` in module",
+    "Could not import `{name}` from",
+)
+"""What the type checker says of a name that a release has not got."""
+
+
 def subclasses(file: Path, engine: Engine) -> Iterator[Subclass]:
     """The classes in a file of the adapter that have a base class of the engine."""
     module = ast.parse(file.read_text(encoding="utf-8"))
@@ -116,8 +127,7 @@ def subclasses(file: Path, engine: Engine) -> Iterator[Subclass]:
         for source, original, name in _imported(module)
         if source.partition(".")[0] == engine.package
     }
-    inside = file.relative_to(engine.adapter.parent).with_suffix("")
-    path = ".".join(part for part in inside.parts if part != "__init__")
+    path = _module_of(file, engine)
     for node in ast.walk(module):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -126,6 +136,21 @@ def subclasses(file: Path, engine: Engine) -> Iterator[Subclass]:
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id in imported:
                 yield Subclass(path, node.name, *imported[base.id], public, "__init__" in methods)
+
+
+def _module_of(file: Path, engine: Engine) -> str:
+    inside = file.relative_to(engine.adapter.parent).with_suffix("")
+    return ".".join(part for part in inside.parts if part != "__init__")
+
+
+def _serves(file: Path, engine: Engine, version: str) -> bool:
+    """Whether a file of the adapter is for this version of the engine: those of a package of its
+    own may be for newer ones only."""
+    module = _module_of(file, engine)
+    return not any(
+        f"{module}.".startswith(f"{name}.") and Version(since) > Version(version)
+        for name, since in engine.since.items()
+    )
 
 
 def _imported(module: ast.Module) -> Iterator[tuple[str, str, str]]:

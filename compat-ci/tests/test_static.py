@@ -23,6 +23,8 @@ IN_TREE = f"{V1}/flexkv_connector.py"
 FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"
 POOL = "vllm/v1/core/block_pool.py"
 OUTPUT = "vllm/v1/core/sched/output.py"
+OFFLOAD = "vllm/v1/kv_offload/base.py"
+OFFLOAD_CONFIG = "vllm/v1/kv_offload/config.py"
 TRANSFER = "vllm/config/kv_transfer.py"
 PARALLEL = "vllm/distributed/parallel_state.py"
 UTILS = "vllm/distributed/utils.py"
@@ -112,6 +114,22 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     "vLLM's own connector passes an argument more": (
         [Edit(IN_TREE, f"{SHIM_CALL}.get_finished(", f"{SHIM_CALL}.get_finished(0, ")],
         ["FlexKVConnectorV1Impl.get_finished"],
+    ),
+    "a method more that an offloading worker must have": (
+        [Edit(OFFLOAD, "    @abstractmethod\n    def submit_store(", MORE + "def submit_store(")],
+        ["offloading.worker.FlexKVOffloadingWorker", "abstract: `drain`"],
+    ),
+    "an argument more for a method of an offloading manager": (
+        [Edit(OFFLOAD, "def complete_load(self, ", "def complete_load(self, rank: int, ")],
+        ["`FlexKVOffloadingManager.complete_load`"],
+    ),
+    "what an offloading spec is made with renamed": (
+        [Edit(OFFLOAD_CONFIG, "    dcp_size: int", "    context_size: int")],
+        ["offloading/settings.py", "`dcp_size`"],
+    ),
+    "what an offloading manager answers renamed": (
+        [Edit(OFFLOAD, "HIT_PENDING", "HIT_LATER")],
+        ["offloading/requests.py", "`HIT_PENDING`"],
     ),
     "vLLM's own connector imports another name": (
         [Edit(IN_TREE, "FlexKVConnectorV1Impl", "FlexKVConnectorV2Impl")],

@@ -117,3 +117,14 @@ def test_a_module_that_came_later_may_be_missing_before(toy: Engine) -> None:
     assert findings(later, version="1.9") == []
     (finding,) = findings(later, version="2.0")
     assert "Cannot find module `toy.media`" in finding
+
+
+def test_a_package_for_newer_versions_is_not_read_before(toy: Engine) -> None:
+    folder = toy.adapter / "newer"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from toy.offload import OffloadingWorker\n")
+    (toy.adapter / "newer_still.py").write_text("from toy.offload import OffloadingLink\n")
+    since = replace(toy, since={"touch": "2.0", "ours.newer": "2.0"})
+    (before,) = findings(since, version="1.9")
+    assert "`OffloadingLink`" in before
+    assert any("`OffloadingWorker`" in finding for finding in findings(since, version="2.0"))

@@ -20,10 +20,12 @@ from pathlib import Path
 from integration.bench.disk import disk_rows
 from integration.bench.disk_hits import disk_hit_rows
 from integration.bench.engines import engine_rows
+from integration.bench.load_modes import load_mode_rows
 from integration.bench.memory import memory_rows
 from integration.bench.rows import Row, table
 from integration.bench.scripts import script_rows
 from integration.bench.setup import Bench
+from integration.bench.slow_disk import slow_disk_rows
 
 Say = Callable[[str], None]
 PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
@@ -32,6 +34,8 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "memory": memory_rows,
     "disk": disk_rows,
     "disk-hits": disk_hit_rows,
+    "load-modes": load_mode_rows,
+    "slow-disk": slow_disk_rows,
 }
 MIN_SAMPLES = 5
 

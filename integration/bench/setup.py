@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from integration.harness import connector
 from integration.harness.checkpoint import BENCH, TINY, write_checkpoint
@@ -43,15 +44,16 @@ class Bench:
     disk_dir: Path | None = None
     _prompts: int = 0
 
-    def flexkv(self, arena_gb: float = ARENA_GB) -> Connector:
-        """FlexKV with its defaults but for the size of the arena."""
-        return connector.plugin(cpu_cache_gb=arena_gb, runtime_dir=str(self.folder / "run"))
+    def flexkv(self, arena_gb: float = ARENA_GB, **settings: Any) -> Connector:
+        """FlexKV with its defaults but for the size of the arena, and ``settings``."""
+        runtime_dir = str(self.folder / "run")
+        return connector.plugin(cpu_cache_gb=arena_gb, runtime_dir=runtime_dir, **settings)
 
     def example(self) -> Connector:
         """vLLM's ExampleConnector with an empty store."""
         return connector.example(self.folder / "example")
 
-    def engine(self, chosen: Connector) -> Engine:
+    def engine(self, chosen: Connector, async_scheduling: bool | None = None) -> Engine:
         """The bench model, in bfloat16, behind ``chosen``."""
         config = EngineConfig(
             model=write_checkpoint(BENCH, self.folder),
@@ -60,6 +62,7 @@ class Bench:
             max_model_len=24576,
             max_num_batched_tokens=BATCHED_TOKENS,
             kv_cache_bytes=KV_CACHE_BYTES,
+            async_scheduling=async_scheduling,
         )
         return self._start(config)
 

@@ -16,12 +16,14 @@ class Connector:
     """A KV connector of an engine.
 
     ``transfer_config`` is vLLM's KV transfer config, None for an engine without a connector.
-    ``env`` is added to the environment of the engine.
+    ``env`` is added to the environment of the engine. ``holds_blocks``: vLLM counts blocks that are
+    being stored as in use.
     """
 
     name: str
     transfer_config: dict[str, Any] | None = None
     env: dict[str, str] = field(default_factory=dict)
+    holds_blocks: bool = True
 
 
 NONE = Connector("none")
@@ -52,16 +54,60 @@ def module_path(**extra: Any) -> Connector:
     return Connector("module_path", config, {"VLLM_PLUGINS": ""})
 
 
-def example(storage: Path) -> Connector:
-    """vLLM's ExampleConnector, which keeps safetensors files under ``storage``."""
+def slow_disk(megabytes_per_second: float, **extra: Any) -> Connector:
+    """FlexKV over a disk that reads no faster than that."""
+    config = _flexkv(extra) | {"kv_connector_module_path": "integration.harness.slow_disk"}
+    env = {"VLLM_PLUGINS": "", "FLEXKV_TEST_READ_MBPS": str(megabytes_per_second)}
+    return Connector("slow_disk", config, env)
+
+
+def offloading(*, blocks_per_chunk: int, **extra: Any) -> Connector:
+    """FlexKV's cache under vLLM's own OffloadingConnector, answers included."""
+    return Connector(
+        "offloading",
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "FlexKVOffloadingSpec",
+                "spec_module_path": "flexkv_vllm.offloading",
+                "blocks_per_chunk": blocks_per_chunk,
+                "offload_prompt_only": False,
+                **extra,
+            },
+        },
+        holds_blocks=False,
+    )
+
+
+def example(storage: Path, role: str = "kv_both") -> Connector:
+    """vLLM's ExampleConnector, which keeps safetensors files under ``storage``.
+
+    ``role`` is kv_producer or kv_consumer where one engine prefills for another.
+    """
     return Connector(
         "example",
         {
             "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
+            "kv_role": role,
             "kv_connector_extra_config": {"shared_storage_path": str(storage)},
         },
     )
+
+
+def multi(*connectors: Connector, recompute: bool = False) -> Connector:
+    """vLLM's MultiConnector: loads from the first of `connectors` that has a prefix, stores with
+    all. The failure policy is vLLM's own, whatever theirs say."""
+    config: dict[str, Any] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [each.transfer_config for each in connectors],
+        },
+    }
+    if recompute:
+        config["kv_load_failure_policy"] = "recompute"
+    return Connector("+".join(each.name for each in connectors), config)
 
 
 def _flexkv(extra: dict[str, Any]) -> dict[str, Any]:

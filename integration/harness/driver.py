@@ -90,6 +90,7 @@ class Driver:
     async def op_generate(self, command: Message) -> Message:
         """Generate for one prompt; cancelling the task aborts the request."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         prompt: Message = {"prompt_token_ids": command["prompt"]}
@@ -103,12 +104,15 @@ class Driver:
             logprobs=0 if command["logprobs"] else None,
             output_kind=RequestOutputKind.DELTA,
         )
+        adapter = None if command["adapter"] is None else LoRARequest(*command["adapter"])
         tokens: list[int] = []
         logprobs: list[float] = []
         times: list[float] = []
         cached, reason = None, None
         begin = time.monotonic()
-        async for output in self._llm.generate(prompt, params, command["request_id"]):
+        async for output in self._llm.generate(
+            prompt, params, command["request_id"], lora_request=adapter
+        ):
             now = time.monotonic()
             part = output.outputs[0]
             if part.token_ids and not tokens:

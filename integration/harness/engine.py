@@ -21,11 +21,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from integration.harness import processes
 from integration.harness.checkpoint import Dtype
 from integration.harness.connector import NONE, Connector
+
+if TYPE_CHECKING:
+    from integration.harness.adapter import Adapter
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _DRIVER = Path(__file__).with_name("driver.py")
@@ -60,7 +63,8 @@ class EngineConfig:
     """What an engine is started with; sizes in tokens, blocks and bytes as named.
 
     ``num_blocks`` overrides how many blocks the KV cache has, whatever ``kv_cache_bytes`` holds.
-    ``probe`` adds the worker methods of ``probe.KVProbe``.
+    ``probe`` adds the worker methods of ``probe.KVProbe``. ``extra_args`` are further keyword
+    arguments of vLLM's ``AsyncEngineArgs``.
     """
 
     model: Path
@@ -75,7 +79,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     probe: bool = False
     prefix_caching: bool = True
+    async_scheduling: bool | None = None
     env: dict[str, str] = field(default_factory=dict)
+    extra_args: dict[str, Any] = field(default_factory=dict)
 
     def engine_args(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's ``AsyncEngineArgs``."""
@@ -98,11 +104,13 @@ class EngineConfig:
             args["block_size"] = self.block_size
         if self.num_blocks is not None:
             args["num_gpu_blocks_override"] = self.num_blocks
+        if self.async_scheduling is not None:
+            args["async_scheduling"] = self.async_scheduling
         if self.connector.transfer_config is not None:
             args["kv_transfer_config"] = self.connector.transfer_config
         if self.probe:
             args["worker_extension_cls"] = "integration.harness.probe.KVProbe"
-        return args
+        return args | self.extra_args
 
     def environment(self) -> dict[str, str]:
         """The engine's environment: this process's, what the engine needs, what was asked for."""
@@ -238,8 +246,9 @@ class Engine:
         logprobs: bool = False,
         ignore_eos: bool = True,
         abort_after: float | None = None,
+        adapter: Adapter | None = None,
     ) -> Generation:
-        """Start a greedy generation and return at once.
+        """Start a greedy generation and return at once, with a LoRA ``adapter`` or without.
 
         ``logprobs`` asks for those of the tokens that were chosen. ``abort_after`` seconds after
         the request was handed to vLLM it is aborted, if it still runs; the clock is the driver's,
@@ -260,6 +269,7 @@ class Engine:
             logprobs=logprobs,
             ignore_eos=ignore_eos,
             abort_after=abort_after,
+            adapter=None if adapter is None else [adapter.name, adapter.number, str(adapter.path)],
         )
         return generation
 
@@ -296,8 +306,21 @@ class Engine:
 
         A hit after this comes from the connector, and so do its bytes.
         """
+        if not self.config.connector.holds_blocks:
+            self._await_copies()
         self.reset_prefix_cache()
         self.rpc("probe_scrub")
+
+    def _await_copies(self) -> None:
+        """Wait until OffloadingConnector copies nothing: vLLM, which would, does not know what the
+        probe overwrites."""
+        # It orders a request's last copies in the step after, and begins them one later still.
+        self.generate([0], max_tokens=3)
+        deadline = time.monotonic() + CALL_TIMEOUT
+        while any(self.rpc("probe_offloading_jobs")):
+            if time.monotonic() > deadline:
+                raise EngineError("OffloadingConnector copies without an end")
+            time.sleep(0.01)
 
     def metrics(self) -> list[dict[str, Any]]:
         """vLLM's metrics; see ``vllm.v1.metrics.reader``."""

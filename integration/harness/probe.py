@@ -57,6 +57,14 @@ class KVProbe:
             digests.append(digest.hexdigest())
         return digests
 
+    def probe_offloading_jobs(self) -> int:
+        """Copies of vLLM's OffloadingConnector that this rank has not ended."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector: Any = get_kv_transfer_group()
+        worker = connector.connector_worker
+        return len(worker._unsubmitted_store_jobs) + len(worker.worker._jobs)
+
     def probe_block_bytes(self) -> int:
         """Bytes of one block of one layer of this rank."""
         cache = self._probe_caches()[0]

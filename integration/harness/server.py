@@ -43,13 +43,18 @@ class Server:
         log_path: receives all that its processes print.
         events: ZeroMQ endpoint that it publishes KV events on; None: it does not.
 
+    Attributes:
+        address: host and port that it listens on.
+
     Raises:
         EngineError: it did not start; nothing of it is left then.
     """
 
     def __init__(self, config: EngineConfig, log_path: Path, events: str | None) -> None:
         self.log_path = log_path
-        self._url = f"http://127.0.0.1:{(port := free_port())}"
+        port = free_port()
+        self.address = ("127.0.0.1", port)
+        self._url = f"http://127.0.0.1:{port}"
         arguments = config.engine_args() | {"host": "127.0.0.1", "port": port, "tokens_only": True}
         if events is not None:
             arguments["kv_events_config"] = {
@@ -88,14 +93,39 @@ class Server:
         self, prompt: Sequence[int], max_tokens: int = 1, params: dict[str, Any] | None = None
     ) -> list[int]:
         """The tokens that follow `prompt`; `params` are its `kv_transfer_params`."""
+        tokens: list[int] = self.choice(prompt, max_tokens, params)["token_ids"]
+        return tokens
+
+    def choice(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        params: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+    ) -> dict[str, Any]:
+        """As `generate`, but all that the server says: with `logprobs`, as many for each token."""
         body = {
             "token_ids": list(prompt),
-            "sampling_params": {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
+            "sampling_params": {
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": logprobs,
+            },
             "kv_transfer_params": params,
         }
-        answer = json.loads(self._ask("/inference/v1/generate", body))
-        tokens: list[int] = answer["choices"][0]["token_ids"]
-        return tokens
+        choice: dict[str, Any] = json.loads(self._ask("/inference/v1/generate", body))["choices"][0]
+        return choice
+
+    @property
+    def session(self) -> int:
+        """Session id of its processes; see `processes`."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended; vLLM's server ends when its engine does."""
+        return self._process.poll() is None
 
     def metrics(self) -> str:
         """What Prometheus would scrape."""

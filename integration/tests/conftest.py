@@ -34,11 +34,19 @@ ORDER = (
     "test_equality_evicted",
     "test_equality_preempted",
     "test_equality_tp2",
+    "test_load_modes",
+    "test_families",
+    "test_offloading",
+    "test_offloading_small",
     "test_disk_warm",
     "test_disk_in_use",
     "test_disk_restart",
     "test_disk_tp2",
     "test_observed",
+    "test_campaign",
+    "test_multi_connector",
+    "test_speculative",
+    "test_adapters",
     "test_entry_paths",
     "test_lifecycle",
     "test_bad_input",
@@ -96,6 +104,8 @@ def flexkv(runtime_dir: Path) -> Callable[..., dict[str, Any]]:
             "cpu_cache_gb": ARENA_GB,
             "block_tokens": corpus.FLEXKV_BLOCK,
             "runtime_dir": str(runtime_dir),
+            # What is a hit must not depend on how fast the machine is.
+            "always_load": True,
         }
         return base | changes
 
@@ -119,6 +129,18 @@ def engine_config(model: Path) -> Callable[..., EngineConfig]:
         return EngineConfig(**(base | changes))
 
     return config
+
+
+@pytest.fixture(scope="session")
+def offloading(flexkv: Callable[..., dict[str, Any]]) -> Callable[..., Connector]:
+    """FlexKV under OffloadingConnector; keywords change or add settings."""
+
+    def made(**changes: Any) -> Connector:
+        return connector.offloading(
+            blocks_per_chunk=corpus.FLEXKV_BLOCK // corpus.ENGINE_BLOCK, **flexkv(**changes)
+        )
+
+    return made
 
 
 @pytest.fixture(scope="session")

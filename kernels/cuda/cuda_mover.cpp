@@ -25,7 +25,18 @@ constexpr std::size_t index_of(Direction direction) { return static_cast<std::si
 
 bool is_wrong_stream(CUresult result) {
   return result == CUDA_ERROR_INVALID_HANDLE || result == CUDA_ERROR_INVALID_VALUE ||
-         result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_CONTEXT_IS_DESTROYED;
+         result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_CONTEXT_IS_DESTROYED ||
+         result == CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+}
+
+// For a call about a stream that the caller has named, as its argument `name`.
+void check_stream(const Driver& driver, CUresult result, const std::string& name,
+                  std::uint64_t stream, const std::string& call) {
+  if (is_wrong_stream(result)) {
+    throw InvalidArgument(name + " is " + std::to_string(stream) + ", no stream of this device: " +
+                          driver.describe(result, call));
+  }
+  driver.check(result, call + " on the caller's stream");
 }
 
 }  // namespace
@@ -63,7 +74,7 @@ std::int64_t CudaMover::submit(const Batch& batch) {
   layout_.check(batch);
   const std::lock_guard lock(mutex_);
   require_working();
-  if (batch.n == 0 || layout_.geometry(batch.direction).block_bytes == 0) {
+  if (batch.n == 0 || layout_.geometry(batch).block_bytes == 0) {
     raise_flag(batch.flag, Status::done);
     return tickets_.issue_done();
   }
@@ -95,6 +106,7 @@ TransferPtr CudaMover::take_transfer(const Batch& batch) {
   offsets.assign(batch.offsets, batch.offsets + batch.n);
   *transfer = Transfer{};
   transfer->direction = batch.direction;
+  transfer->geometry = layout_.geometry(batch);
   transfer->blocks = std::move(blocks);
   transfer->offsets = std::move(offsets);
   transfer->flag = batch.flag;
@@ -105,20 +117,51 @@ void CudaMover::record_after(Transfer& transfer, std::uint64_t stream) {
   if (stream == 0) {
     return;
   }
-  const Driver& driver = device_side_->driver();
-  try {
-    const CurrentDevice current(*device_side_->device);
+  with_device([&] {
+    const Driver& driver = device_side_->driver();
     CUevent event = device_side_->events.take();
     const CUresult result = driver.cuEventRecord(event, reinterpret_cast<CUstream>(stream));
     if (result != CUDA_SUCCESS) {
       device_side_->events.put(event);
     }
-    if (is_wrong_stream(result)) {
-      throw InvalidArgument("after is " + std::to_string(stream) + ", no stream of this device: " +
-                            driver.describe(result, "cuEventRecord"));
-    }
-    driver.check(result, "cuEventRecord on the caller's stream");
+    check_stream(driver, result, "after", stream, "cuEventRecord");
     transfer.after = event;
+  });
+}
+
+std::optional<Status> CudaMover::hold(std::int64_t ticket, std::uint64_t stream,
+                                      std::int64_t timeout_us) {
+  if (stream == 0) {
+    return wait(ticket, timeout_us);
+  }
+  require_own_process();
+  std::unique_lock lock(mutex_);
+  await(lock, ticket, timeout_us, [&] {
+    return ends_.contains(ticket) || tickets_.status(ticket) != Status::pending;
+  });
+  const auto end = ends_.find(ticket);
+  if (end == ends_.end()) {
+    return tickets_.status(ticket);
+  }
+  // With the lock: the event cannot be recorded again before finish() has forgotten it.
+  follow(stream, end->second);
+  return std::nullopt;
+}
+
+void CudaMover::follow(std::uint64_t stream, CUevent event) {
+  with_device([&] {
+    const Driver& driver = device_side_->driver();
+    check_stream(driver, driver.cuStreamWaitEvent(reinterpret_cast<CUstream>(stream), event, 0),
+                 "stream", stream, "cuStreamWaitEvent");
+  });
+}
+
+// An error that is not the caller's ends the mover's use for this caller.
+template <typename Call>
+void CudaMover::with_device(const Call& call) {
+  try {
+    const CurrentDevice current(*device_side_->device);
+    call();
   } catch (const DriverError& error) {
     error_ = error.what();
     throw Closed("the CUDA device no longer works for this process: " + error_);
@@ -208,21 +251,29 @@ bool CudaMover::can_enqueue(std::size_t direction) const {
 void CudaMover::enqueue_slice(std::size_t direction) {
   TransferPtr& transfer = active_[direction];
   Lane& lane = device_side_->lanes[direction];
-  bool last = true;
+  Taken taken;
   try {
     if (!transfer->path.has_value()) {
       begin(*transfer, lane.stream());
     }
-    last = enqueue_copies(*transfer, lane.stream());
-    if (last) {
+    taken = enqueue_copies(*transfer, lane.stream());
+    if (taken.last) {
       write_flag(*transfer, lane.stream());
     }
   } catch (const DriverError& error) {
     transfer->failed = true;
+    taken.last = true;
     const std::lock_guard lock(mutex_);
     error_ = error.what();
   }
-  lane.end_slice(transfer, last || transfer->failed);
+  const std::int64_t ticket = transfer->ticket;
+  const bool failed = transfer->failed;
+  CUevent end = lane.end_slice(transfer, taken);
+  if (taken.last && !failed) {
+    const std::lock_guard lock(mutex_);
+    ends_.emplace(ticket, end);
+    finished_.notify_all();
+  }
 }
 
 void CudaMover::begin(Transfer& transfer, CUstream stream) {
@@ -244,13 +295,13 @@ Path CudaMover::choose_path(const Transfer& transfer) const {
     return *tuning_.forced;
   }
   const std::size_t direction = index_of(transfer.direction);
-  if (device_side_->driver_copies.mean_run(transfer) >= tuning_.crossover[direction]) {
+  if (DriverCopies::mean_run(transfer) >= tuning_.crossover[direction]) {
     return Path::driver;
   }
   return device_side_->device->has_bulk_copy() ? tuning_.kernel[direction] : Path::kernel;
 }
 
-bool CudaMover::enqueue_copies(Transfer& transfer, CUstream stream) {
+Taken CudaMover::enqueue_copies(Transfer& transfer, CUstream stream) {
   return transfer.path == Path::driver ? device_side_->driver_copies.enqueue(transfer, stream)
                                        : device_side_->kernel_copies.enqueue(transfer, stream);
 }
@@ -281,6 +332,7 @@ void CudaMover::collect_ended() {
 
 void CudaMover::finish(TransferPtr transfer) {
   const std::lock_guard lock(mutex_);
+  ends_.erase(transfer->ticket);
   if (transfer->failed) {
     raise_failed_flag(transfer->flag);
     tickets_.fail(transfer->ticket);
@@ -335,6 +387,7 @@ void CudaMover::fail_all() {
     }
     queues_[direction].clear();
   }
+  ends_.clear();
   tickets_.fail_pending();
   finished_.notify_all();
 }

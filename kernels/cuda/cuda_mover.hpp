@@ -14,8 +14,10 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "cuda_tuning.hpp"
@@ -40,6 +42,8 @@ class CudaMover final : public TicketedMover {
 
   std::uint64_t block_bytes() const override { return layout_.block_bytes(); }
   std::int64_t submit(const Batch& batch) override;
+  std::optional<Status> hold(std::int64_t ticket, std::uint64_t stream,
+                             std::int64_t timeout_us) override;
   void close() override;
   std::string error() override;
 
@@ -48,13 +52,16 @@ class CudaMover final : public TicketedMover {
   void require_working() const;
   TransferPtr take_transfer(const Batch& batch);
   void record_after(Transfer& transfer, std::uint64_t stream);
+  void follow(std::uint64_t stream, CUevent event);
+  template <typename Call>
+  void with_device(const Call& call);
 
   // The thread's side.
   void work();
   bool wait_for_work();
   bool can_enqueue(std::size_t direction) const;
   void enqueue_slice(std::size_t direction);
-  bool enqueue_copies(Transfer& transfer, CUstream stream);
+  Taken enqueue_copies(Transfer& transfer, CUstream stream);
   void begin(Transfer& transfer, CUstream stream);
   Path choose_path(const Transfer& transfer) const;
   void write_flag(Transfer& transfer, CUstream stream) const;
@@ -74,6 +81,8 @@ class CudaMover final : public TicketedMover {
   // Guarded by mutex_, up to thread_.
   std::condition_variable work_;
   std::array<std::deque<TransferPtr>, 2> queues_;  // by Direction
+  // The events behind pending transfers that are all on the device, by ticket.
+  std::unordered_map<std::int64_t, CUevent> ends_;
   std::vector<TransferPtr> spare_;                 // done with, their memory is used again
   std::string error_;                              // of the last failure
   bool broken_ = false;                            // the device's context has failed

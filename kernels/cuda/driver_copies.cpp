@@ -14,17 +14,15 @@ constexpr std::uint64_t kSampledRuns = 256;
 
 DriverCopies::DriverCopies(const Driver& driver, const Layout& layout, const HostRange& range)
     : driver_(driver),
-      layout_(layout),
       range_(range),
       arena_(reinterpret_cast<std::uintptr_t>(layout.arena())) {}
 
-RunCursor DriverCopies::cursor(const Transfer& transfer) const {
-  const Geometry geometry = layout_.geometry(transfer.direction);
-  return {geometry, transfer.blocks.data(), transfer.offsets.data(), 0,
-          geometry.block_bytes * transfer.blocks.size()};
+RunCursor DriverCopies::cursor(const Transfer& transfer) {
+  return {transfer.geometry, transfer.blocks.data(), transfer.offsets.data(), 0,
+          transfer.geometry.block_bytes * transfer.blocks.size()};
 }
 
-std::uint64_t DriverCopies::mean_run(const Transfer& transfer) const {
+std::uint64_t DriverCopies::mean_run(const Transfer& transfer) {
   RunCursor runs = cursor(transfer);
   std::uint64_t bytes = 0;
   std::uint64_t count = 0;
@@ -48,14 +46,14 @@ bool DriverCopies::next_piece(Transfer& transfer, Run& piece) const {
   return true;
 }
 
-bool DriverCopies::enqueue(Transfer& transfer, CUstream stream) {
+Taken DriverCopies::enqueue(Transfer& transfer, CUstream stream) {
   if (!transfer.runs.has_value()) {
     transfer.runs.emplace(cursor(transfer));
     transfer.rest = {};
   }
   const bool load = transfer.direction == Direction::load;
   const std::uint64_t arena = range_.device_address + (arena_ - range_.address);
-  std::size_t count = 0;
+  std::uint32_t count = 0;
   for (Run piece; count < kCopies && next_piece(transfer, piece); ++count) {
     const CUdeviceptr page = piece.page_address;
     const CUdeviceptr slot = arena + piece.arena_offset;
@@ -64,7 +62,7 @@ bool DriverCopies::enqueue(Transfer& transfer, CUstream stream) {
     sizes_[count] = piece.bytes;
   }
   copy(count, stream);
-  return count < kCopies;
+  return {count, count < kCopies};
 }
 
 void DriverCopies::copy(std::size_t count, CUstream stream) {

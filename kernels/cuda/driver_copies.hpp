@@ -19,23 +19,22 @@ class DriverCopies {
   DriverCopies(const Driver& driver, const Layout& layout, const HostRange& range);
 
   // The mean bytes of the first runs of a transfer, as far as one looks to tell long from short.
-  std::uint64_t mean_run(const Transfer& transfer) const;
+  static std::uint64_t mean_run(const Transfer& transfer);
 
-  // Enqueues the next runs of the transfer, up to a full slice; true if none is left. Throws
-  // DriverError; some of the slice may have been enqueued then.
-  bool enqueue(Transfer& transfer, CUstream stream);
+  // Enqueues the next runs of the transfer, up to a full slice. Throws DriverError; some of the slice
+  // may have been enqueued then.
+  Taken enqueue(Transfer& transfer, CUstream stream);
 
  private:
   // Descriptors of a slice. A call takes some 0.5 us for each and keeps the driver's lock meanwhile,
   // which the engine's launches need too. Not tuned yet.
   static constexpr std::size_t kCopies = 256;
 
-  RunCursor cursor(const Transfer& transfer) const;
+  static RunCursor cursor(const Transfer& transfer);
   bool next_piece(Transfer& transfer, Run& piece) const;
   void copy(std::size_t count, CUstream stream);
 
   const Driver& driver_;
-  const Layout& layout_;
   const HostRange& range_;
   const std::uint64_t arena_;  // address of the arena in this process
   std::array<CUdeviceptr, kCopies> destinations_;

@@ -18,8 +18,8 @@ void KernelCopies::launch_empty(CUstream stream) const {
   }
 }
 
-bool KernelCopies::enqueue(Transfer& transfer, CUstream stream) const {
-  const TileTable::Part& part = tiles_.part(transfer.direction);
+Taken KernelCopies::enqueue(Transfer& transfer, CUstream stream) const {
+  const TileTable::Part part = tiles_.part(transfer.geometry);
   CopyBatch batch;
   batch.tiles = part.tiles;
   batch.arena = arena_;
@@ -37,7 +37,7 @@ bool KernelCopies::enqueue(Transfer& transfer, CUstream stream) const {
   const auto width = static_cast<std::uint32_t>(bits & (~bits + 1));  // the lowest bit set
   launch(batch, width, transfer.path == Path::bulk_kernel && width == 16, stream);
   transfer.launched += batch.n_places;
-  return transfer.launched == transfer.blocks.size();
+  return {batch.n_places, transfer.launched == transfer.blocks.size()};
 }
 
 void KernelCopies::launch(const CopyBatch& batch, std::uint32_t width, bool bulk,

@@ -22,10 +22,9 @@ class KernelCopies {
   // Launches every kernel this mover may use, with nothing to do. Throws DriverError.
   void launch_empty(CUstream stream) const;
 
-  // Enqueues the next blocks of the transfer, up to a full slice; true if none is left. Blocks whose
-  // addresses do not fit bulk copies go by the other kernel. Throws DriverError; then nothing was
-  // enqueued.
-  bool enqueue(Transfer& transfer, CUstream stream) const;
+  // Enqueues the next blocks of the transfer, up to a full slice. Blocks whose addresses do not fit
+  // bulk copies go by the other kernel. Throws DriverError; then nothing was enqueued.
+  Taken enqueue(Transfer& transfer, CUstream stream) const;
 
  private:
   void launch(const CopyBatch& batch, std::uint32_t width, bool bulk, CUstream stream) const;

@@ -30,11 +30,14 @@ void Lane::destroy() noexcept {
   driver_.cuStreamDestroy(stream_);
 }
 
-void Lane::end_slice(TransferPtr& transfer, bool last) {
+CUevent Lane::end_slice(TransferPtr& transfer, const Taken& taken) {
   Slice& slice = slices_[(oldest_ + count_) % kSlices];
   driver_.check(driver_.cuEventRecord(slice.end, stream_), "cuEventRecord after copies");
-  slice.transfer = last ? std::move(transfer) : nullptr;
+  slice.transfer = taken.last ? std::move(transfer) : nullptr;
+  slice.copies = taken.copies;
+  copies_ += taken.copies;
   count_ += 1;
+  return slice.end;
 }
 
 bool Lane::pop(TransferPtr& transfer) {
@@ -52,6 +55,7 @@ bool Lane::pop(TransferPtr& transfer) {
 
 TransferPtr Lane::drop() noexcept {
   TransferPtr transfer = std::move(slices_[oldest_].transfer);
+  copies_ -= slices_[oldest_].copies;
   oldest_ = (oldest_ + 1) % kSlices;
   count_ -= 1;
   return transfer;

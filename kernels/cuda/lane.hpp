@@ -5,14 +5,15 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 
 #include "driver.hpp"
 #include "transfer.hpp"
 
 namespace flexkv::cuda {
 
-// Transfers enter a stream in slices, each followed by an event; only so many slices are in the
-// stream at a time. So the driver's queues never fill (a full one makes the caller wait inside the
+// Transfers enter a stream in slices, each followed by an event; only so much is in the stream at a
+// time. So the driver's queues never fill (a full one makes the caller wait inside the
 // driver, and with it the engine's launches), a load waits for little, and closing is quick. Of one
 // thread. A device must be current.
 class Lane {
@@ -25,11 +26,12 @@ class Lane {
 
   CUstream stream() const noexcept { return stream_; }
   bool empty() const noexcept { return count_ == 0; }
-  bool full() const noexcept { return count_ == kSlices; }
+  bool full() const noexcept { return count_ == kSlices || copies_ >= kCopies; }
 
-  // Ends a slice; with the last one the lane takes the transfer. Not when full. Throws DriverError,
-  // and then takes nothing.
-  void end_slice(TransferPtr& transfer, bool last);
+  // Ends a slice; with the last one the lane takes the transfer. Not when full. Returns the event
+  // behind it, which is used again once the slice was popped. Throws DriverError, and then takes
+  // nothing.
+  CUevent end_slice(TransferPtr& transfer, const Taken& taken);
 
   // Whether the oldest slice has ended, which is then forgotten; `transfer` becomes the one it was
   // the last slice of, or nullptr. Throws DriverError if the device has failed.
@@ -39,12 +41,18 @@ class Lane {
   TransferPtr drop() noexcept;
 
  private:
-  // Tuned on nothing yet. A slice of driver copies takes some 100 us to enqueue, a slice of a kernel
-  // copies tens of MiB: two keep the stream busy, the others cover for a thread that wakes late.
-  static constexpr std::size_t kSlices = 4;
+  // Tuned on nothing yet. A full slice of driver copies takes some 100 us to enqueue, one of a kernel
+  // copies tens of MiB: two keep the stream busy, two more cover for a thread that wakes late. Those
+  // are 4 * 252 copies.
+  static constexpr std::uint32_t kCopies = 1000;
+
+  // Of a load in parts, say layer by layer, a slice may be as short as 5 us: so many outlast the time
+  // in which the thread looks again.
+  static constexpr std::size_t kSlices = 32;
 
   struct Slice {
     CUevent end = nullptr;
+    std::uint32_t copies = 0;
     TransferPtr transfer;
   };
 
@@ -55,6 +63,7 @@ class Lane {
   std::array<Slice, kSlices> slices_;
   std::size_t oldest_ = 0;
   std::size_t count_ = 0;
+  std::uint32_t copies_ = 0;  // of all slices
 };
 
 }  // namespace flexkv::cuda

@@ -30,17 +30,9 @@ void cut_plane(const Plane& plane, std::vector<Tile>& tiles) {
 
 }  // namespace
 
-std::vector<Tile> cut_tiles(const Geometry& geometry) {
-  std::vector<Tile> tiles;
-  for (std::uint32_t i = 0; i < geometry.n_planes; ++i) {
-    cut_plane(geometry.planes[i], tiles);
-  }
-  return tiles;
-}
-
 std::uint32_t common_width(const Geometry& geometry, std::uint64_t arena) {
   std::uint64_t bits = arena | 16;
-  for (std::uint32_t i = 0; i < geometry.n_planes; ++i) {
+  for (std::uint32_t i = geometry.first; i < geometry.last; ++i) {
     const Plane& plane = geometry.planes[i];
     bits |= plane.base | plane.block_stride | plane.row_bytes | plane.slot_offset;
     bits |= plane.rows > 1 ? plane.row_stride : 0;
@@ -50,13 +42,14 @@ std::uint32_t common_width(const Geometry& geometry, std::uint64_t arena) {
 
 TileTable::TileTable(const Driver& driver, const Layout& layout, std::uint64_t arena,
                      CUstream stream)
-    : driver_(driver) {
-  const Geometry loaded = layout.geometry(Direction::load);
-  const Geometry stored = layout.geometry(Direction::store);
-  std::vector<Tile> tiles = cut_tiles(loaded);
-  const std::vector<Tile> more = cut_tiles(stored);
-  const std::size_t first = tiles.size();
-  tiles.insert(tiles.end(), more.begin(), more.end());
+    : driver_(driver), arena_(arena) {
+  const Geometry all = layout.all();
+  std::vector<Tile> tiles;
+  for (std::uint32_t i = all.first; i < all.last; ++i) {
+    first_tiles_.push_back(static_cast<std::uint32_t>(tiles.size()));
+    cut_plane(all.planes[i], tiles);
+  }
+  first_tiles_.push_back(static_cast<std::uint32_t>(tiles.size()));
   const std::size_t bytes = tiles.size() * sizeof(Tile);
   driver_.check(driver_.cuMemAlloc(&memory_, bytes), "cuMemAlloc of " + std::to_string(bytes) +
                                                          " bytes for the table of tiles");
@@ -69,10 +62,12 @@ TileTable::TileTable(const Driver& driver, const Layout& layout, std::uint64_t a
     driver_.cuMemFree(memory_);
     driver_.check(copied, "the copy of the table of tiles");
   }
-  const Tile* table = reinterpret_cast<const Tile*>(memory_);
-  parts_ = {Part{table, static_cast<std::uint32_t>(first), common_width(loaded, arena)},
-            Part{table + first, static_cast<std::uint32_t>(more.size()),
-                 common_width(stored, arena)}};
+}
+
+TileTable::Part TileTable::part(const Geometry& geometry) const noexcept {
+  const std::uint32_t first = first_tiles_[geometry.first];
+  return {reinterpret_cast<const Tile*>(memory_) + first, first_tiles_[geometry.last] - first,
+          common_width(geometry, arena_)};
 }
 
 TileTable::~TileTable() { driver_.cuMemFree(memory_); }

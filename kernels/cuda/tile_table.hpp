@@ -3,9 +3,7 @@
 // The tiles of a mover's blocks, in device memory.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "device.hpp"
@@ -15,15 +13,12 @@
 
 namespace flexkv::cuda {
 
-// Cuts a block at row ends, and rows of more than kTileBytes at multiples of that. Throws
-// InvalidArgument if a launch could not number so many, std::bad_alloc.
-std::vector<Tile> cut_tiles(const Geometry& geometry);
-
 // The widest access in bytes, at most 16, that fits every address of the geometry and every length,
 // given blocks at `arena` plus a multiple of it.
 std::uint32_t common_width(const Geometry& geometry, std::uint64_t arena);
 
-// The tiles of both directions, made once. A device must be current when one is made or destroyed.
+// The tiles of all planes, made once: planes are cut at row ends, and rows of more than kTileBytes at
+// multiples of that. A device must be current when one is made or destroyed.
 class TileTable {
  public:
   struct Part {
@@ -33,20 +28,21 @@ class TileTable {
   };
 
   // `arena` is its address as the device sees it; `stream` takes the table to the device, which is
-  // waited for. Throws InvalidArgument, DriverError, std::bad_alloc.
+  // waited for; `layout` must outlive this. Throws InvalidArgument if a launch could not number so
+  // many tiles, DriverError, std::bad_alloc.
   TileTable(const Driver& driver, const Layout& layout, std::uint64_t arena, CUstream stream);
   ~TileTable();
   TileTable(const TileTable&) = delete;
   TileTable& operator=(const TileTable&) = delete;
 
-  const Part& part(Direction direction) const noexcept {
-    return parts_[static_cast<std::size_t>(direction)];
-  }
+  // Of the planes of one of the layout's geometries.
+  Part part(const Geometry& geometry) const noexcept;
 
  private:
   const Driver& driver_;
+  const std::uint64_t arena_;
   CUdeviceptr memory_ = 0;
-  std::array<Part, 2> parts_;
+  std::vector<std::uint32_t> first_tiles_;  // by plane, and the number of all
 };
 
 }  // namespace flexkv::cuda

@@ -18,8 +18,15 @@ namespace flexkv::cuda {
 // The ways bytes can go.
 enum class Path { driver, kernel, bulk_kernel };
 
+// What one slice has taken of a transfer.
+struct Taken {
+  std::uint32_t copies = 0;  // by the driver; by a kernel, blocks
+  bool last = true;          // nothing is left
+};
+
 struct Transfer {
   Direction direction = Direction::load;
+  Geometry geometry{};
   std::vector<std::uint64_t> blocks;
   std::vector<std::uint64_t> offsets;
   std::uint32_t* flag = nullptr;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -77,10 +78,12 @@ fkv_mover* fkv_cpu_mover_create(const fkv_layout* layout, const fkv_cpu_options*
 uint64_t fkv_mover_block_bytes(const fkv_mover* mover) { return mover->mover->block_bytes(); }
 
 int64_t fkv_mover_submit(fkv_mover* mover, int direction, const uint64_t* blocks,
-                         const uint64_t* offsets, uint64_t n, uint64_t after, uint32_t* flag,
-                         char* err, size_t err_len) {
+                         const uint64_t* offsets, uint64_t n, uint32_t first_plane,
+                         uint32_t n_planes, uint64_t after, uint32_t* flag, char* err,
+                         size_t err_len) {
   try {
-    return mover->mover->submit({checked_direction(direction), blocks, offsets, n, after, flag});
+    return mover->mover->submit({checked_direction(direction), blocks, offsets, n, first_plane,
+                                 n_planes, after, flag});
   } catch (const flexkv::InvalidArgument& error) {
     write_message(err, err_len, error.what());
     return FKV_EINVAL;
@@ -103,6 +106,23 @@ int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us) {
   } catch (const flexkv::Closed&) {
     return FKV_ECLOSED;
   } catch (const std::bad_alloc&) {
+    return FKV_ENOMEM;
+  }
+}
+
+int fkv_mover_hold(fkv_mover* mover, int64_t ticket, uint64_t stream, int64_t timeout_us, char* err,
+                   size_t err_len) {
+  try {
+    const std::optional<flexkv::Status> status = mover->mover->hold(ticket, stream, timeout_us);
+    return status.has_value() ? static_cast<int>(*status) : FKV_HELD;
+  } catch (const flexkv::InvalidArgument& error) {
+    write_message(err, err_len, error.what());
+    return FKV_EINVAL;
+  } catch (const flexkv::Closed& error) {
+    write_message(err, err_len, error.what());
+    return FKV_ECLOSED;
+  } catch (const std::bad_alloc&) {
+    write_message(err, err_len, "no memory to hold the stream");
     return FKV_ENOMEM;
   }
 }

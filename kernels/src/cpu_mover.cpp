@@ -38,6 +38,7 @@ void name_thread(std::thread& thread) {
 
 struct CpuMover::Transfer {
   Direction direction;
+  Geometry geometry;
   std::vector<std::uint64_t> blocks;
   std::vector<std::uint64_t> offsets;
   std::uint32_t* flag;
@@ -91,17 +92,29 @@ std::int64_t CpuMover::submit(const Batch& batch) {
   return transfer->ticket;
 }
 
+std::optional<Status> CpuMover::hold(std::int64_t ticket, std::uint64_t stream,
+                                     std::int64_t timeout_us) {
+  if (stream != 0) {
+    throw InvalidArgument("stream is " + std::to_string(stream) +
+                          ", the CPU mover has none and takes only 0");
+  }
+  return wait(ticket, timeout_us);
+}
+
 CpuMover::TransferPtr CpuMover::make_transfer(const Batch& batch) const {
-  const std::uint64_t bytes = batch.n * layout_.geometry(batch.direction).block_bytes;
   auto transfer = std::make_shared<Transfer>();
   transfer->direction = batch.direction;
+  transfer->geometry = layout_.geometry(batch);
+  const std::uint64_t bytes = batch.n * transfer->geometry.block_bytes;
   transfer->blocks.assign(batch.blocks, batch.blocks + batch.n);
   transfer->offsets.assign(batch.offsets, batch.offsets + batch.n);
   transfer->flag = batch.flag;
   transfer->bytes = bytes;
   transfer->chunk_bytes = chunk_bytes_for(bytes);
-  transfer->stream = bytes >= (batch.direction == Direction::load ? tuning_.stream_load_bytes
-                                                                 : tuning_.stream_store_bytes);
+  // Parts of a load follow one another through the caches: what counts is the whole.
+  transfer->stream = batch.n * layout_.block_bytes() >= (batch.direction == Direction::load
+                                                             ? tuning_.stream_load_bytes
+                                                             : tuning_.stream_store_bytes);
   return transfer;
 }
 
@@ -177,8 +190,8 @@ void CpuMover::copy_chunk(const Chunk& chunk) const {
   const Transfer& transfer = *chunk.transfer;
   const bool load = transfer.direction == Direction::load;
   const CopyFunction copy = transfer.stream ? tuning_.kernel->stream : copy_cached;
-  RunCursor cursor(layout_.geometry(transfer.direction), transfer.blocks.data(),
-                   transfer.offsets.data(), chunk.begin, chunk.end);
+  RunCursor cursor(transfer.geometry, transfer.blocks.data(), transfer.offsets.data(), chunk.begin,
+                   chunk.end);
   const auto source = [&](const Run& run) {
     return load ? layout_.arena() + run.arena_offset : page_pointer(run);
   };

@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,6 +42,8 @@ class CpuMover final : public TicketedMover {
 
   std::uint64_t block_bytes() const override { return layout_.block_bytes(); }
   std::int64_t submit(const Batch& batch) override;
+  std::optional<Status> hold(std::int64_t ticket, std::uint64_t stream,
+                             std::int64_t timeout_us) override;
   void close() override;
   std::string error() override { return {}; }  // copies in memory do not fail
 

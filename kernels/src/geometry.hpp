@@ -15,8 +15,8 @@
 namespace flexkv {
 
 // One plane: row r of engine block b is `row_bytes` bytes at base + b * block_stride + r * row_stride.
-// In the arena its rows follow one another `slot_offset` bytes behind the block's place. The planes
-// before it have `start` bytes a block.
+// In the arena its rows follow one another `slot_offset` bytes behind the block's place. All planes
+// before it together have `start` bytes a block.
 struct Plane {
   std::uint64_t base;
   std::uint64_t block_stride;
@@ -27,11 +27,12 @@ struct Plane {
   std::uint64_t start;
 };
 
-// A view of the planes that a transfer copies, in their order; `planes` is borrowed.
+// The planes that a transfer copies: numbers first .. last - 1 of all, in this order. `planes` are all
+// of the mover, borrowed.
 struct Geometry {
   const Plane* planes;
-  std::uint32_t n_planes;
-  std::uint64_t num_blocks;
+  std::uint32_t first;
+  std::uint32_t last;
   std::uint64_t block_bytes;  // over these planes
 };
 
@@ -60,10 +61,10 @@ FKV_HOST_DEVICE constexpr std::uint64_t row_address(const Plane& plane, std::uin
   return plane.base + block * plane.block_stride + row * plane.row_stride;
 }
 
-// The plane that holds byte `offset` of a block, counted over the planes (offset < block_bytes).
+// The plane that holds byte `offset` of a block, counted over all planes and within the geometry's.
 FKV_HOST_DEVICE constexpr std::uint32_t plane_at(const Geometry& geometry, std::uint64_t offset) {
-  std::uint32_t low = 0;
-  std::uint32_t high = geometry.n_planes;
+  std::uint32_t low = geometry.first;
+  std::uint32_t high = geometry.last;
   while (high - low > 1) {
     const std::uint32_t middle = low + (high - low) / 2;
     if (geometry.planes[middle].start <= offset) {
@@ -75,9 +76,11 @@ FKV_HOST_DEVICE constexpr std::uint32_t plane_at(const Geometry& geometry, std::
   return low;
 }
 
-// The place of byte `offset` of a transfer, counted over its blocks in order.
+// The place of byte `offset` of a transfer, counted over its blocks in order. Not for a geometry
+// without planes.
 FKV_HOST_DEVICE constexpr Position locate(const Geometry& geometry, std::uint64_t offset) {
-  const std::uint64_t within = offset % geometry.block_bytes;
+  const std::uint64_t within =
+      geometry.planes[geometry.first].start + offset % geometry.block_bytes;
   const std::uint32_t number = plane_at(geometry, within);
   const Plane& plane = geometry.planes[number];
   const std::uint64_t byte = within - plane.start;
@@ -111,17 +114,11 @@ FKV_HOST_DEVICE constexpr Position advance(const Geometry& geometry, Position po
   }
   position.row = 0;
   position.plane += 1;
-  if (position.plane == geometry.n_planes) {
-    position.plane = 0;
+  if (position.plane == geometry.last) {
+    position.plane = geometry.first;
     position.index += 1;
   }
   return position;
-}
-
-// Whether plane b starts where plane a ends, in every block and in the arena: then both are one.
-FKV_HOST_DEVICE constexpr bool adjoins(const Plane& a, const Plane& b) {
-  return a.rows == 1 && b.rows == 1 && a.block_stride == b.block_stride &&
-         a.base + a.row_bytes == b.base && a.slot_offset + a.row_bytes == b.slot_offset;
 }
 
 // Walks the bytes [begin, end) of a transfer as runs, each as long as both sides are contiguous.

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <string>
 
 namespace flexkv {
@@ -63,22 +64,39 @@ void check_places(std::span<const fkv_plane> planes) {
   }
 }
 
+// `start`: bytes of a block before it. Rows without gaps are one.
+Plane normal_form(const fkv_plane& given, std::uint64_t start) {
+  Plane plane{given.base,      given.block_stride, given.rows, given.row_stride,
+              given.row_bytes, given.slot_offset,  start};
+  if (plane.row_stride == plane.row_bytes) {
+    plane.row_bytes *= plane.rows;
+    plane.rows = 1;
+  }
+  return plane;
+}
+
+// Throws unless planes first .. first + count - 1 are some of `n_planes`; `what` wants them.
+void check_range(const std::string& what, std::uint64_t first, std::uint64_t count,
+                 std::uint64_t n_planes) {
+  if (first > n_planes || count > n_planes - first) {
+    throw InvalidArgument(what + " to copy " + to_string(count) + " planes from number " +
+                          to_string(first) + " on, but there are " + to_string(n_planes));
+  }
+}
+
 }  // namespace
 
 Layout::Layout(const fkv_layout& layout)
     : num_blocks_(layout.num_blocks),
       arena_(static_cast<std::byte*>(layout.arena)),
-      arena_bytes_(layout.arena_bytes) {
+      arena_bytes_(layout.arena_bytes),
+      store_first_(layout.store_first),
+      store_last_(layout.store_first + layout.store_count) {
   const std::span planes(layout.planes, layout.planes == nullptr ? 0 : layout.n_planes);
   if (planes.empty()) {
     throw InvalidArgument("no planes given, at least one is needed");
   }
-  if (layout.store_first > planes.size() ||
-      layout.store_count > planes.size() - layout.store_first) {
-    throw InvalidArgument("stores are to copy " + to_string(layout.store_count) +
-                          " planes from number " + to_string(layout.store_first) +
-                          " on, but there are " + to_string(planes.size()));
-  }
+  check_range("stores are", layout.store_first, layout.store_count, planes.size());
   if (num_blocks_ == 0) {
     throw InvalidArgument("num_blocks is 0, it must be at least 1");
   }
@@ -97,42 +115,37 @@ Layout::Layout(const fkv_layout& layout)
                           " bytes cannot hold one block, which spans " + to_string(span_) +
                           " bytes");
   }
-  loaded_ = join(planes);
-  stored_ = join(planes.subspan(layout.store_first, layout.store_count));
-}
-
-Layout::Part Layout::join(std::span<const fkv_plane> planes) {
-  Part part;
-  part.planes.reserve(planes.size());
-  for (const fkv_plane& given : planes) {
-    Plane plane{given.base,      given.block_stride, given.rows, given.row_stride,
-                given.row_bytes, given.slot_offset,  part.bytes};
-    if (plane.row_stride == plane.row_bytes) {
-      plane.row_bytes *= plane.rows;
-      plane.rows = 1;
-    }
-    part.bytes += page_bytes(plane);  // cannot overflow: places in the arena do not overlap
-    if (!part.planes.empty() && adjoins(part.planes.back(), plane)) {
-      part.planes.back().row_bytes += plane.row_bytes;
-    } else {
-      part.planes.push_back(plane);
-    }
+  planes_.reserve(planes.size());
+  for (const fkv_plane& plane : planes) {
+    planes_.push_back(normal_form(plane, bytes_before(n_planes())));
   }
-  return part;
 }
 
-Geometry Layout::geometry(Direction direction) const noexcept {
-  const Part& part = direction == Direction::load ? loaded_ : stored_;
-  return {part.planes.data(), static_cast<std::uint32_t>(part.planes.size()), num_blocks_,
-          part.bytes};
+std::uint64_t Layout::bytes_before(std::uint32_t plane) const noexcept {
+  return plane == 0 ? 0 : planes_[plane - 1].start + page_bytes(planes_[plane - 1]);
+}
+
+Geometry Layout::part(std::uint32_t first, std::uint32_t last) const noexcept {
+  return {planes_.data(), first, last, bytes_before(last) - bytes_before(first)};
+}
+
+Geometry Layout::geometry(const Batch& batch) const noexcept {
+  std::uint32_t first = batch.first_plane;
+  std::uint32_t last = first + batch.n_planes;
+  if (batch.direction == Direction::store) {
+    first = std::max(first, store_first_);
+    last = std::max(first, std::min(last, store_last_));
+  }
+  return part(first, last);
 }
 
 void Layout::check(const Batch& batch) const {
   if (batch.n != 0 && (batch.blocks == nullptr || batch.offsets == nullptr)) {
     throw InvalidArgument("blocks or offsets is a null pointer");
   }
-  if (batch.n > kMax / loaded_.bytes) {
-    throw InvalidArgument(to_string(batch.n) + " copies of " + to_string(loaded_.bytes) +
+  check_range("the transfer is", batch.first_plane, batch.n_planes, n_planes());
+  if (batch.n > kMax / block_bytes()) {
+    throw InvalidArgument(to_string(batch.n) + " copies of " + to_string(block_bytes()) +
                           " bytes do not fit 64 bits");
   }
   const std::uint64_t last_offset = arena_bytes_ - span_;

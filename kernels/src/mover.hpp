@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -33,6 +34,8 @@ struct Batch {
   const std::uint64_t* blocks;
   const std::uint64_t* offsets;
   std::uint64_t n;
+  std::uint32_t first_plane;
+  std::uint32_t n_planes;
   std::uint64_t after;
   std::uint32_t* flag;
 };
@@ -49,6 +52,10 @@ class Mover {
   virtual std::int64_t submit(const Batch& batch) = 0;
   // Throws InvalidArgument for a number that was never a ticket, Closed in a forked child.
   virtual Status wait(std::int64_t ticket, std::int64_t timeout_us) = 0;
+  // Makes a stream follow a transfer, see fkv_mover_hold: nothing once it does, else the state. Throws
+  // InvalidArgument for a number that was never a ticket or a stream, Closed.
+  virtual std::optional<Status> hold(std::int64_t ticket, std::uint64_t stream,
+                                     std::int64_t timeout_us) = 0;
   virtual void close() = 0;
   // Why a transfer failed that was not stopped by close(), of the last one; empty if none did. Throws
   // Closed in a forked child.

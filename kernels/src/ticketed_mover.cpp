@@ -3,17 +3,9 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <string>
 
 namespace flexkv {
-namespace {
-
-// Waits are capped here (about 11 days) because the clock's sum with a larger one would overflow.
-constexpr std::int64_t kMaxWaitUs = 1'000'000'000'000;
-
-}  // namespace
 
 TicketedMover::TicketedMover() : pid_(getpid()) {}
 
@@ -29,14 +21,14 @@ void TicketedMover::require_own_process() const {
 Status TicketedMover::wait(std::int64_t ticket, std::int64_t timeout_us) {
   require_own_process();
   std::unique_lock lock(mutex_);
-  if (!tickets_.issued(ticket)) {
-    throw InvalidArgument("ticket " + std::to_string(ticket) + " was never given out");
-  }
-  if (timeout_us > 0) {
-    const auto limit = std::chrono::microseconds(std::min(timeout_us, kMaxWaitUs));
-    finished_.wait_for(lock, limit, [&] { return tickets_.status(ticket) != Status::pending; });
-  }
+  await(lock, ticket, timeout_us, [&] { return tickets_.status(ticket) != Status::pending; });
   return tickets_.status(ticket);
+}
+
+void TicketedMover::require_issued(std::int64_t ticket) const {
+  if (!tickets_.issued(ticket)) {
+    throw InvalidArgument("ticket " + std::to_string(ticket) + " was never given out by this mover");
+  }
 }
 
 void require_aligned(const std::uint32_t* flag) {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise, starmap
 
 import pytest
 from hypothesis import given, settings
@@ -77,10 +78,20 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[int]]:
     arena = Memory(first + stride * slots + 64, seed=10 + draw(st.integers(0, 9)))
     store = None
     if draw(st.booleans()):
-        ends = sorted(draw(st.tuples(*[st.integers(0, len(planes))] * 2)))
-        store = range(*ends)
+        store = draw(ranges(len(planes)))
     world = World(planes, num_blocks, pages, arena, store)
     return world, [first + i * stride for i in range(slots)]
+
+
+def ranges(n: int) -> st.SearchStrategy[range]:
+    """Ranges of up to ``n`` numbers, also empty ones."""
+    return st.tuples(*[st.integers(0, n)] * 2).map(lambda ends: range(*sorted(ends)))
+
+
+def parts(n: int) -> st.SearchStrategy[list[range]]:
+    """Ranges that together are ``range(n)``, in any order."""
+    cuts = st.sets(st.integers(0, n)).map(lambda cuts: sorted(cuts | {0, n}))
+    return cuts.map(lambda cuts: list(starmap(range, pairwise(cuts)))).flatmap(st.permutations)
 
 
 OPTIONS = st.builds(
@@ -103,9 +114,30 @@ def test_transfers_move_exactly_the_named_bytes(
         blocks = data.draw(st.permutations(range(world.num_blocks)))
         offsets = data.draw(st.permutations(slots))
         n = data.draw(st.integers(0, min(len(blocks), len(offsets))))
-        expected = world.after(direction, blocks[:n], offsets[:n])
-        ticket = mover.submit(direction, blocks[:n], offsets[:n])
+        part = data.draw(st.one_of(st.none(), ranges(len(world.planes))))
+        expected = world.after(direction, blocks[:n], offsets[:n], part)
+        ticket = mover.submit(direction, blocks[:n], offsets[:n], planes=part)
         assert mover.wait(ticket, 60) is Status.DONE
+        assert world.now() == expected
+    mover.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), world_slots=worlds(), options=OPTIONS, threads=st.integers(1, 3))
+def test_parts_of_all_planes_make_a_whole_copy(
+    data: st.DataObject, world_slots: tuple[World, list[int]], options: CpuOptions, threads: int
+) -> None:
+    world, slots = world_slots
+    mover = world.mover(threads, options)
+    for direction in Direction:
+        n = min(world.num_blocks, len(slots))
+        blocks = data.draw(st.permutations(range(world.num_blocks)))[:n]
+        expected = world.after(direction, blocks, slots[:n])
+        tickets = [
+            mover.submit(direction, blocks, slots[:n], planes=part)
+            for part in data.draw(parts(len(world.planes)))
+        ]
+        assert all(mover.wait(ticket, 60) is Status.DONE for ticket in tickets)
         assert world.now() == expected
     mover.close()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flexkv_kernels import Crossover, Crossovers, CudaMode, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import FakeCuda
-from kernels.tests.test_copies import worlds
+from kernels.tests.test_copies import parts, ranges, worlds
 from kernels.tests.worlds import Memory, Plane, World, in_order, simple_world
 
 KIB = 1024
@@ -82,9 +82,36 @@ def test_transfers_move_exactly_the_named_bytes(  # noqa: PLR0917
         blocks = data.draw(st.permutations(range(world.num_blocks)))
         offsets = [slot * unit + shift for slot in data.draw(st.permutations(slots))]
         n = data.draw(st.integers(0, min(len(blocks), len(offsets))))
-        expected = world.after(direction, blocks[:n], offsets[:n])
-        ticket = mover.submit(direction, blocks[:n], offsets[:n])
+        part = data.draw(st.one_of(st.none(), ranges(len(world.planes))))
+        expected = world.after(direction, blocks[:n], offsets[:n], part)
+        ticket = mover.submit(direction, blocks[:n], offsets[:n], planes=part)
         assert mover.wait(ticket, 60) is Status.DONE
+        assert world.now() == expected
+    mover.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), world_slots=worlds(), mode=st.sampled_from(FORCED))
+def test_parts_of_all_planes_make_a_whole_copy(
+    data: st.DataObject,
+    fakes: dict[str, FakeCuda],
+    world_slots: tuple[World, list[int]],
+    mode: CudaMode,
+) -> None:
+    small, slots = world_slots
+    unit = data.draw(st.sampled_from([1, 16]))
+    world = scaled(small, unit)
+    mover = world.cuda_mover(fakes["13.0"].options(mode=mode))
+    for direction in Direction:
+        n = min(world.num_blocks, len(slots))
+        blocks = data.draw(st.permutations(range(world.num_blocks)))[:n]
+        offsets = [slot * unit for slot in slots[:n]]
+        expected = world.after(direction, blocks, offsets)
+        tickets = [
+            mover.submit(direction, blocks, offsets, planes=part)
+            for part in data.draw(parts(len(world.planes)))
+        ]
+        assert all(mover.wait(ticket, 60) is Status.DONE for ticket in tickets)
         assert world.now() == expected
     mover.close()
 
@@ -140,6 +167,25 @@ def test_pages_of_engines(fake: FakeCuda, kind: str, mode: CudaMode) -> None:
 
 
 @pytest.mark.parametrize("mode", FORCED)
+@pytest.mark.parametrize("kind", ["HND", "NHD", "opaque"])
+@pytest.mark.parametrize("direction", Direction)
+def test_pages_of_engines_layer_by_layer(
+    fake: FakeCuda, kind: str, mode: CudaMode, direction: Direction
+) -> None:
+    world = engine_world(kind)
+    mover = world.cuda_mover(fake.options(mode=mode))
+    blocks = list(reversed(range(world.num_blocks)))
+    offsets = range(0, world.arena.size, world.block_bytes)
+    first = len(world.planes) // 2  # of the second layer
+    for layer in (range(first, len(world.planes)), range(first)):
+        expected = world.after(direction, blocks, offsets, layer)
+        ticket = mover.submit(direction, blocks, offsets, planes=layer)
+        assert mover.wait(ticket, 60) is Status.DONE
+        assert world.now() == expected
+    mover.close()
+
+
+@pytest.mark.parametrize("mode", FORCED)
 def test_transfers_of_many_slices(fake: FakeCuda, mode: CudaMode) -> None:
     world = simple_world(num_blocks=3000, page_bytes=48, n_planes=2, slots=3000)
     mover = world.cuda_mover(fake.options(mode=mode))
@@ -179,6 +225,24 @@ def test_accesses_are_as_wide_as_all_addresses_allow(
             assert world.now() == expected
             assert fake.calls(kernel) == before + 1
         mover.close()
+
+
+def test_a_part_is_copied_as_wide_as_its_own_addresses_allow(fake: FakeCuda) -> None:
+    planes = [Plane(0, 64, 1, 64, 64, 0), Plane(1024, 20, 1, 20, 20, 64)]
+    world = World(planes, 8, Memory(2048, seed=1), Memory(1024, seed=2))
+    mover = world.cuda_mover(fake.options(mode=CudaMode.KERNEL))
+    for part, kernel in (
+        (range(1), "fkv_copy_16"),
+        (range(1, 2), "fkv_copy_4"),
+        (None, "fkv_copy_4"),
+    ):
+        before = fake.calls(kernel)
+        expected = world.after(Direction.LOAD, [3], [128], part)
+        ticket = mover.submit(Direction.LOAD, [3], [128], planes=part)
+        assert mover.wait(ticket, 60) is Status.DONE
+        assert world.now() == expected
+        assert fake.calls(kernel) == before + 1
+    mover.close()
 
 
 def test_neighbours_on_both_sides_are_one_copy(make_fake: MakeFake) -> None:

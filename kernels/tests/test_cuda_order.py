@@ -104,6 +104,22 @@ def test_a_load_overtakes_stores_that_run_and_that_are_queued(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_parts_end_in_the_order_of_their_submission(fake: FakeCuda, mode: CudaMode) -> None:
+    fake.delay(300)
+    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=20, slots=8)
+    mover = world.cuda_mover(fake.options(mode=mode))
+    load = [
+        mover.submit(Direction.LOAD, BLOCKS, slots(world), planes=range(number, number + 1))
+        for number in [*range(20)] * 4
+    ]
+    while mover.poll(load[-1]) is Status.PENDING:
+        states = [mover.poll(ticket) for ticket in reversed(load)]
+        assert states == sorted(states)  # once one is DONE, all before it are
+    assert {mover.poll(ticket) for ticket in load} == {Status.DONE}
+    mover.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("direction", Direction)
 def test_a_flag_rises_only_when_every_byte_is_there(
     fake: FakeCuda, mode: CudaMode, direction: Direction
@@ -307,7 +323,11 @@ def test_in_a_fork_the_mover_is_closed(fake: FakeCuda) -> None:
 def _use_forked(mover: CudaMover, ticket: int) -> int:
     """The number of things in a forked child that did not go as documented."""
     wrong = 0
-    for call in (lambda: mover.submit(Direction.STORE, [0], [0]), lambda: mover.poll(ticket)):
+    for call in (
+        lambda: mover.submit(Direction.STORE, [0], [0]),
+        lambda: mover.poll(ticket),
+        lambda: mover.hold(ticket, 1),
+    ):
         try:
             call()
         except RuntimeError as error:

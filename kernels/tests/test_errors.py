@@ -80,12 +80,19 @@ def test_a_mover_that_cannot_be_is_refused(change: dict[str, Any], message: str)
         ([0, 1], [0, 2**64], {}, "offsets holds 18446744073709551616"),
         ([0, 1], [0], {}, "2 blocks but 1 offsets"),
         ([0], [0], {"after": 7}, "after is 7, the CPU mover has no streams"),
+        ([0], [0], {"planes": range(3)}, "transfer is to copy 3 planes from number 0 on, .* are 2"),
+        ([0], [0], {"planes": range(2, 3)}, "to copy 1 planes from number 2 on, but there are 2"),
+        ([0], [0], {"planes": range(3, 3)}, "to copy 0 planes from number 3 on, but there are 2"),
+        ([0], [0], {"planes": range(2**32 - 1, 2**32)}, "to copy 1 planes from number 4294967295"),
+        ([0], [0], {"planes": range(-1, 1)}, "planes.start is -1"),
+        ([0], [0], {"planes": range(2**32)}, "the number of planes is 4294967296"),
+        ([0], [0], {"planes": range(0, 2, 2)}, "planes is .*, it must have a step of 1"),
         ([0], [0], {"flag_address": 4097}, "flag's address is not a multiple of 4"),
         ([0], [0], {"flag_address": -4}, "flag_address is -4"),
     ],
 )
 def test_a_refused_transfer_touches_nothing(
-    blocks: list[int], offsets: list[int], kwargs: dict[str, int], message: str
+    blocks: list[int], offsets: list[int], kwargs: dict[str, Any], message: str
 ) -> None:
     world = simple_world(num_blocks=4, page_bytes=100, n_planes=2, slots=4)
     mover = world.mover()

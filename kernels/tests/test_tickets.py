@@ -100,6 +100,53 @@ def test_transfers_of_one_direction_start_in_order() -> None:
     mover.close()
 
 
+def test_all_threads_copy_the_first_transfer_before_the_next_is_begun() -> None:
+    world = simple_world(num_blocks=2, page_bytes=1 << 20, n_planes=2, slots=2)
+    mover = world.mover(threads=3)
+    pages = world.pages[:]
+    first, second = (
+        mover.submit(Direction.LOAD, [0] * ENDLESS, [0] * ENDLESS, planes=part)
+        for part in (range(1), range(1, 2))
+    )
+    assert mover.wait(first, 0.1) is Status.PENDING
+    mover.close()
+    assert mover.poll(second) is Status.FAILED
+    assert world.pages[: 1 << 20] == world.arena[: 1 << 20]
+    assert world.pages[1 << 20 :] == pages[1 << 20 :]
+
+
+def test_parts_end_in_the_order_of_their_submission() -> None:
+    world = simple_world(num_blocks=64, page_bytes=65536, n_planes=8, slots=64)
+    mover = world.mover(threads=1)
+    offsets = range(0, world.arena.size, world.block_bytes)
+    load = [
+        mover.submit(Direction.LOAD, range(64), offsets, planes=range(number, number + 1))
+        for number in [*range(8)] * 10
+    ]
+    while mover.poll(load[-1]) is Status.PENDING:
+        states = [mover.poll(ticket) for ticket in reversed(load)]
+        assert states == sorted(states)  # once one is DONE, all before it are
+    assert {mover.poll(ticket) for ticket in load} == {Status.DONE}
+    mover.close()
+
+
+def test_a_hold_waits_for_the_bytes() -> None:
+    world = simple_world(num_blocks=64, page_bytes=65536, n_planes=4, slots=64)
+    mover = world.mover(threads=2)
+    offsets = range(0, world.arena.size, world.block_bytes)
+    for number in range(4):
+        part = range(number, number + 1)
+        expected = world.after(Direction.LOAD, range(64), offsets, part)[0]
+        ticket = mover.submit(Direction.LOAD, range(64), offsets, planes=part)
+        assert mover.hold(ticket, 0) is Status.DONE
+        assert world.pages[:] == expected
+    with pytest.raises(ValueError, match="stream is 7, the CPU mover has none"):
+        mover.hold(ticket, 7)
+    with pytest.raises(ValueError, match=f"ticket {ticket + 1} was never given out"):
+        mover.hold(ticket + 1, 0)
+    mover.close()
+
+
 def test_waiting_gives_up_after_its_time() -> None:
     world = endless_world()
     mover = world.mover()
@@ -137,12 +184,17 @@ def test_closing_fails_what_is_queued_and_frees_the_memory() -> None:
     mover.close()
 
 
-def test_closing_wakes_a_waiter() -> None:
+@pytest.mark.parametrize("call", ["wait", "hold"])
+def test_closing_wakes_a_waiter(call: str) -> None:
     world = endless_world()
     mover = world.mover()
     ticket = mover.submit(Direction.STORE, [0] * ENDLESS, [0] * ENDLESS)
     seen: list[Status] = []
-    waiter = threading.Thread(target=lambda: seen.append(mover.wait(ticket, float("inf"))))
+    waiting = {
+        "wait": lambda: mover.wait(ticket, float("inf")),
+        "hold": lambda: mover.hold(ticket, 0),
+    }
+    waiter = threading.Thread(target=lambda: seen.append(waiting[call]()))
     waiter.start()
     mover.close()
     waiter.join(60)

@@ -92,8 +92,8 @@ class Engine:
         for number, rank in enumerate(self.ranks):
             rank.kv[:] = kv[:, :, self.heads_of(number)]
 
-    def copy(self, direction: Direction, blocks: list[int], slot: int) -> None:
-        """Every rank copies engine blocks from or to a slot."""
+    def copy(self, direction: Direction, blocks: list[int], slot: int, parts: int = 1) -> None:
+        """Every rank copies engine blocks from or to a slot, in so many parts at once."""
         for number, rank in enumerate(self.ranks):
             replicas = self.sharding.replicas
             planes, store = share_of(rank.layout.place(ENGINE_BLOCKS), number % replicas, replicas)
@@ -109,7 +109,12 @@ class Engine:
             start += self.format.shard_offsets[number // replicas]
             step = rank.layout.head_bytes
             offsets = [start + i * step for i in range(len(blocks))]
-            assert mover.wait(mover.submit(direction, blocks, offsets), 60) is Status.DONE
+            ends = [len(planes) * i // parts for i in range(parts + 1)]
+            tickets = [
+                mover.submit(direction, blocks, offsets, planes=range(*part))
+                for part in itertools.pairwise(ends)
+            ]
+            assert all(mover.wait(ticket, 60) is Status.DONE for ticket in tickets)
             mover.close()
 
 
@@ -144,9 +149,9 @@ def test_what_some_ranks_wrote_any_number_of_ranks_reads(
     writer.fill(kv)
     wrote = [blocks(), blocks()]
     for slot, chosen in enumerate(wrote):
-        writer.copy(Direction.STORE, chosen, slot)
+        writer.copy(Direction.STORE, chosen, slot, data.draw(st.integers(1, 3)))
     slot, into = data.draw(st.sampled_from(range(SLOTS))), blocks()
-    reader.copy(Direction.LOAD, into, slot)
+    reader.copy(Direction.LOAD, into, slot, data.draw(st.integers(1, 4)))
     for number, rank in enumerate(reader.ranks):
         expected = np.full(rank.kv.shape, POISON, np.uint8)
         expected[:, into] = kv[:, wrote[slot], reader.heads_of(number)]

@@ -119,13 +119,19 @@ class World:
         )
 
     def after(
-        self, direction: Direction, blocks: Sequence[int], offsets: Sequence[int]
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        part: range | None = None,
     ) -> tuple[bytes, bytes]:
-        """Pages and arena as they must be after the copies, which nothing has made yet."""
+        """Pages and arena as they must be after the copies of all planes, or of a part of them,
+        which nothing has made yet."""
         pages, arena = bytearray(self.pages[:]), bytearray(self.arena[:])
-        planes = self.planes
+        numbers = set(range(len(self.planes)) if part is None else part)
         if direction is Direction.STORE and self.store is not None:
-            planes = [planes[i] for i in self.store]
+            numbers &= set(self.store)
+        planes = [self.planes[i] for i in numbers]
         for block, offset in zip(blocks, offsets, strict=True):
             for plane in planes:
                 for i in range(plane.rows):

@@ -14,6 +14,9 @@
 // Shares. Ranks that hold the same bytes store a part of them each, and load them all: a store copies
 // only the planes [store_first, store_first + store_count).
 //
+// Parts. A transfer copies a range of the planes: one that an engine needs layer by layer is submitted
+// as several. Planes are numbered as the layout lists them, whatever their places in the arena.
+//
 // Ownership. A mover owns its threads (or streams) and nothing else: the planes' memory and the arena
 // belong to the caller and must stay mapped, at the same addresses, until the mover is closed. All
 // arrays and strings passed in are copied before the call returns.
@@ -26,9 +29,10 @@
 // returns FKV_ECLOSED and destroying it does nothing. Any number of processes may have movers over
 // the same shared memory.
 //
-// Order. Transfers of one mover are not ordered with one another: loads overtake queued stores, and
-// several run at once. A transfer must not write bytes that a pending transfer reads or writes; wait
-// for the first one. Within one load, naming the same engine block twice with different offsets
+// Order. Loads are taken up in the order of their submission, each with all threads, and so are
+// stores; but loads overtake stores, and a transfer is taken up before the one before it has ended:
+// none has certainly ended because a later one has. A transfer must not write bytes that a pending transfer reads or
+// writes; wait for the first one. Within one load, naming the same engine block twice with different offsets
 // leaves either source in it, page by page.
 #ifndef FLEXKV_MOVER_H
 #define FLEXKV_MOVER_H
@@ -48,13 +52,16 @@ extern "C" {
 
 // Raised whenever a declaration below changes incompatibly. Callers compare it with
 // fkv_abi_version() before any other call.
-#define FKV_ABI_VERSION 2
+#define FKV_ABI_VERSION 3
 
 // Directions of a transfer.
 enum { FKV_LOAD = 0 /* arena -> pages */, FKV_STORE = 1 /* pages -> arena */ };
 
 // States of a transfer; also the values of a completion flag.
 enum { FKV_PENDING = 0, FKV_DONE = 1, FKV_FAILED = 2 };
+
+// Of fkv_mover_hold alone.
+enum { FKV_HELD = 3 };
 
 // Errors. Always negative, so that they never meet a ticket or a state.
 enum {
@@ -91,8 +98,9 @@ typedef struct {
   uint32_t threads;       // 1 .. 1024 copying threads; required
   const char* kernel;     // optional: a name from fkv_cpu_kernels()
   uint64_t chunk_bytes;   // optional: largest piece of a transfer one thread takes at a time
-  uint64_t stream_bytes;  // optional: transfers of at least so many bytes bypass the caches;
-                          // by default every store, and loads as large as the last level cache
+  uint64_t stream_bytes;  // optional: transfers of at least so many bytes bypass the caches, a part
+                          // of the planes counted as all; by default every store, and loads as
+                          // large as the last level cache
 } fkv_cpu_options;
 
 // Ways of a CUDA mover's copies.
@@ -170,9 +178,10 @@ FKV_API void fkv_cuda_free(uint64_t address);
 // Bytes of one engine block over all planes.
 FKV_API uint64_t fkv_mover_block_bytes(const fkv_mover* mover);
 
-// Queues n copies; copy i moves the planes of engine block blocks[i] from or to the places behind
-// arena[offsets[i]], where a whole span must fit. Any offset alignment works; multiples of 64 are
-// fastest. n == 0 completes at once.
+// Queues n copies; copy i moves planes [first_plane, first_plane + n_planes) of engine block blocks[i]
+// from or to their places behind arena[offsets[i]], where a whole span must fit, whatever the planes.
+// Any offset alignment works; multiples of 64 are fastest. A store copies those of the planes that are
+// in the share. What has nothing to copy completes at once.
 //
 // after  what must finish before the first byte is read or written. For a CUDA mover a stream
 //        (CUstream) of the device's primary context: the copies follow all work that is in the stream
@@ -184,11 +193,12 @@ FKV_API uint64_t fkv_mover_block_bytes(const fkv_mover* mover);
 //        is written before fkv_mover_poll and fkv_mover_wait report the end. A CUDA mover writes
 //        flags within the arena from the device, up to some 0.1 ms earlier than it knows the end.
 //
-// Returns a ticket >= 1, or FKV_EINVAL, FKV_ECLOSED or FKV_ENOMEM with a message in err. All blocks
-// and offsets are checked before anything is queued.
+// Returns a ticket >= 1, or FKV_EINVAL, FKV_ECLOSED or FKV_ENOMEM with a message in err. All planes,
+// blocks and offsets are checked before anything is queued.
 FKV_API int64_t fkv_mover_submit(fkv_mover* mover, int direction, const uint64_t* blocks,
-                                 const uint64_t* offsets, uint64_t n, uint64_t after, uint32_t* flag,
-                                 char* err, size_t err_len);
+                                 const uint64_t* offsets, uint64_t n, uint32_t first_plane,
+                                 uint32_t n_planes, uint64_t after, uint32_t* flag, char* err,
+                                 size_t err_len);
 
 // FKV_PENDING, FKV_DONE or FKV_FAILED; FKV_EINVAL for a number that was never a ticket. Asking again
 // gives the same answer: nothing has to be released, since only pending and failed tickets take
@@ -197,6 +207,22 @@ FKV_API int fkv_mover_poll(fkv_mover* mover, int64_t ticket);
 
 // The same, waiting until the transfer ends or timeout_us microseconds have passed (<= 0: poll).
 FKV_API int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us);
+
+// Makes a stream of the caller follow a transfer: the work that is put into it after this call runs
+// once every byte is in place, or once the transfer has failed. `stream` is as `after` of
+// fkv_mover_submit, and must not be captured; with 0 it is the caller itself that waits, as in
+// fkv_mover_wait, and a CPU mover takes nothing else.
+//
+// FKV_HELD: the stream follows; how the transfer ended is still to be polled for. FKV_DONE and
+// FKV_FAILED: it had ended, and the stream was left alone. FKV_PENDING: timeout_us have passed, and the
+// stream does not follow. FKV_EINVAL for what was never a ticket or is no stream, FKV_ECLOSED and
+// FKV_ENOMEM, with a message in err; the stream does not follow then.
+//
+// A stream can only follow copies that the device has been given, which this waits for: microseconds,
+// unless more is pending than the device is given at a time (some 1000 copies, or 32 transfers). Then
+// it waits until enough of that has been copied, which for a load takes no later work of the caller.
+FKV_API int fkv_mover_hold(fkv_mover* mover, int64_t ticket, uint64_t stream, int64_t timeout_us,
+                           char* err, size_t err_len);
 
 // Why a transfer failed other than by fkv_mover_close: writes the message of the last such failure to
 // err and returns 1; 0 if there was none. A driver call that fails concerns one transfer. After an

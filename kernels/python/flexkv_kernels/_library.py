@@ -25,12 +25,15 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
 ECLOSED = -2
 ENOMEM = -3
+
+HELD = 3
+"""``FKV_HELD``."""
 
 
 class PlaneStruct(ctypes.Structure):
@@ -157,6 +160,7 @@ def _declare_waiting(lib: ctypes.CDLL) -> None:
     )
     lib.fkv_mover_wait.restype = c_int
     lib.fkv_mover_wait.argtypes = (address, c_int64, c_int64)
+    _declare_hold(lib)
     lib.fkv_mover_close.restype = None
     lib.fkv_mover_close.argtypes = (address,)
     lib.fkv_mover_destroy.restype = None
@@ -210,6 +214,8 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
         address,
         address,
         c_uint64,
+        c_uint32,
+        c_uint32,
         c_uint64,
         address,
         c_char_p,
@@ -217,6 +223,12 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
     )
     lib.fkv_mover_poll.restype = c_int
     lib.fkv_mover_poll.argtypes = (address, c_int64)
+    _declare_hold(lib)
+
+
+def _declare_hold(lib: ctypes.CDLL) -> None:
+    lib.fkv_mover_hold.restype = c_int
+    lib.fkv_mover_hold.argtypes = (address, c_int64, c_uint64, c_int64, c_char_p, c_size_t)
 
 
 # The package's own search path and not __file__: an editable install keeps sources and the shared

@@ -23,8 +23,8 @@ class CpuOptions:
 
     kernel: one of :func:`available_kernels`; "" takes the first.
     chunk_bytes: largest piece of a transfer that one thread takes at a time; 0: default.
-    stream_bytes: transfers of at least so many bytes bypass the caches; 0: every store, and loads
-        as large as the last level cache.
+    stream_bytes: transfers of at least so many bytes, a part of the planes counted as all, bypass
+        the caches; 0: every store, and loads as large as the last level cache.
     """
 
     kernel: str = ""
@@ -82,4 +82,4 @@ class CpuMover(NativeMover):
         )
         if handle is None:
             raise ValueError(message.value.decode(errors="replace"))
-        super().__init__(handle)
+        super().__init__(handle, len(planes))

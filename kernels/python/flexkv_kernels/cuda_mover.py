@@ -70,7 +70,7 @@ class CudaMover(NativeMover):
         )
         if handle is None:
             raise ValueError(message.value.decode(errors="replace"))
-        super().__init__(handle)
+        super().__init__(handle, len(planes))
 
     def error(self) -> str | None:
         """Why a transfer failed other than by :meth:`close`, of the last one; None if none did."""

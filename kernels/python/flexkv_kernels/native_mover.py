@@ -15,6 +15,7 @@ from flexkv_kernels._library import (
     ECLOSED,
     EINVAL,
     ENOMEM,
+    HELD,
     LIBRARY,
     LayoutStruct,
     PlaneStruct,
@@ -42,18 +43,21 @@ class NativeMover:
     returned. Open movers are closed when the interpreter exits. In a process forked from the one
     that made it a mover is closed.
 
-    Transfers of one mover are not ordered with one another: loads overtake queued stores. A
-    transfer must not write bytes that a pending one reads or writes.
+    Loads are taken up in the order of their submission, each with all threads, and so are stores;
+    but loads overtake stores, and a transfer is taken up before the one before it has ended: none
+    has certainly ended because a later one has. A transfer must not write bytes that a pending one
+    reads or writes.
     """
 
-    __slots__ = ("__weakref__", "_handle", "block_bytes")
+    __slots__ = ("__weakref__", "_all_planes", "_handle", "block_bytes")
 
     block_bytes: int
     """Bytes of one engine block over all planes, which is also what it takes in the arena."""
 
-    def __init__(self, handle: int) -> None:
-        """Takes over what one of the library's create functions returned."""
+    def __init__(self, handle: int, n_planes: int) -> None:
+        """Takes over what one of the library's create functions returned, for so many planes."""
         self._handle = handle
+        self._all_planes = range(n_planes)
         self.block_bytes = int(LIBRARY.brief.fkv_mover_block_bytes(handle))
         # Not at exit: another thread may still call the mover then. Closing is safe, see below.
         weakref.finalize(self, LIBRARY.waiting.fkv_mover_destroy, handle).atexit = False
@@ -66,6 +70,8 @@ class NativeMover:
         offsets: Sequence[int],
         after: int = 0,
         flag_address: int = 0,
+        *,
+        planes: range | None = None,
     ) -> int:
         """Queues the copies of ``blocks[i]`` from or to arena bytes ``offsets[i]`` onward.
 
@@ -79,15 +85,19 @@ class NativeMover:
         flag_address: 0, or the address of a 4-aligned uint32, possibly in shared memory, that the
             caller has set to ``Status.PENDING``. It becomes DONE or FAILED, with release order,
             once every byte is in place, and before :meth:`poll` says so; keep it mapped until then.
+        planes: numbers of the planes to copy, with a step of 1; None: all. Each goes from or to its
+            usual place, and ``offsets`` mean the same as without. A store copies those of them that
+            are in the mover's share (``store``), perhaps none. What has nothing to copy is DONE.
 
-        Returns the ticket, at least 1. ValueError names the first block or offset out of range;
-        then no byte is touched. RuntimeError if the mover is closed or its device has failed,
-        MemoryError if memory for the bookkeeping is short.
+        Returns the ticket, at least 1. ValueError names the planes, or the first block or offset,
+        out of range; then no byte is touched. RuntimeError if the mover is closed or its device has
+        failed, MemoryError if memory for the bookkeeping is short.
         """
         if len(blocks) != len(offsets):
             raise ValueError(f"{len(blocks)} blocks but {len(offsets)} offsets")
         block_array = _as_array("blocks", blocks)
         offset_array = _as_array("offsets", offsets)
+        first_plane, n_planes = _part("planes", self._all_planes if planes is None else planes)
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         ticket: int = LIBRARY.brief.fkv_mover_submit(
             self._handle,
@@ -95,6 +105,8 @@ class NativeMover:
             block_array.buffer_info()[0],
             offset_array.buffer_info()[0],
             len(block_array),
+            first_plane,
+            n_planes,
             unsigned("after", after),
             unsigned("flag_address", flag_address),
             message,
@@ -120,6 +132,41 @@ class NativeMover:
             status = _status(code, ticket)
             if status is not Status.PENDING or time.monotonic() >= deadline:
                 return status
+
+    def hold(self, ticket: int, stream: int) -> Status:
+        """Makes a stream follow a transfer: work put into it from now on runs when every byte is in
+        place, or when the transfer has failed. This thread does not wait for the bytes.
+
+        stream: the handle of a stream of the CUDA mover's device, as ``after`` of :meth:`submit`,
+            that no graph captures. 0: this thread itself waits until the transfer has ended; that
+            is all that a CPU mover takes.
+
+        Returns the state as it is known. PENDING: the stream follows, but the transfer may yet
+        fail: poll later, and until it was DONE trust nothing that was computed from its bytes. DONE
+        and FAILED: it had ended; nothing was put into the stream.
+
+        The device must have been given all copies first, which is waited for: microseconds, unless
+        more is pending than it is given at a time (some 1000 copies, or 32 transfers).
+
+        ValueError if ``ticket`` was never given out or ``stream`` is none of this device;
+        RuntimeError in a forked process or if the device has failed. The stream does not follow
+        then.
+        """
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        stream = unsigned("stream", stream)
+        library: ctypes.CDLL = LIBRARY.brief  # keeps the GIL: mostly there is nothing to wait for
+        timeout_us = 0
+        while True:
+            code: int = library.fkv_mover_hold(
+                self._handle, ticket, stream, timeout_us, message, MESSAGE_BYTES
+            )
+            if code < 0:
+                raise _error(code, message.value.decode(errors="replace"))
+            if code == HELD:
+                return Status.PENDING
+            if code != Status.PENDING:
+                return _STATUSES[code]
+            library, timeout_us = LIBRARY.waiting, int(_WAIT_SLICE_SECONDS * 1e6)
 
     def close(self) -> None:
         """Finishes the pieces being copied, fails what is queued, joins the threads. Idempotent.
@@ -154,14 +201,10 @@ def layout_struct(
     for struct, plane in zip(structs, planes, strict=True):
         for name, value in zip(names, plane, strict=True):
             setattr(struct, name, unsigned(name, value))
-    stored = range(len(planes)) if store is None else store
-    if stored.step != 1:
-        raise ValueError(f"store is {stored}, it must have a step of 1")
     return LayoutStruct(
         structs,
         len(planes),
-        unsigned("store.start", stored.start, bits=32),
-        len(stored),
+        *_part("store", range(len(planes)) if store is None else store),
         unsigned("num_blocks", num_blocks),
         unsigned("arena_address", arena_address),
         unsigned("arena_bytes", arena_bytes),
@@ -173,6 +216,14 @@ def unsigned(name: str, value: int, bits: int = 64) -> int:
     if not 0 <= value < 1 << bits:
         raise ValueError(f"{name} is {value}, it must be between 0 and 2**{bits} - 1")
     return value
+
+
+def _part(name: str, planes: range) -> tuple[int, int]:
+    """The first number of a range of planes, and how many they are."""
+    if planes.step != 1:
+        raise ValueError(f"{name} is {planes}, it must have a step of 1")
+    first = unsigned(f"{name}.start", planes.start, bits=32)
+    return first, unsigned(f"the number of {name}", len(planes), bits=32)
 
 
 def _as_array(name: str, values: Sequence[int]) -> array[int]:

@@ -16,11 +16,12 @@ from kernels.tests.worlds import Memory, Plane
 
 KIB = 1024
 DEVICE = 0
+LAYERS = 4
 TAIL = 4 * KIB
 """Bytes of the arena behind the last slot: for flags, and to show that nothing is written there."""
 
 
-def engine_planes(kind: str, blocks: int, layers: int = 4) -> tuple[list[Plane], int]:
+def engine_planes(kind: str, blocks: int, layers: int = LAYERS) -> tuple[list[Plane], int]:
     """Planes as engines have them, and the bytes of the pages they lie in.
 
     "NHD": 16 tokens of 8 heads of 256 bytes, head by head. "HND": heads of 4 KiB. "opaque": 200 KiB
@@ -86,6 +87,11 @@ class GpuWorld:
     def flag_offset(self) -> int:
         return self.memory.size - TAIL + 64
 
+    def layers(self) -> list[range]:
+        """The numbers of each layer's planes."""
+        n = len(self.planes) // LAYERS
+        return [range(layer * n, layer * n + n) for layer in range(LAYERS)]
+
     def offsets(self, slots: Sequence[int]) -> list[int]:
         return [slot * self.block_bytes for slot in slots]
 
@@ -107,13 +113,18 @@ class GpuWorld:
         torch.cuda.synchronize()
 
     def after(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int]
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        part: range | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages (on the device) and arena as they must be after the copies; made by torch alone."""
+        """Pages (on the device) and arena as they must be after the copies of all planes, or of a
+        part of them; made by torch alone."""
         pages, arena = self.pages.clone(), self.arena.clone()
         index = torch.tensor(blocks, device=pages.device)
         stacked = arena[: self.slots * self.block_bytes].view(self.slots, self.block_bytes)
-        for plane in self.planes:
+        for plane in self.planes if part is None else self.planes[part.start : part.stop]:
             paged = pages.as_strided(
                 (self.num_blocks, plane.rows, plane.row_bytes),
                 (plane.block_stride, plane.row_stride, 1),

@@ -72,6 +72,71 @@ def test_any_number_of_thread_blocks_copies_everything(mode: CudaMode, thread_bl
     mover.close()
 
 
+@pytest.mark.parametrize("kind", ["NHD", "HND", "opaque", "odd"])
+def test_each_layer_for_itself(mode: CudaMode, kind: str) -> None:
+    world = gpu_world(kind, num_blocks=300, slots=300)  # more blocks than one launch takes
+    mover = world.mover(mode)
+    for direction in Direction:
+        world.fill()
+        blocks, slots = some(300, 300), list(range(300))
+        for layer in reversed(world.layers()):
+            expected = world.after(direction, blocks, slots, layer)
+            done(mover, mover.submit(direction, blocks, world.offsets(slots), planes=layer))
+            assert world.same(expected)
+    mover.close()
+
+
+def test_layers_at_once_make_a_whole_load(mode: CudaMode) -> None:
+    world = gpu_world("NHD", num_blocks=64, slots=64)
+    mover = world.mover(mode)
+    blocks, slots = some(64, 64), list(range(64))
+    for _ in range(10):
+        world.fill()
+        expected = world.after(Direction.LOAD, blocks, slots)
+        single = [range(number, number + 1) for number in range(len(world.planes))]
+        tickets = [
+            mover.submit(Direction.LOAD, blocks, world.offsets(slots), planes=part)
+            for part in single
+        ]
+        for ticket in tickets:
+            done(mover, ticket)
+        assert world.same(expected)
+    mover.close()
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_a_stream_uses_each_layer_when_it_is_there(mode: CudaMode, own_stream: bool) -> None:
+    world = gpu_world("HND", num_blocks=512, slots=512)
+    mover = world.mover(mode)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
+    handle = stream.cuda_stream if own_stream else LEGACY_STREAM
+    blocks, slots = some(512, 512), list(range(512))
+    for _ in range(5):
+        world.fill()
+        expected = world.after(Direction.LOAD, blocks, slots)[0]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(PAUSE)  # until then nothing is loaded
+        tickets = [
+            mover.submit(Direction.LOAD, blocks, world.offsets(slots), after=handle, planes=layer)
+            for layer in world.layers()
+        ]
+        used = []
+        for ticket, layer in zip(tickets, world.layers(), strict=True):
+            assert mover.hold(ticket, handle) in {Status.PENDING, Status.DONE}
+            first = world.planes[layer[0]]
+            pages = slice(first.base, first.base + 512 * first.block_stride)
+            with torch.cuda.stream(stream):
+                used.append((pages, world.pages[pages].clone()))
+        stream.synchronize()
+        for pages, seen in used:
+            assert torch.equal(seen, expected[pages])
+        for ticket in tickets:
+            done(mover, ticket)
+            assert mover.hold(ticket, handle) is Status.DONE
+    mover.close()
+
+
 def test_slots_at_odd_offsets(mode: CudaMode) -> None:
     world = gpu_world("HND", num_blocks=8, slots=8)
     mover = world.mover(mode)

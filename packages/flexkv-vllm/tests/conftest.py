@@ -9,6 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from engine_world import MakeWorld, World
+    from offloading_world import MakeOffloadingWorld, OffloadingWorld
 
 # All of the adapter is written against vLLM's own classes: without them there is nothing to test.
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -23,6 +24,22 @@ def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
 
     def make(**options: Any) -> World:
         worlds.append(World(tmp_path, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def make_offloading_world(tmp_path: Path) -> Iterator[MakeOffloadingWorld]:
+    """As `make_world`, under vLLM's OffloadingConnector."""
+    from offloading_world import OffloadingWorld
+
+    worlds: list[OffloadingWorld] = []
+
+    def make(**options: Any) -> OffloadingWorld:
+        worlds.append(OffloadingWorld(tmp_path, **options))
         return worlds[-1]
 
     yield make

@@ -13,11 +13,9 @@ wrong byte, at once.
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 import random
 import threading
-import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,45 +33,29 @@ from kv_pages import (
     token_bytes,
 )
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from world_config import (
+    LLAMA,
+    PLUGIN,
+    disk_settings,
+    make_config,
+    make_kv_cache_config,
+)
 
-from flexkv.tiers.disk.table import RECORD_BYTES
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler import StoreTime
-
-PLUGIN = "flexkv_vllm.connector"
-IN_TREE = "vllm.distributed.kv_transfer.kv_connector.v1.flexkv_connector"
-DISK_OVERHEAD = 32768
-"""Bytes of a disk cache that are not blocks: header, ledger, lock, folder, and rounding."""
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": HEADS,
-    "head_dim": 16,
-    "vocab_size": 1000,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 
 
 @dataclass(slots=True)
@@ -83,7 +65,9 @@ class Rank:
     number: int
     adapter: Adapter
     pages: dict[str, torch.Tensor]
-    tables: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Requests that the running step computes on wrong bytes, with the first such block."""
 
 
 class Text:
@@ -135,6 +119,8 @@ class Step:
 class World:
     """Requests go in with `add`; `step` runs one engine step; `run` steps until all have ended.
 
+    Beside full attention the model may have sliding windows, of so many tokens each.
+
     With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
     is known, and the workers run it now or later, as `lag` decides.
     """
@@ -155,6 +141,7 @@ class World:
         disk_slots: int = 0,
         settings: dict[str, Any] | None = None,
         events: bool = False,
+        windows: tuple[int, ...] = (),
     ) -> None:
         slot_bytes = 4096 * -(-block_tokens * HEAD_BYTES * HEADS * LAYERS // 4096)
         self.vllm_config = make_config(
@@ -174,7 +161,8 @@ class World:
         self.steps: deque[Step] = deque()
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.num_blocks = num_blocks
-        kv_cache_config = make_kv_cache_config(num_blocks)
+        self.windows = windows
+        kv_cache_config = make_kv_cache_config(num_blocks, windows)
         self.fenced = entry == PLUGIN
         self.ranks = self._start_ranks(ranks, kv_cache_config)
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
@@ -204,7 +192,7 @@ class World:
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> list[Rank]:
         time = StoreTime.STEP if self.fenced else StoreTime.FINISH
         made = [
-            Rank(number, Adapter(self.vllm_config, time), make_pages(self.num_blocks, ranks))
+            Rank(number, Adapter(self.vllm_config, time), self._make_pages(ranks))
             for number in range(ranks)
         ]
         threads = [
@@ -218,6 +206,9 @@ class World:
         for thread in threads:
             thread.join()
         return made
+
+    def _make_pages(self, ranks: int) -> dict[str, torch.Tensor]:
+        return make_pages(self.num_blocks, ranks, 1 + len(self.windows))
 
     @property
     def connector(self) -> Any:
@@ -340,18 +331,29 @@ class World:
                     if request_id in cached.resumed_req_ids:
                         self.texts[request_id].sampled = known
                 for i, (request_id, _, computed) in enumerate(scheduled(output)):
-                    step.result.sampled_token_ids[i] = self.texts[request_id].sample(computed)
+                    # What is computed on a load that failed is nonsense, and vLLM must drop it.
+                    nonsense = any(request_id in rank.wrong for rank in self.ranks)
+                    sampled = [0] if nonsense else self.texts[request_id].sample(computed)
+                    step.result.sampled_token_ids[i] = sampled
 
     def _run_rank(self, rank: Rank, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = output.kv_connector_metadata
         if self.fenced:
             rank.adapter.fence(metadata)
         self._follow_tables(rank, output)
+        rank.wrong.clear()
+        before = bool(metadata.layerwise or metadata.unfilled) if self.fenced else False
+        if before:
+            rank.adapter.start_loads(metadata)
         for request_id, start, end in scheduled(output):
             self._forward(rank, request_id, start, end)
-        rank.adapter.start_loads(metadata)
+        if not before:
+            rank.adapter.start_loads(metadata)
         rank.adapter.start_stores(metadata)
         sent, received = rank.adapter.get_finished(metadata)
+        bad_blocks = rank.adapter.take_bad_blocks()
+        for block, message in rank.wrong.values():
+            assert block in bad_blocks, message
         request_ids = [request_id for request_id, _, _ in scheduled(output)]
         return ModelRunnerOutput(
             req_ids=request_ids,
@@ -360,8 +362,10 @@ class World:
             kv_connector_output=KVConnectorOutput(
                 finished_sending=sent,
                 finished_recving=received,
-                invalid_block_ids=rank.adapter.take_bad_blocks(),
+                invalid_block_ids=bad_blocks,
                 kv_connector_stats=rank.adapter.take_stats() if self.fenced else None,
+                kv_connector_worker_meta=rank.adapter.step_report(metadata),
+                **failed_requests(rank.adapter.take_failed_requests()),
             ),
         )
 
@@ -369,29 +373,43 @@ class World:
         for request_id in output.finished_req_ids:
             rank.tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            rank.tables[new.req_id] = list(new.block_ids[0])
+            rank.tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
-                rank.tables[request_id] = []
-            if blocks is not None:
-                rank.tables[request_id].extend(blocks[0])
+                rank.tables[request_id] = [[] for _ in rank.tables[request_id]]
+            for table, more in zip(rank.tables[request_id], blocks or (), strict=False):
+                table.extend(more)
 
     def _forward(self, rank: Rank, request_id: str, start: int, end: int) -> None:
+        for group, table in enumerate(rank.tables[request_id]):
+            self._forward_group(rank, request_id, group, torch.tensor(table), range(start, end))
+
+    def _forward_group(
+        self, rank: Rank, request_id: str, group: int, table: torch.Tensor, tokens: range
+    ) -> None:
         heads = heads_of(rank.number, len(self.ranks))
-        expected = token_bytes(self.texts[request_id].upto(end), self.weights)[:, :, heads]
-        table = torch.tensor(rank.tables[request_id], dtype=torch.int64)
+        start, end = tokens.start, tokens.stop
+        weights = self.weights + bytes(group)
+        expected = token_bytes(self.texts[request_id].upto(end), weights)[:, :, heads]
+        first = max(0, start - self.windows[group - 1] + 1) if group else 0
         positions = torch.arange(end)
         blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-        for layer, name in enumerate(rank.pages):
+        seen = slice(first, start)
+        for layer in range(LAYERS):
+            name = f"layer{group * LAYERS + layer}"
+            rank.adapter.wait_for_layer(name)
             pages = rank.pages[name]
-            there = pages[blocks[:start], :, places[:start]]
-            if not torch.equal(there, expected[layer, :start]):
-                wrong = (there != expected[layer, :start]).flatten(1).any(dim=1).nonzero()[0].item()
-                raise AssertionError(
-                    f"rank {rank.number}, {name}: {request_id} computes on at {start}, but its "
-                    f"token {wrong} (block {blocks[wrong]}) has wrong bytes"
+            there = pages[blocks[seen], :, places[seen]]
+            if not torch.equal(there, expected[layer, seen]):
+                differs = (there != expected[layer, seen]).flatten(1).any(dim=1)
+                wrong = first + int(differs.nonzero()[0].item())
+                message = (
+                    f"rank {rank.number}, group {group}, layer {layer}: {request_id} computes on "
+                    f"at {start}, but its token {wrong} (block {blocks[wrong]}) has wrong bytes"
                 )
+                rank.wrong.setdefault(request_id, (int(blocks[wrong]), message))
+                expected = ~expected
             self.checked_bytes += there.numel()
             pages[blocks[start:], :, places[start:]] = expected[layer, start:]
 
@@ -411,76 +429,10 @@ def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
     ]
 
 
-def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32
-    )
-    group = KVCacheGroupSpec([f"layer{i}" for i in range(LAYERS)], spec)
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
-
-
-def disk_settings(directory: Path, slots: int, slot_bytes: int) -> dict[str, Any]:
-    """Settings of a disk tier of `slots` blocks; none of no blocks."""
-    if slots == 0:
-        return {}
-    capacity = slots * (slot_bytes + RECORD_BYTES) + DISK_OVERHEAD
-    return {
-        "ssd_cache_gb": capacity / (1 << 30),
-        "ssd_cache_dir": str(directory / "disk"),
-        "ssd_timeout_seconds": 30.0,
-    }
-
-
-def make_config(
-    directory: Path,
-    cache_bytes: int,
-    *,
-    ranks: int,
-    entry: str,
-    block_tokens: int,
-    budget: int,
-    policy: str,
-    max_requests: int,
-    async_scheduling: bool = False,
-    settings: dict[str, Any] | None = None,
-    events: bool = False,
-) -> VllmConfig:
-    model = directory / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(LLAMA))
-    weights = model / "model.safetensors"
-    if not weights.exists():
-        weights.write_bytes(b"weights that nobody loads")
-    transfer = KVTransferConfig(
-        kv_connector="FlexKVConnectorV1",
-        kv_role="kv_both",
-        kv_connector_module_path=entry,
-        engine_id=str(uuid.uuid4()),
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={
-            "cpu_cache_gb": cache_bytes / (1 << 30),
-            "block_tokens": block_tokens,
-            "runtime_dir": str(directory / "run"),
-            "copy_threads": 2,
-            **(settings or {}),
-        },
-    )
-    config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        block_size=BLOCK_TOKENS,
-        max_model_len=2048,
-        max_num_batched_tokens=budget,
-        max_num_seqs=max_requests,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        async_scheduling=async_scheduling,
-        kv_transfer_config=transfer,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
-    ).create_engine_config()
-    # Only now: vLLM would look for as many processors.
-    config.parallel_config.tensor_parallel_size = ranks
-    return config
+def failed_requests(request_ids: set[str]) -> dict[str, set[str]]:
+    """The field of a worker's output that tells of failed loads, where vLLM has it."""
+    known = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+    return {"failed_recving": request_ids} if known else {}
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -32,9 +32,10 @@ def token_bytes(tokens: list[int], weights: bytes) -> torch.Tensor:
     return torch.cat((half, ~half), dim=3)
 
 
-def make_pages(num_blocks: int, ranks: int = 1) -> dict[str, torch.Tensor]:
+def make_pages(num_blocks: int, ranks: int = 1, groups: int = 1) -> dict[str, torch.Tensor]:
     """Two layers in one allocation, (block, head, token, content) each, a token's heads side by
-    side in memory, strided as vLLM's own views are; poisoned."""
+    side in memory, strided as vLLM's own views are; poisoned. The layers of further groups lie in
+    the same memory: a block belongs to one group at a time."""
     shape = (LAYERS, num_blocks, BLOCK_TOKENS, max(1, HEADS // ranks), HEAD_BYTES)
     raw = torch.full(shape, 0x55, dtype=torch.int8).transpose(2, 3)
-    return {f"layer{i}": raw[i] for i in range(LAYERS)}
+    return {f"layer{i}": raw[i % LAYERS] for i in range(LAYERS * groups)}

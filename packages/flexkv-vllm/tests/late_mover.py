@@ -21,6 +21,7 @@ class Waiting:
     blocks: Sequence[int]
     offsets: Sequence[int]
     flag_address: int
+    planes: range | None
     polls: int
 
 
@@ -51,13 +52,15 @@ class LateMover:
         offsets: Sequence[int],
         after: int = 0,
         flag_address: int = 0,
+        *,
+        planes: range | None = None,
     ) -> int:
         if self._rng.random() < self._failure_rate:
             self.refused += 1
             raise ValueError("refused by the test")
         ticket, self._next = self._next, self._next + 1
         polls = self._rng.randint(*self._polls)
-        self._waiting[ticket] = Waiting(direction, blocks, offsets, flag_address, polls)
+        self._waiting[ticket] = Waiting(direction, blocks, offsets, flag_address, planes, polls)
         return ticket
 
     def poll(self, ticket: int) -> Status:
@@ -75,9 +78,19 @@ class LateMover:
         self._waiting.pop(ticket, None)
         if waiting is not None:
             self._tickets[ticket] = self._inner.submit(
-                waiting.direction, waiting.blocks, waiting.offsets, 0, waiting.flag_address
+                waiting.direction,
+                waiting.blocks,
+                waiting.offsets,
+                0,
+                waiting.flag_address,
+                planes=waiting.planes,
             )
         return self._inner.wait(self._tickets[ticket], timeout)
+
+    def hold(self, ticket: int, stream: int) -> Status:
+        if stream != 0:
+            raise ValueError("the test's pages are in CPU memory")
+        return self.wait(ticket, 10)
 
     def close(self) -> None:
         self._inner.close()

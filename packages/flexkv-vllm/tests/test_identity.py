@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_world import PLUGIN, make_config
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from world_config import PLUGIN, make_config
 
 from flexkv_vllm import identity
 

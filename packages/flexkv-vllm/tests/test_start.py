@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_world import PLUGIN, make_config, make_kv_cache_config
 from kv_pages import make_pages
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from world_config import PLUGIN, make_config, make_kv_cache_config
 
-from flexkv import ArenaError, ConfigError, EngineVersionError, LayoutError
+from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
 from flexkv_vllm import compat
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.choosing import LoadMode
+from flexkv_vllm.groups import read_groups
 from flexkv_vllm.scheduler import StoreTime
+from flexkv_vllm.start import load_mode_of
 
 BLOCKS = 8
 
@@ -113,15 +116,11 @@ def test_other_parallelism(vllm_config: VllmConfig, name: str) -> None:
         start(vllm_config)
 
 
-def test_several_groups(vllm_config: VllmConfig) -> None:
+def test_a_group_of_an_unknown_kind(vllm_config: VllmConfig) -> None:
     config = make_kv_cache_config(BLOCKS)
-    window = SlidingWindowSpec(
-        block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float32, sliding_window=64
-    )
-    config.kv_cache_groups.append(KVCacheGroupSpec(["layer2"], window))
-    with pytest.raises(
-        LayoutError, match=r"\['FullAttentionSpec', 'SlidingWindowSpec'\]; allowed: one group"
-    ):
+    cross = CrossAttentionSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float32)
+    config.kv_cache_groups.append(KVCacheGroupSpec(["layer2"], cross))
+    with pytest.raises(LayoutError, match="a group of CrossAttentionSpec; allowed: full attention"):
         start(vllm_config, kv_cache_config=config)
     assert sockets(vllm_config) == []
 
@@ -164,3 +163,21 @@ def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
     finally:
         adapter.shutdown()
     start(vllm_config)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "auto"])
+def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, mode: str) -> None:
+    config = CacheConfig(load_mode=mode)
+    groups = read_groups(None, 16, 1, fails_by_request=True, tells_states=True)
+    vllm_config.scheduler_config.async_scheduling = False
+    assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode(mode)
+    vllm_config.scheduler_config.async_scheduling = True
+    with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*--no-async-scheduling"):
+        load_mode_of(config, vllm_config, groups, StoreTime.STEP)
+
+
+def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig) -> None:
+    kv_cache_config = make_kv_cache_config(BLOCKS, windows=(32,))
+    groups = read_groups(kv_cache_config, 16, 1, fails_by_request=True, tells_states=True)
+    config = CacheConfig(load_mode="layerwise")
+    assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode.ASYNC

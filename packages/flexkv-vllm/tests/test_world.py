@@ -7,9 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from engine_world import IN_TREE, PLUGIN, MakeWorld, World, random_prompt
+from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from late_mover import LateMover
+from world_config import IN_TREE, PLUGIN
 
 from flexkv import Direction, Status
 

@@ -325,7 +325,7 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
         settle(world)
         fetched += world.cache.counters.fetched_blocks
         assert world.side.tracked_requests == 0
-        assert world.side._loadings == {}
+        assert world.side._loads._loadings == {}
         assert world.side._fetches._early == world.side._fetches._waiting == {}
         world.close()
     assert fetched > 0
@@ -379,7 +379,7 @@ def test_the_rest_of_a_load_that_does_not_come_is_computed(
     release()
     settle(world)
     world.check_outputs()
-    assert world.side._loadings == {}
+    assert world.side._loads._loadings == {}
     assert world.side._fetches._waiting == {}
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_world import BLOCK_TOKENS, IN_TREE, PLUGIN, MakeWorld, World, random_prompt
+from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from late_mover import LateMover
 from test_world_disk import delay_reads, flip_a_byte, settle, slabs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
+from world_config import IN_TREE, PLUGIN
 
 from flexkv_vllm.compat_events import event_hash
 from flexkv_vllm.identity import adapter_stamp
@@ -51,7 +52,7 @@ class Subscriber:
 def known_blocks(world: World) -> Iterator[tuple[bytes, list[Any]]]:
     """Every FlexKV block that any request can have had: its key, and vLLM's hashes of it as events
     give them."""
-    step = world.side._sizes.engine_blocks
+    step = world.side._groups.members[0].engine_blocks
     for request in world.requests.values():
         hashes = request.block_hashes
         stamp = b"" if request.lora_request is None else adapter_stamp(request.lora_request)

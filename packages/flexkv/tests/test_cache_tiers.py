@@ -26,6 +26,7 @@ from flexkv import (
     Fetch,
     KVCache,
     Medium,
+    Presence,
     Priority,
     Status,
     Transfer,
@@ -155,6 +156,30 @@ def test_nothing_is_fetched_that_the_arena_has_or_nobody_has(make: Callable[...,
     assert engine.cache.fetch(keys("a", "b")) is None
     assert engine.cache.fetch(keys("a", "b", "c")) is None
     assert engine.cache.fetch(keys("c")) is None
+
+
+def test_where_a_block_is(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b")
+    engine.store("w", "x", "y", "z")
+    assert [engine.cache.presence(key) for key in keys("z", "a", "c")] == [
+        Presence.HOST,
+        Presence.BELOW,
+        Presence.ABSENT,
+    ]
+    fetch = engine.cache.fetch(keys("a"))
+    assert fetch is not None
+    engine.wait(fetch)
+    assert engine.cache.presence(b"a") is Presence.HOST
+
+
+def test_what_was_touched_is_evicted_later(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b", "c", "d")
+    engine.cache.touch(keys("d", "c"))
+    engine.store("x", "y")
+    found = [key for key in keys("a", "b", "c", "d") if engine.cache.lookup([key])]
+    assert found == keys("c", "d")
 
 
 def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Callable[..., Engine]) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,30 @@ def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
         scheduler.close()
         joined[0].close()
     assert list(tmp_path.glob("*.sock")) == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_scheduler_learns_whether_blocks_outlive_the_engine(
+    tmp_path: Path, durable: bool
+) -> None:
+    mine = replace(shard(0), durable=durable)
+    session = lead(str(tmp_path), "engine", mine, 1, plan, threads=1)
+    scheduler = attach(str(tmp_path), "engine")
+    assert scheduler.info.durable is durable
+    scheduler.close()
+    session.close()
+
+
+def test_ranks_must_agree_on_that(tmp_path: Path) -> None:
+    def follow() -> None:
+        with contextlib.suppress(ArenaError):
+            join(str(tmp_path), "engine", replace(shard(1), durable=False))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with pytest.raises(ArenaError, match=r"rank 1 .* has another KV cache than rank 0"):
+        lead(str(tmp_path), "engine", shard(0), 2, plan, threads=1)
+    thread.join()
 
 
 def test_socket_and_directory_are_private(tmp_path: Path) -> None:

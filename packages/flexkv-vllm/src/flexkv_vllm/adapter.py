@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from flexkv import Session
 from flexkv_vllm.compat import hit_sources
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.orders import StepOrders
+from flexkv_vllm.orders import StepOrders, StepReport
 from flexkv_vllm.scheduler import SchedulerSide, StoreTime
 from flexkv_vllm.start import make_scheduler_side, make_worker_side, read_settings
 from flexkv_vllm.stats import FlexKVStats
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
@@ -117,16 +118,20 @@ class Adapter:
             return self._scheduler.build_orders(output)
         return self._scheduler.take_orders(output)
 
-    def step_ended(self, received: Iterable[str] | None) -> None:
-        if self._scheduler is not None:
-            with self._edge.guard("ending a step", "copies that ended are seen later"):
-                self._scheduler.step_ended(received or ())
+    def step_ended(self, output: KVConnectorOutput) -> None:
+        if self._scheduler is None:
+            return
+        with self._edge.guard("ending a step", "copies that ended are seen later"):
+            report = output.kv_connector_worker_meta
+            self._scheduler.step_ended(
+                output.finished_recving or (), report if isinstance(report, StepReport) else None
+            )
 
-    def finished(self, request: Request, engine_blocks: list[int]) -> bool:
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         if self._scheduler is None:
             return False
         with self._edge.guard("ending a request", "its last blocks are not cached"):
-            return self._scheduler.finished(request, engine_blocks)
+            return self._scheduler.finished(request, tables)
         return self._scheduler.hold(request.request_id)
 
     def reset(self) -> bool:
@@ -136,6 +141,9 @@ class Adapter:
                 return True
             return False
         return True
+
+    def loaded_groups(self) -> tuple[int, ...]:
+        return () if self._scheduler is None else self._scheduler.loaded_groups
 
     def take_events(self) -> list[KVCacheEvent]:
         if self._scheduler is not None and self._scheduler.tells_events:
@@ -173,6 +181,10 @@ class Adapter:
             with self._edge.guard("starting loads", "they count as failed"):
                 self._worker.start_loads(metadata)
 
+    def wait_for_layer(self, layer: str) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer)
+
     def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting stores", "the blocks are not cached"):
@@ -187,6 +199,15 @@ class Adapter:
                 sent, received = self._worker.finished(orders)
                 return sent or None, received or None
         return None, None
+
+    def take_failed_requests(self) -> set[str]:
+        return set() if self._worker is None else self._worker.take_failed_requests()
+
+    def step_report(self, metadata: KVConnectorMetadata | None) -> StepReport | None:
+        if self._worker is not None and isinstance(metadata, StepOrders):
+            with self._edge.guard("reporting a step", "its end is not measured"):
+                return self._worker.report(metadata)
+        return None
 
     def take_bad_blocks(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_bad_blocks()

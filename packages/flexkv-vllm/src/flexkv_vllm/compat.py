@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv import EngineVersionError
 
@@ -74,3 +76,34 @@ def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:
 
     tokens = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: disk_tokens}
     return {source: count for source, count in tokens.items() if count}
+
+
+def fails_by_request() -> bool:
+    """Whether a worker can say which request's load failed: from vLLM 0.30 on."""
+    return hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+if TYPE_CHECKING:
+    HybridConnector = base.SupportsHMA
+else:
+    HybridConnector = base.SupportsHMA if fails_by_request() else object
+"""Base class that makes vLLM keep several KV cache groups apart for a connector. Older releases
+make one of them if they can, since failed loads of several cannot be told there."""
+
+
+def tells_states() -> bool:
+    """Whether vLLM tells a connector which block has which recurrent state: from 0.32 on."""
+    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+
+
+def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:
+    """The recurrent states that are complete after a step: by request, group, block and tokens."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
+
+
+def transfer_results(
+    sent: set[str] | None, received: set[str] | None, failed: set[str]
+) -> base.KVConnectorTransferResults:
+    """What a worker has ended, as vLLM takes it from 0.30 on, which asks."""
+    return base.KVConnectorTransferResults(sent or set(), received or set(), failed)

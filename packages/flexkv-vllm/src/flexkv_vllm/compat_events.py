@@ -57,8 +57,8 @@ def event_extra_keys(request: Request, starts: Sequence[int], tokens: int) -> li
     return result
 
 
-def group_traits(kv_cache_config: KVCacheConfig | None) -> dict[str, Any]:
-    """Fields of a `BlockStored` that tell what kind of layers the one KV cache group has."""
+def group_traits(kv_cache_config: KVCacheConfig | None) -> dict[int, dict[str, Any]]:
+    """Fields of a `BlockStored` that tell what kind of layers a group has, by its number."""
     if kv_cache_config is None:
         return {}
     if not (
@@ -66,8 +66,12 @@ def group_traits(kv_cache_config: KVCacheConfig | None) -> dict[str, Any]:
         and hasattr(kv_cache_interface, "get_kv_cache_spec_sliding_window")
     ):
         return {}  # before 0.22
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    kind = kv_cache_interface.get_kv_cache_spec_kind
+    window = kv_cache_interface.get_kv_cache_spec_sliding_window
     return {
-        "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
-        "kv_cache_spec_sliding_window": kv_cache_interface.get_kv_cache_spec_sliding_window(spec),
+        number: {
+            "kv_cache_spec_kind": kind(group.kv_cache_spec).value,
+            "kv_cache_spec_sliding_window": window(group.kv_cache_spec),
+        }
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
     }

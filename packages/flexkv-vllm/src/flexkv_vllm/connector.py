@@ -19,13 +19,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.compat import fences_get_through
+from flexkv_vllm.compat import HybridConnector, fences_get_through, transfer_results
 from flexkv_vllm.scheduler import StoreTime
+from flexkv_vllm.start import may_load_layerwise
 from flexkv_vllm.stats import FlexKVPromMetrics, FlexKVStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class FlexKVConnectorV1(KVConnectorBase_V1):
+class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
     """vLLM's view of FlexKV. See `KVConnectorBase_V1` for when vLLM calls what."""
 
     def __init__(
@@ -70,7 +75,7 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
         self._adapter.start_loads(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: vLLM runs no layer over blocks that are being loaded."""
+        self._adapter.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self,
@@ -87,8 +92,15 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self._adapter.get_finished(self._connector_metadata)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received = self._adapter.get_finished(self._connector_metadata)
+        return transfer_results(sent, received, self._adapter.take_failed_requests())
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._adapter.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._adapter.step_report(self._connector_metadata)
 
     # Scheduler side.
 
@@ -112,12 +124,20 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
         return self._adapter.build_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._adapter.step_ended(connector_output.finished_recving)
+        self._adapter.step_ended(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self._adapter.finished(request, [block_ids]), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._adapter.finished(request, block_ids), None
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._adapter.loaded_groups()
 
     def reset_cache(self) -> bool:
         return self._adapter.reset()
@@ -139,6 +159,11 @@ class FlexKVConnectorV1(KVConnectorBase_V1):
         self._adapter.shutdown()
 
     # In the processes that log and serve metrics, without an instance.
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # In a CUDA graph of the whole forward no layer waits.
+        return may_load_layerwise(extra_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

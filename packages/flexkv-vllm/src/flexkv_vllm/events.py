@@ -12,8 +12,8 @@ What was told is compared with what is there, so that nothing that happens in be
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,13 @@ from flexkv_vllm.compat_events import (
     event_extra_keys,
     event_hash,
 )
+from flexkv_vllm.groups import Group
+from flexkv_vllm.keys import BlockKeys
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-_GROUP = 0
-"""The engine has one KV cache group; others are refused at start."""
 _LOCALITY = "LOCAL"
 
 
@@ -41,7 +41,9 @@ class Description:
 
     Attributes:
         position: of the block in its prefix, in FlexKV blocks.
-        hashes: of its vLLM blocks.
+        group: vLLM's number of its KV cache group.
+        block_size: tokens of each of its vLLM blocks.
+        hashes: of these, the last one that covers each.
         parent: hash of the vLLM block before it, None at the beginning of a prompt.
         tokens: all its tokens.
         extra_keys: see `event_extra_keys`.
@@ -49,6 +51,8 @@ class Description:
     """
 
     position: int
+    group: int
+    block_size: int
     hashes: Sequence[bytes]
     parent: bytes | None
     tokens: Sequence[int]
@@ -61,24 +65,21 @@ class BlockEvents:
 
     Args:
         cache: of the engine; watched from now on.
-        engine_block_tokens: tokens of a vLLM block.
-        engine_blocks: vLLM blocks of a FlexKV block.
+        keys: of the blocks.
         has_adapters: whether the engine serves LoRA adapters. On disk their blocks have names that
             are not vLLM's, so nothing is told of blocks that no request has asked for yet.
-        traits: more fields of every `BlockStored`.
+        traits: more fields of a `BlockStored`, by vLLM's number of the KV cache group.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        engine_block_tokens: int,
-        engine_blocks: int,
+        keys: BlockKeys,
         has_adapters: bool,
-        traits: dict[str, Any],
+        traits: Mapping[int, dict[str, Any]],
     ) -> None:
         self._cache = cache
-        self._engine_block_tokens = engine_block_tokens
-        self._engine_blocks = engine_blocks
+        self._keys = keys
         self._has_adapters = has_adapters
         self._traits = traits
         self._described: dict[bytes, Description] = {}
@@ -87,17 +88,18 @@ class BlockEvents:
         self._again: list[bytes] = []
         cache.watch()
 
-    def describe(self, request: Request, blocks: Iterable[tuple[int, bytes]]) -> None:
+    def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
         """Blocks of `request` have got a slot in host memory; those that have none are left out.
 
         Args:
             request: read now; not kept.
+            group: of the blocks.
             blocks: position in the prefix and key of each.
         """
         for position, key in blocks:
             if key in self._described or self._cache.missing((key,)):
                 continue
-            self._described[key] = self._description(request, position)
+            self._described[key] = self._description(request, group, position)
             name = self._cache.name_of(key, Medium.DISK)
             if name != key:
                 self._described[name] = self._described[key]
@@ -113,12 +115,13 @@ class BlockEvents:
         on_disk = self._told[Medium.DISK]
         # Looked at after the changes: one of them may be that it has gone.
         still_there = (Change(Medium.DISK, name, True) for name in again if name in on_disk)
-        removed: dict[Medium, list[bytes]] = {medium: [] for medium in Medium}
+        removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         stored: list[tuple[int, KVCacheEvent]] = []
         gone = []
         for medium, name, loadable in itertools.chain(changes, still_there):
+            group = self._keys.parts(name)[1]
             if not loadable:
-                removed[medium] += self._remove(medium, name)
+                removed[medium, group] += self._remove(medium, name)
                 if medium is Medium.HOST and self._cache.missing((name,)):
                     gone.append(name)
                 continue
@@ -127,23 +130,23 @@ class BlockEvents:
             if self._told[medium].get(name) == hashes:
                 continue
             # Told before, but without all that is known now.
-            removed[medium] += self._remove(medium, name)
+            removed[medium, group] += self._remove(medium, name)
             new = self._add(medium, name, hashes)
             if hashes:
                 position = -1 if description is None else description.position
-                stored.append((position, self._stored(medium, hashes[-new:], description)))
+                stored.append((position, self._stored(medium, group, hashes[-new:], description)))
         for name in gone:
             self._forget(name)
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
-        return [self._removed(m, hashes) for m, hashes in removed.items() if hashes] + [
+        return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes] + [
             event for _, event in stored
         ]
 
     def _hashes(self, name: bytes, description: Description | None) -> Sequence[bytes]:
         if description is not None:
             return description.hashes
-        return () if self._has_adapters else (name,)
+        return () if self._has_adapters else (self._keys.parts(name)[0],)
 
     def _add(self, medium: Medium, name: bytes, hashes: Sequence[bytes]) -> int:
         """Note a block as told; returns how many of its hashes, the last ones, are new."""
@@ -172,17 +175,19 @@ class BlockEvents:
         if self._described.pop(key, None) is not None:
             self._described.pop(self._cache.name_of(key, Medium.DISK), None)
 
-    def _description(self, request: Request, position: int) -> Description:
-        step, tokens = self._engine_blocks, self._engine_block_tokens
-        first = position * step
-        starts = range(first * tokens, (first + step) * tokens, tokens)
+    def _description(self, request: Request, group: Group, position: int) -> Description:
+        size, hash_tokens = group.engine_block_tokens, self._keys.hash_tokens
+        begin = position * group.block_tokens
+        starts = range(begin, begin + group.block_tokens, size)
         adapter = request.lora_request
         return Description(
             position=position,
-            hashes=tuple(request.block_hashes[first : first + step]),
-            parent=request.block_hashes[first - 1] if first else None,
+            group=group.index,
+            block_size=size,
+            hashes=tuple(request.block_hashes[(at + size) // hash_tokens - 1] for at in starts),
+            parent=request.block_hashes[begin // hash_tokens - 1] if begin else None,
             tokens=request.all_token_ids[starts.start : starts.stop],
-            extra_keys=event_extra_keys(request, starts, tokens),
+            extra_keys=event_extra_keys(request, starts, size),
             request={
                 "lora_id": None if adapter is None else adapter.adapter_id,
                 "lora_name": None if adapter is None else adapter.name,
@@ -191,7 +196,11 @@ class BlockEvents:
         )
 
     def _stored(
-        self, medium: Medium, hashes: Sequence[bytes], description: Description | None
+        self,
+        medium: Medium,
+        group: int,
+        hashes: Sequence[bytes],
+        description: Description | None,
     ) -> KVCacheEvent:
         """For the last `hashes` of a block; all that is unknown is empty, as vLLM's own connectors
         have it."""
@@ -209,24 +218,24 @@ class BlockEvents:
             extra_keys = description.extra_keys
             fields = {
                 "parent_block_hash": None if parent is None else event_hash(parent),
-                "token_ids": list(description.tokens[known * self._engine_block_tokens :]),
-                "block_size": self._engine_block_tokens,
+                "token_ids": list(description.tokens[known * description.block_size :]),
+                "block_size": description.block_size,
                 "extra_keys": None if extra_keys is None else extra_keys[known:],
                 **description.request,
-                **self._traits,
+                **self._traits.get(group, {}),
             }
         return block_stored(
             block_hashes=[event_hash(each) for each in hashes],
             medium=MEDIA[medium],
-            group_idx=_GROUP,
+            group_idx=group,
             locality=_LOCALITY,
             **fields,
         )
 
-    def _removed(self, medium: Medium, hashes: Sequence[bytes]) -> KVCacheEvent:
+    def _removed(self, medium: Medium, group: int, hashes: Sequence[bytes]) -> KVCacheEvent:
         return block_removed(
             block_hashes=[event_hash(each) for each in hashes],
             medium=MEDIA[medium],
-            group_idx=_GROUP,
+            group_idx=group,
             locality=_LOCALITY,
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -30,11 +30,13 @@ class Fetches:
         ahead: offer blocks that are about to come, so that the device copies the first while the
             last are read. Should one of them not come, vLLM's load fails: only where it recomputes
             then.
+        ended: told of every fetch that has ended.
     """
 
-    def __init__(self, cache: KVCache, ahead: bool) -> None:
+    def __init__(self, cache: KVCache, ahead: bool, ended: Callable[[Fetch], None]) -> None:
         self._cache = cache
         self._ahead = ahead
+        self._ended = ended
         self._early: dict[str, Fetch] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._awaited: dict[str, AbstractSet[bytes]] = {}
@@ -47,17 +49,24 @@ class Fetches:
             self._early[request_id] = fetch
             self._awaited[request_id] = set(fetch.awaited)
 
-    def offer(self, request_id: str, keys: Sequence[bytes], start: int) -> int | None:
+    def offer(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        start: int,
+        is_worth_waiting: Callable[[Fetch], bool],
+    ) -> int | None:
         """How many of the request's blocks from `start` on, `keys`, can be loaded now or are about
         to be; None while it should ask again later.
 
-        What has come stays in host memory until `end`.
+        What has come stays in host memory until `end`. Where waiting for the rest is not worth it,
+        what has come is all.
         """
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.start > start:
             # It is its turn, or the engine has lost what it had when the fetch began.
             waiting = self._begin(request_id, keys, start)
-        if waiting is None or waiting.fetch.done:
+        if waiting is None or waiting.fetch.done or not is_worth_waiting(waiting.fetch):
             return self._cache.lookup(keys)
         if self._ahead and waiting.fetch.seconds_left < LOOKAHEAD_SECONDS:
             return waiting.start + waiting.fetch.stop - start
@@ -76,11 +85,15 @@ class Fetches:
         """The request has what it wanted, or wants nothing any more."""
         early = self._early.pop(request_id, None)
         if early is not None:
-            self._cache.end_fetch(early)
+            self._end(early)
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            self._cache.end_fetch(waiting.fetch)
+            self._end(waiting.fetch)
         self._awaited.pop(request_id, None)
+
+    def _end(self, fetch: Fetch) -> None:
+        self._ended(fetch)
+        self._cache.end_fetch(fetch)
 
     def _begin(self, request_id: str, keys: Sequence[bytes], start: int) -> _Waiting | None:
         early = self._early.get(request_id)

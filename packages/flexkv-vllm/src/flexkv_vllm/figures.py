@@ -18,29 +18,36 @@ class CopyFigures:
     step, so that it may be up to a step too long; bytes are exact.
 
     Args:
-        bytes_per_block: of an engine block that this rank copies, by direction.
         edge: of the process.
     """
 
-    def __init__(self, bytes_per_block: dict[Direction, int], edge: Edge) -> None:
-        self._bytes_per_block = bytes_per_block
+    def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._begun: dict[int, tuple[Direction, int, float]] = {}
         self._samples: Samples = {}
         self._told_failures = 0
+        self._load_rate = 0.0
 
-    def begin(self, ticket: int, direction: Direction, blocks: int) -> None:
-        """The mover took an order for so many engine blocks."""
-        self._begun[ticket] = direction, blocks, time.monotonic()
+    def begin(self, ticket: int, direction: Direction, size: int) -> None:
+        """The mover took an order for so many bytes."""
+        self._begun[ticket] = direction, size, time.monotonic()
 
     def end(self, ticket: int, status: Status) -> None:
         """It is done, or failed."""
-        direction, blocks, begun = self._begun.pop(ticket)
+        direction, size, begun = self._begun.pop(ticket)
         if status is not Status.DONE:
             return
         way = direction.name.lower()
-        self._add(sample("copied_bytes", "device", way), blocks * self._bytes_per_block[direction])
-        self._add(sample("copy_seconds", "device", way), time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        self._add(sample("copied_bytes", "device", way), size)
+        self._add(sample("copy_seconds", "device", way), seconds)
+        if direction is Direction.LOAD:
+            self._load_rate = max(self._load_rate, size / max(seconds, 1e-9))
+
+    def take_load_rate(self) -> float:
+        """Bytes per second of the fastest load that has ended since the last call; 0 if none."""
+        rate, self._load_rate = self._load_rate, 0.0
+        return rate
 
     @property
     def active(self) -> bool:

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's load as the scheduler side orders it: in one part, or as its blocks come."""
+"""Loads as the scheduler side orders them: in one part, or as their blocks come."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flexkv import KVCache
-from flexkv_vllm.orders import CopyOrder
+from flexkv import KVCache, Status, Transfer
+from flexkv_vllm.edge import Edge
+from flexkv_vllm.fetches import Fetches
+from flexkv_vllm.groups import Groups
+from flexkv_vllm.keys import BlockKeys
+from flexkv_vllm.orders import CopyOrder, StepOrders
+from flexkv_vllm.tracked import NEVER, TrackedRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _PARTS = 8
 """A load that waits for a lower tier is ordered in about as many parts: each costs a place on the
@@ -23,6 +32,8 @@ class Loading:
         engine_blocks: vLLM's blocks to fill, in order; the first may begin inside a FlexKV block.
         skip: engine blocks of the first FlexKV block that vLLM has itself.
         step: engine blocks of a FlexKV block.
+        start: tokens before the load.
+        engine_block_tokens: of one of vLLM's blocks; 0 if the load is worth something only whole.
         ordered: FlexKV blocks whose copies are ordered.
     """
 
@@ -30,12 +41,20 @@ class Loading:
     engine_blocks: list[int]
     skip: int
     step: int
+    start: int
+    engine_block_tokens: int
     ordered: int = 0
 
     @property
     def rest(self) -> list[int]:
         """vLLM's blocks that no copy is ordered for."""
         return self.engine_blocks[self._place(self.ordered) :]
+
+    @property
+    def tokens_ordered(self) -> int:
+        """Tokens of the request up to the end of what is ordered; the load's start if it is worth
+        something only whole."""
+        return self.start + self._place(self.ordered) * self.engine_block_tokens
 
     def next_part(self, cache: KVCache, more_may_come: bool) -> CopyOrder | None:
         """Order what is there and was not ordered; None if there is nothing, or little as yet.
@@ -65,3 +84,197 @@ class Loading:
     def _place(self, block: int) -> int:
         """Where a FlexKV block begins in `engine_blocks`."""
         return max(0, block * self.step - self.skip)
+
+
+class Loads:
+    """The loads of one engine's requests, one at most for each.
+
+    What failed is remembered: it is not offered again to a request that it failed for, which would
+    otherwise come back for it with every step.
+
+    Args:
+        cache: of the engine.
+        fetches: of its requests.
+        groups: of the model.
+        keys: of its blocks.
+        edge: where errors of single requests end.
+    """
+
+    def __init__(
+        self, cache: KVCache, fetches: Fetches, groups: Groups, keys: BlockKeys, edge: Edge
+    ) -> None:
+        self._cache = cache
+        self._fetches = fetches
+        self._groups = groups
+        self._keys = keys
+        self._edge = edge
+        self._loadings: dict[str, tuple[TrackedRequest, Loading]] = {}
+        self._transfers: dict[int, tuple[TrackedRequest, int]] = {}
+        self._failed_at: dict[str, int] = {}
+        self._half_loaded: set[bytes] = set()
+
+    def limit(self, request_id: str, tokens: int) -> int:
+        """How many of the first `tokens` tokens of a request may be offered to it."""
+        return min(tokens, self._failed_at.get(request_id, tokens))
+
+    def begin(
+        self,
+        tracked: TrackedRequest,
+        local_tokens: int,
+        tokens: int,
+        orders: StepOrders,
+        *,
+        layerwise: bool,
+    ) -> None:
+        """Order the load of `tokens` tokens behind `local_tokens`, as far as its blocks are there.
+
+        Args:
+            tracked: has the blocks to fill.
+            local_tokens: the engine has itself.
+            tokens: to load; `longest_hit` found them.
+            orders: of the step.
+            layerwise: the forward of this very step needs them; all are there.
+        """
+        request_id = tracked.request.request_id
+        make = self._plain if self._groups.plain else self._grouped
+        loading = make(tracked, local_tokens, tokens)
+        if not layerwise:
+            tracked.loading = True
+            self._loadings[request_id] = tracked, loading
+            self._order_part(request_id, orders)
+            return
+        complete = self._cache.lookup(loading.keys) == len(loading.keys)
+        order = loading.next_part(self._cache, more_may_come=False) if complete else None
+        if order is None:
+            self.refuse(tracked, loading.engine_blocks, local_tokens, orders, layerwise=True)
+            return
+        tracked.built_on = order.transfer_id
+        size = self._keys.hash_tokens
+        request = tracked.request
+        hashes = request.block_hashes[local_tokens // size : (local_tokens + tokens) // size]
+        self._half_loaded.update(hashes)
+        self._transfers[order.transfer_id] = (tracked, local_tokens)
+        orders.layerwise.append(order)
+        self.end(request_id)
+
+    def shares_half_loaded(self, request: Request, local_tokens: int) -> bool:
+        """Whether vLLM found blocks for a request that another one of the same step loads.
+
+        vLLM takes them for complete as soon as that one has them. Should the load fail, it would
+        let both go on, the second perhaps before the first has computed what is missing.
+        """
+        if not self._half_loaded:
+            return False
+        known = request.block_hashes[: local_tokens // self._keys.hash_tokens]
+        return not self._half_loaded.isdisjoint(known)
+
+    def step_is_complete(self) -> None:
+        """vLLM has decided what the step computes: the next one begins when it has ended."""
+        self._half_loaded.clear()
+
+    def continue_all(self, orders: StepOrders) -> None:
+        """Order what has come of loads that were not ordered whole."""
+        for request_id in list(self._loadings):
+            if request_id in orders.loads:
+                continue  # one part in a step
+            with self._edge.guard("loading the rest of a prefix", "vLLM is told that it failed"):
+                self._order_part(request_id, orders)
+                continue
+            self._fail_rest(request_id, orders)
+
+    def refuse(
+        self,
+        tracked: TrackedRequest,
+        engine_blocks: list[int],
+        local_tokens: int,
+        orders: StepOrders,
+        *,
+        layerwise: bool,
+    ) -> None:
+        """vLLM was promised a load of `engine_blocks` behind `local_tokens`, but it is not made."""
+        request_id = tracked.request.request_id
+        self.end(request_id)
+        self._note_failure(request_id, local_tokens)
+        if layerwise:
+            # The step computes on them all the same, and vLLM throws that away.
+            orders.unfilled.extend(engine_blocks)
+            tracked.next_fill = NEVER
+        else:
+            orders.failed_loads[request_id] = engine_blocks
+
+    def ended(self, transfer: Transfer) -> None:
+        """A load's transfer has ended."""
+        tracked, start = self._transfers.pop(transfer.id, (None, 0))
+        if tracked is None or transfer.status is not Status.FAILED:
+            return
+        self._note_failure(tracked.request.request_id, start)
+        if tracked.built_on == transfer.id:
+            tracked.next_fill = NEVER
+
+    def abandon(self, request_id: str, orders: StepOrders) -> None:
+        """The request has ended. What was ordered ends before vLLM gives its blocks away."""
+        if request_id in self._loadings:
+            orders.failed_loads[request_id] = []
+        self.end(request_id)
+        self._failed_at.pop(request_id, None)
+        for transfer_id, (tracked, _) in list(self._transfers.items()):
+            if tracked.request.request_id == request_id:
+                del self._transfers[transfer_id]
+
+    def end(self, request_id: str) -> None:
+        """Nothing more is ordered for the request."""
+        self._loadings.pop(request_id, None)
+        self._fetches.end(request_id)
+
+    def _plain(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
+        (group,) = self._groups.members
+        start = local_tokens // group.engine_block_tokens
+        stop = -(-(local_tokens + tokens) // group.engine_block_tokens)
+        first = start // group.engine_blocks
+        last = -(-stop // group.engine_blocks)
+        return Loading(
+            self._keys.of(tracked.request, group, first, last),
+            tracked.engine_blocks[0][start:stop],
+            start - first * group.engine_blocks,
+            group.engine_blocks,
+            start * group.engine_block_tokens,
+            group.engine_block_tokens,
+        )
+
+    def _grouped(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
+        end = local_tokens + tokens
+        keys: list[bytes] = []
+        engine_blocks: list[int] = []
+        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
+            stop = end // group.block_tokens
+            start = max(local_tokens // group.block_tokens, group.first_needed(end))
+            keys += self._keys.of(tracked.request, group, start, stop)
+            engine_blocks += table[start:stop]
+        if 0 in engine_blocks or len(keys) != len(engine_blocks):
+            raise ValueError(
+                f"vLLM has no place for blocks of {tracked.request.request_id}, which should be "
+                f"loaded from token {local_tokens} to {end}: {tracked.engine_blocks}"
+            )
+        return Loading(keys, engine_blocks, 0, 1, local_tokens, 0)
+
+    def _order_part(self, request_id: str, orders: StepOrders) -> None:
+        tracked, loading = self._loadings[request_id]
+        more_may_come = self._fetches.is_waiting(request_id)
+        start = loading.tokens_ordered
+        order = loading.next_part(self._cache, more_may_come)
+        if order is not None:
+            orders.loads[request_id] = order
+            self._transfers[order.transfer_id] = (tracked, start)
+            if order.last:
+                self.end(request_id)
+        elif not more_may_come:
+            self._fail_rest(request_id, orders)
+
+    def _fail_rest(self, request_id: str, orders: StepOrders) -> None:
+        _, loading = self._loadings[request_id]
+        orders.failed_loads[request_id] = loading.rest
+        self._note_failure(request_id, loading.tokens_ordered)
+        self.end(request_id)
+
+    def _note_failure(self, request_id: str, start: int) -> None:
+        self._failed_at[request_id] = min(start, self._failed_at.get(request_id, NEVER))

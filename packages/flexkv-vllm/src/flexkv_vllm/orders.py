@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass(slots=True)
@@ -23,6 +26,7 @@ class CopyOrder:
         skip: engine blocks of the first slot that are not copied (a load that begins inside a
             FlexKV block because vLLM has its beginning itself).
         last: of a load, whether the rest of the request's blocks does not follow in later steps.
+        built_on: of a store, the layer-wise load that its blocks were computed on; 0 if none.
     """
 
     transfer_id: int
@@ -31,6 +35,7 @@ class CopyOrder:
     slots: list[int]
     skip: int = 0
     last: bool = True
+    built_on: int = 0
 
 
 @dataclass(slots=True)
@@ -38,7 +43,9 @@ class StepOrders(KVConnectorMetadata):
     """Orders of one step.
 
     Attributes:
-        loads: request id to what is copied into its blocks; none is touched by the forward.
+        loads: request id to what is copied into its blocks, which the forward does not touch.
+        layerwise: loads that the forward of this step needs; it waits for them layer by layer.
+        unfilled: blocks that such a load should have filled, but will not.
         failed_loads: request id to blocks that vLLM expects to be loaded, but will not be; its load
             ends with that.
         stores: copied once the forward of this step is done.
@@ -47,11 +54,34 @@ class StepOrders(KVConnectorMetadata):
         releases: finished request to the stores that still read its blocks; vLLM holds the
             blocks until the worker names the request.
         has_forward: whether the step computes anything.
+        number: what the workers' `StepReport` of this step bears; 0 if its end need not be told.
     """
 
     loads: dict[str, CopyOrder] = field(default_factory=dict)
+    layerwise: list[CopyOrder] = field(default_factory=list)
+    unfilled: list[int] = field(default_factory=list)
     failed_loads: dict[str, list[int]] = field(default_factory=dict)
     stores: list[CopyOrder] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
     releases: dict[str, list[int]] = field(default_factory=dict)
     has_forward: bool = False
+    number: int = 0
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler side of a step that has ended.
+
+    Attributes:
+        number: of the step, if its end was to be told; see `StepOrders`.
+        load_rate: bytes per second of the fastest load that was seen to end; 0 if none was.
+    """
+
+    number: int
+    load_rate: float
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of the ranks, the slowest counts."""
+        assert isinstance(other, StepReport)
+        rates = [rate for rate in (self.load_rate, other.load_rate) if rate]
+        return StepReport(max(self.number, other.number), min(rates, default=0.0))

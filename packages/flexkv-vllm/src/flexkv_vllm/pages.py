@@ -12,12 +12,29 @@ from flexkv import KVLayout, LayoutError, Sharding, TensorView
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from flexkv_vllm.groups import Groups
 
 _BHNC_DIMS = 4
 _HEAD_DIM = 1
 """vLLM hands out tensors of the logical dimensions (block, head, token, content), whatever their
 order in memory is. Where a backend packs something else than one KV head into an entry of the
 second one (vllm.v1.kv_cache_interface, `num_head_slots`), its extent is not the number of heads."""
+
+
+def cached_layers(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig | None, groups: Groups
+) -> Mapping[str, torch.Tensor]:
+    """The tensors of those layers whose blocks are cached: not of a draft model's, for instance."""
+    if kv_cache_config is None:
+        return kv_caches
+    names = {
+        name
+        for group in groups.members
+        for name in kv_cache_config.kv_cache_groups[group.index].layer_names
+    }
+    return {name: tensor for name, tensor in kv_caches.items() if name in names}
 
 
 def describe_pages(

@@ -6,23 +6,29 @@ Runs inside vLLM's scheduler loop. Nothing here waits for anything.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexkv import KVCache
+from flexkv import Direction, KVCache
+from flexkv_vllm.choosing import LoadChooser
+from flexkv_vllm.compat import offered_states
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.fetches import Fetches
 from flexkv_vllm.figures import CacheFigures
-from flexkv_vllm.identity import adapter_stamp
-from flexkv_vllm.loading import Loading
-from flexkv_vllm.orders import CopyOrder, StepOrders
+from flexkv_vllm.groups import Groups
+from flexkv_vllm.keys import BlockKeys
+from flexkv_vllm.loading import Loads
+from flexkv_vllm.matching import Matcher
+from flexkv_vllm.orders import StepOrders, StepReport
+from flexkv_vllm.paces import LEAST_TOKENS, Span
 from flexkv_vllm.stats import Samples
+from flexkv_vllm.storing import Stores
 from flexkv_vllm.tracked import NEVER, Match, TrackedRequest
-from flexkv_vllm.wishes import WishBook, Wishes
+from flexkv_vllm.wishes import WishBook
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -43,56 +49,57 @@ class StoreTime(enum.Enum):
     """When the request has finished, while vLLM holds its blocks. Safe without that."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSizes:
-    """Tokens of one engine block, and engine blocks of one FlexKV block."""
-
-    engine_block_tokens: int
-    engine_blocks: int
-
-    @property
-    def block_tokens(self) -> int:
-        return self.engine_block_tokens * self.engine_blocks
-
-
 class SchedulerSide:
     """All that vLLM's scheduler calls. One per engine; single-threaded.
 
     Args:
         cache: the engine's cache.
-        sizes: of blocks.
+        groups: the model's KV cache groups.
         store_time: when to store.
         prompt_only: leave out tokens that speculative decoding may have rejected.
         load_ahead: see `Fetches`.
+        chooser: says what is worth loading, and how.
         edge: where errors of single requests end.
+        keys: of the blocks.
         events: tells which blocks can be loaded, if anybody listens.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        sizes: BlockSizes,
+        groups: Groups,
         *,
         store_time: StoreTime,
         prompt_only: bool,
         load_ahead: bool,
+        chooser: LoadChooser,
         edge: Edge,
+        keys: BlockKeys,
         events: BlockEvents | None = None,
     ) -> None:
         self._cache = cache
-        self._sizes = sizes
+        self._groups = groups
         self._store_time = store_time
-        self._prompt_only = prompt_only
         self._edge = edge
         self._events = events
         self._wishes = WishBook()
         self._figures = CacheFigures(cache, edge, lambda: self._wishes.ignored)
-        self._fetches = Fetches(cache, load_ahead)
-        self._loadings: dict[str, Loading] = {}
-        self._pool: BlockPool | None = None
+        self._keys = keys
+        self._chooser = chooser
+        self._running = 0
+        self._fetches = Fetches(cache, load_ahead and groups.plain, chooser.fetched)
+        self._matcher = Matcher(cache, groups, keys, self._fetches, chooser=chooser, events=events)
+        self._loads = Loads(cache, self._fetches, groups, self._keys, edge)
+        self._stores = Stores(
+            cache,
+            groups,
+            self._keys,
+            prompt_only=prompt_only,
+            edge=edge,
+            describe=None if events is None else events.describe,
+        )
         self._requests: dict[str, TrackedRequest] = {}
         self._matches: dict[str, Match] = {}
-        self._storing: dict[int, TrackedRequest] = {}
         self._finishing: dict[str, TrackedRequest] = {}
         self._orders = StepOrders()
 
@@ -100,45 +107,46 @@ class SchedulerSide:
     def tracked_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def loaded_groups(self) -> tuple[int, ...]:
+        """vLLM's numbers of the KV cache groups whose blocks are cached."""
+        return tuple(group.index for group in self._groups.members)
+
     def bind_pool(self, pool: BlockPool) -> None:
-        """The engine's own prefix cache: what it has need not be prefetched."""
-        self._pool = pool
+        """vLLM's blocks, and what its own prefix cache has of them."""
+        self._keys.hash_tokens = getattr(pool, "hash_block_size", self._keys.hash_tokens)
+        self._matcher.bind_pool(pool)
+        self._stores.bind_pool(pool)
 
     def queued(self, request: Request) -> None:
         """vLLM has put `request` in its queue: what only lower tiers have can come meanwhile."""
-        wishes = self._wishes.of(request)
-        if not wishes.load or getattr(request, "skip_reading_prefix_cache", False):
-            return
-        self._poll()
-        keys = self._keys(request, 0)
-        start = self._cached_by_engine(keys)
-        stop = self._last_block(start * self._sizes.block_tokens, wishes)
-        self._fetches.begin_early(request.request_id, keys[start:stop])
-        self._describe_awaited(request, start, keys[start:stop])
+        if self._may_load(request):
+            self._poll()
+            self._matcher.prefetch(request, self._wishes.of(request).max_load_tokens)
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `local_tokens` can be loaded, and that it will be done
+        """How many tokens beyond `local_tokens` can be loaded, and whether it will be done
         asynchronously. None while a lower tier reads: vLLM asks again, and holds no blocks for the
         request until then. vLLM may ask any number of times before it acts."""
-        wishes = self._wishes.of(request)
-        if not wishes.load or getattr(request, "skip_reading_prefix_cache", False):
+        if self._loads.shares_half_loaded(request, local_tokens):
+            return None, False
+        if not self._may_load(request):
             return 0, False
         self._poll()
         request_id = request.request_id
-        first = local_tokens // self._sizes.block_tokens
-        keys = self._keys(request, first, self._last_block(local_tokens, wishes))
-        hits = self._fetches.offer(request_id, keys, first)
-        self._describe_awaited(request, first, keys)
-        if hits is None:
+        most = self._wishes.of(request).max_load_tokens
+        limit = request.num_tokens if most is None else local_tokens + most
+        found = self._matcher.match(request, local_tokens, self._loads.limit(request_id, limit))
+        if found is None:
             return None, False
-        tokens = (first + hits) * self._sizes.block_tokens - local_tokens
-        if hits == 0 or tokens <= 0:
+        tokens, match = found
+        in_host = not self._fetches.is_waiting(request_id)
+        if tokens and in_host and self._chooser.is_layerwise(self._running):
+            tokens, match = self._for_this_step(request, tokens, match)
+        self._matches[request_id] = match
+        if tokens == 0:
             self._fetches.end(request_id)
-            self._matches[request_id] = Match(local_tokens)
-            return 0, False
-        disk_tokens = self._awaited_tokens(request_id, keys[:hits], tokens)
-        self._matches[request_id] = Match(local_tokens, disk_tokens)
-        return tokens, True
+        return tokens, tokens > 0 and not match.layerwise
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM gave `request` all `blocks`; the `tokens` that `match` promised are to be loaded.
@@ -146,18 +154,20 @@ class SchedulerSide:
         vLLM calls again with 0 tokens when the load has ended.
         """
         request_id = request.request_id
-        engine_blocks = list(blocks.get_block_ids()[0])
         tracked = self._requests.get(request_id)
         if tracked is None:
             wishes = self._wishes.of(request)
-            tracked = TrackedRequest(request, wishes, self._first_fill(wishes))
+            tracked = TrackedRequest(request, wishes, self._stores.first_fill(wishes))
             self._requests[request_id] = tracked
-        tracked.engine_blocks = engine_blocks
+        tracked.set_blocks(self._tables(blocks.get_block_ids()))
         match = self._matches.get(request_id)
         if match is not None:
             tracked.disk_tokens = min(match.disk_tokens, tokens)
+            tracked.junction = match.junction
         if tokens:
-            self._begin_load(tracked, 0 if match is None else match.local_tokens, tokens)
+            local_tokens = 0 if match is None else match.local_tokens
+            layerwise = match is not None and match.layerwise
+            self._loads.begin(tracked, local_tokens, tokens, self._orders, layerwise=layerwise)
         elif not tracked.loading:
             self._fetches.end(request_id)
         if match is not None:
@@ -174,20 +184,25 @@ class SchedulerSide:
 
     def refuse_load(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """As `allocated`, but without a load: vLLM is told that it failed."""
-        self._end_loading(request.request_id)
-        size = self._sizes.engine_block_tokens
-        match = self._matches.pop(request.request_id, None)
-        local = 0 if match is None else match.local_tokens // size
-        engine_blocks = list(blocks.get_block_ids()[0])
-        self._orders.failed_loads[request.request_id] = engine_blocks[
-            local : local + -(-tokens // size)
-        ]
+        match = self._matches.pop(request.request_id, Match(0))
         tracked = self._requests.get(request.request_id)
-        if tracked is not None:
-            tracked.loading = True
+        if tracked is None:
+            tracked = TrackedRequest(request, self._wishes.of(request), NEVER)
+        group = self._groups.members[0]
+        start = match.local_tokens // group.engine_block_tokens
+        count = -(-tokens // group.engine_block_tokens)
+        engine_blocks = list(blocks.get_block_ids()[group.index])[start : start + count]
+        self._loads.refuse(
+            tracked, engine_blocks, match.local_tokens, self._orders, layerwise=match.layerwise
+        )
+        tracked.loading = not match.layerwise
 
-    def step_ended(self, received: Iterable[str]) -> None:
-        """A step is over; all ranks have ended the loads of the requests `received`."""
+    def step_ended(self, received: Iterable[str], report: StepReport | None) -> None:
+        """A step is over; all ranks have ended the loads of the requests `received`. The workers
+        may have something to report of it."""
+        self._chooser.step_ended(0 if report is None else report.number)
+        if report is not None:
+            self._chooser.loaded(report.load_rate)
         for request_id in received:
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -198,42 +213,47 @@ class SchedulerSide:
         """The orders of the step that `output` describes; what was collected is handed over."""
         self._poll()
         self._follow(output)
-        if self._loadings:
-            self._order_parts()
+        self._loads.continue_all(self._orders)
         if self._store_time is StoreTime.STEP:
-            requests = self._requests
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                tracked = requests.get(request_id)
-                if tracked is None:
-                    continue
-                computed = tracked.request.num_computed_tokens + scheduled
-                # In most steps no block fills up: this is all that they cost per request.
-                if computed >= tracked.next_fill:
-                    self._store_filled(tracked, computed)
+            self._store_filled(output)
+        self._note_step(output)
         return self.take_orders(output)
 
     def take_orders(self, output: SchedulerOutput) -> StepOrders:
         """What was collected for this step so far; collecting begins anew."""
+        self._loads.step_is_complete()
         orders, self._orders = self._orders, StepOrders()
         orders.has_forward = output.total_num_scheduled_tokens > 0
         return orders
 
-    def finished(self, request: Request, engine_blocks: list[int]) -> bool:
-        """`request` has ended with `engine_blocks`. True if vLLM must hold them for now."""
+    def _note_step(self, output: SchedulerOutput) -> None:
+        """For the chooser: what this step computes."""
+        self._running = len(output.num_scheduled_tokens)
+        spans = []
+        # Where all requests decode there is no prompt to look for.
+        if output.total_num_scheduled_tokens >= self._running + LEAST_TOKENS:
+            for request_id, count in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None:
+                    start = tracked.request.num_computed_tokens
+                    spans.append(Span(start, start + count))
+        self._orders.number = self._chooser.step_begins(spans)
+
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
+        """`request` has ended with the blocks `tables`, by vLLM's groups. True if vLLM must hold
+        them for now."""
         request_id = request.request_id
         self._matches.pop(request_id, None)
         self._wishes.forget(request_id)
-        if request_id in self._loadings:
-            # What was ordered ends before vLLM gives the blocks to somebody else.
-            self._orders.failed_loads[request_id] = []
-        self._end_loading(request_id)
+        self._loads.abandon(request_id, self._orders)
         tracked = self._requests.pop(request_id, None)
-        if tracked is None or tracked.loading:
-            return False  # vLLM itself holds the blocks of a load under way
-        if self._store_time is StoreTime.FINISH:
-            tracked.engine_blocks = list(engine_blocks)
+        if tracked is None or tracked.loading or not tracked.ran:
+            return False  # vLLM itself holds the blocks of a load under way, ours or another's
+        if self._store_time is StoreTime.FINISH or not self._groups.plain:
+            tracked.set_blocks(self._tables(tables))
         self._finishing[request_id] = tracked
-        self._store_filled(tracked, request.num_computed_tokens)
+        self._stores.add_filled(tracked, request.num_computed_tokens, self._orders)
+        self._figures.note_activity()
         self._poll()
         return self.hold(request_id)
 
@@ -255,7 +275,7 @@ class SchedulerSide:
         self._cache.clear()
         for tracked in self._requests.values():
             # Without blocks it was preempted, and will compute everything anew.
-            if tracked.engine_blocks:
+            if tracked.has_blocks:
                 tracked.next_fill = NEVER
         self._figures.note_activity()
 
@@ -292,107 +312,43 @@ class SchedulerSide:
             return
         self._figures.note_activity()
         for transfer in self._cache.poll():
-            tracked = self._storing.pop(transfer.id, None)
-            if tracked is not None:
-                tracked.stores.discard(transfer.id)
+            if transfer.direction is Direction.STORE:
+                self._stores.ended(transfer)
+            else:
+                self._loads.ended(transfer)
 
-    def _keys(self, request: Request, start: int, stop: int | None = None) -> Sequence[bytes]:
-        """Keys of FlexKV blocks `start` to `stop`: the hash of a block's last engine block, which
-        covers the whole prefix up to there."""
-        step = self._sizes.engine_blocks
-        end = None if stop is None else stop * step
-        keys: Sequence[bytes] = request.block_hashes[(start + 1) * step - 1 : end : step]
-        if request.lora_request is not None:
-            stamp = adapter_stamp(request.lora_request)
-            return [key + stamp for key in keys]
-        return keys
+    def _for_this_step(self, request: Request, tokens: int, match: Match) -> tuple[int, Match]:
+        """The same hit for a load beside the forward of this step, in which vLLM wants to compute a
+        token at least. The block that this one is in is loaded all the same: it holds the same."""
+        last = request.num_tokens - 1 - match.local_tokens
+        return min(tokens, last), dataclasses.replace(match, layerwise=True)
 
-    def _cached_by_engine(self, keys: Sequence[bytes]) -> int:
-        """How many FlexKV blocks from the first on the engine has itself."""
-        pool = self._pool
-        if pool is None:
-            return 0
-        return next(
-            (i for i, key in enumerate(keys) if not pool.get_cached_block(key, [0])), len(keys)
-        )
+    def _may_load(self, request: Request) -> bool:
+        wanted = self._wishes.of(request).load
+        return wanted and not getattr(request, "skip_reading_prefix_cache", False)
 
-    def _last_block(self, local_tokens: int, wishes: Wishes) -> int | None:
-        """Where the blocks of a request end that may be loaded; None if the request says nothing
-        about that."""
-        if wishes.max_load_tokens is None:
-            return None
-        return (local_tokens + wishes.max_load_tokens) // self._sizes.block_tokens
+    def _tables(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Of the tables of all vLLM's groups, those of the cached ones."""
+        return [tables[group.index] for group in self._groups.members]
 
-    def _first_fill(self, wishes: Wishes) -> int:
-        """`next_fill` of a request of which nothing was considered yet."""
-        return self._sizes.block_tokens if wishes.store or wishes.pin else NEVER
-
-    def _describe_awaited(self, request: Request, start: int, keys: Sequence[bytes]) -> None:
-        """For events: blocks that are fetched for `request` are told in full once they are there.
-        `keys` are those from position `start` on."""
-        if self._events is None:
-            return
-        awaited = self._fetches.awaited(request.request_id)
-        if awaited:
-            found = ((start + i, key) for i, key in enumerate(keys) if key in awaited)
-            self._events.describe(request, found)
-
-    def _awaited_tokens(self, request_id: str, keys: Sequence[bytes], tokens: int) -> int:
-        """How many of the `tokens` that end with the last block of `keys` had to be fetched."""
-        awaited = self._fetches.awaited(request_id)
-        if not awaited:
-            return 0
-        size = self._sizes.block_tokens
-        fetched = sum(key in awaited for key in keys) * size
-        if keys[0] in awaited:
-            # The engine has the beginning of the first one itself.
-            fetched -= len(keys) * size - tokens
-        return fetched
-
-    def _begin_load(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> None:
-        size = self._sizes
-        start = local_tokens // size.engine_block_tokens
-        stop = (local_tokens + tokens) // size.engine_block_tokens
-        tracked.loading = True
-        first = start // size.engine_blocks
-        last = -(-stop // size.engine_blocks)
-        request_id = tracked.request.request_id
-        self._loadings[request_id] = Loading(
-            self._keys(tracked.request, first, last),
-            tracked.engine_blocks[start:stop],
-            start - first * size.engine_blocks,
-            size.engine_blocks,
-        )
-        self._order_part(request_id)
-
-    def _order_parts(self) -> None:
-        """Order what has come of loads that were not ordered whole."""
-        for request_id in list(self._loadings):
-            if request_id in self._orders.loads:
-                continue  # one part in a step
-            with self._edge.guard("loading the rest of a prefix", "vLLM is told that it failed"):
-                self._order_part(request_id)
+    def _store_filled(self, output: SchedulerOutput) -> None:
+        """Order stores of the blocks that this step fills."""
+        requests, orders = self._requests, self._orders
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = requests.get(request_id)
+            if tracked is None:
                 continue
-            self._fail_rest(request_id)
-
-    def _order_part(self, request_id: str) -> None:
-        loading = self._loadings[request_id]
-        more_may_come = self._fetches.is_waiting(request_id)
-        order = loading.next_part(self._cache, more_may_come)
-        if order is not None:
-            self._orders.loads[request_id] = order
-            if order.last:
-                self._end_loading(request_id)
-        elif not more_may_come:
-            self._fail_rest(request_id)
-
-    def _fail_rest(self, request_id: str) -> None:
-        self._orders.failed_loads[request_id] = self._loadings[request_id].rest
-        self._end_loading(request_id)
-
-    def _end_loading(self, request_id: str) -> None:
-        self._loadings.pop(request_id, None)
-        self._fetches.end(request_id)
+            computed = tracked.request.num_computed_tokens + scheduled
+            # In most steps no block fills up: this is all that they cost per request.
+            if computed >= tracked.next_fill:
+                self._stores.add_filled(tracked, computed, orders)
+                self._figures.note_activity()
+        if self._groups.plain:
+            return
+        for request_id, offers in offered_states(output).items():
+            tracked = requests.get(request_id)
+            if tracked is not None:
+                self._stores.add_states(tracked, offers, orders)
 
     def _follow(self, output: SchedulerOutput) -> None:
         """Keep up with the blocks that vLLM gave and took in this step."""
@@ -400,10 +356,14 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._orders.fences.extend(tracked.stores)
-                tracked.engine_blocks = []
-                tracked.next_fill = self._first_fill(tracked.wishes)
+                tracked.set_blocks(())
+                tracked.ran = False
+                tracked.next_fill = self._stores.first_fill(tracked.wishes)
         for new in output.scheduled_new_reqs:
-            self._set_blocks(new.req_id, new.block_ids[0])
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None:
+                tracked.set_blocks(self._tables(new.block_ids))
+                tracked.ran = True
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if new_blocks is None:
@@ -411,59 +371,10 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
-            if request_id in cached.resumed_req_ids:
-                tracked.engine_blocks = list(new_blocks[0])
+            added = self._tables(new_blocks)
+            if request_id in cached.resumed_req_ids or not tracked.engine_blocks:
+                tracked.set_blocks(added)
+                tracked.ran = True
             else:
-                tracked.engine_blocks.extend(new_blocks[0])
-
-    def _set_blocks(self, request_id: str, engine_blocks: Iterable[int]) -> None:
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            tracked.engine_blocks = list(engine_blocks)
-
-    def _store_filled(self, tracked: TrackedRequest, computed_tokens: int) -> None:
-        """Order stores of the blocks that are full once `computed_tokens` are computed."""
-        request = tracked.request
-        # The last prompt token belongs to what a draft model may have seen differently.
-        limit = request.num_prompt_tokens - 1 if self._prompt_only else request.num_tokens
-        stop = min(
-            min(computed_tokens, limit) // self._sizes.block_tokens,
-            len(request.block_hashes) // self._sizes.engine_blocks,
-            len(tracked.engine_blocks) // self._sizes.engine_blocks,
-        )
-        start = tracked.next_fill // self._sizes.block_tokens - 1
-        if stop <= start:
-            return
-        tracked.next_fill = (stop + 1) * self._sizes.block_tokens
-        with self._edge.guard("storing blocks", "they are not cached"):
-            self._order_store(tracked, start, stop)
-
-    def _order_store(self, tracked: TrackedRequest, start: int, stop: int) -> None:
-        keys = self._keys(tracked.request, 0, stop)
-        positions = self._cache.missing(keys, start)
-        if positions and tracked.wishes.store:
-            self._begin_store(tracked, keys, positions)
-        if tracked.wishes.pin:
-            self._cache.pin(keys[start:])
-            self._figures.note_activity()
-
-    def _begin_store(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], positions: Sequence[int]
-    ) -> None:
-        self._figures.note_activity()
-        transfer = self._cache.store(keys, positions)
-        if transfer is None:
-            return
-        stored = positions[: len(transfer.blocks)]
-        if self._events is not None:
-            self._events.describe(tracked.request, ((i, keys[i]) for i in stored))
-        step = self._sizes.engine_blocks
-        engine_blocks = [
-            block
-            for position in stored
-            for block in tracked.engine_blocks[position * step : (position + 1) * step]
-        ]
-        order = CopyOrder(transfer.id, transfer.cell, engine_blocks, transfer.slots)
-        self._orders.stores.append(order)
-        tracked.stores.add(transfer.id)
-        self._storing[transfer.id] = tracked
+                for table, blocks in zip(tracked.engine_blocks, added, strict=True):
+                    table.extend(blocks)

@@ -87,12 +87,12 @@ class FlexKVConnectorV1Impl:
         return self._adapter.build_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._adapter.step_ended(connector_output.finished_recving)
+        self._adapter.step_ended(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._adapter.finished(request, block_ids), None
+        return self._adapter.finished(request, [block_ids]), None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._adapter.take_events()

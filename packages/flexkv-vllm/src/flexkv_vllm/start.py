@@ -19,7 +19,7 @@ from flexkv import (
     GIB,
     POLICIES,
     CacheConfig,
-    Direction,
+    ConfigError,
     FlexKVError,
     KVCache,
     LayoutError,
@@ -37,14 +37,18 @@ from flexkv import (
     plan_arena,
     share_of,
 )
-from flexkv_vllm.compat import check_version
+from flexkv_vllm.choosing import LoadChooser, LoadMode
+from flexkv_vllm.compat import check_version, fails_by_request, tells_states
 from flexkv_vllm.compat_events import group_traits
 from flexkv_vllm.device import device_of, make_mover, numa_node_of
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.events import BlockEvents
+from flexkv_vllm.groups import Groups, read_groups
 from flexkv_vllm.identity import model_identity, outlives_process
-from flexkv_vllm.pages import describe_pages
-from flexkv_vllm.scheduler import BlockSizes, SchedulerSide, StoreTime
+from flexkv_vllm.keys import BlockKeys
+from flexkv_vllm.layers import split_layers
+from flexkv_vllm.pages import cached_layers, describe_pages
+from flexkv_vllm.scheduler import SchedulerSide, StoreTime
 from flexkv_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -70,6 +74,7 @@ def read_settings(vllm_config: VllmConfig) -> CacheConfig:
     if config.enable:
         check_version(config.allow_untested_engine)
         _check_parallelism(vllm_config)
+        check_attention(vllm_config)
     return config
 
 
@@ -95,18 +100,22 @@ def make_worker_side(
     Raises:
         FlexKVError: the layout cannot be described or the arena cannot be had.
     """
-    if kv_cache_config is not None:
-        _check_groups(kv_cache_config)
+    groups = _read_groups(vllm_config, kv_cache_config)
     device = device_of(kv_caches)
-    layout, sharding = describe_pages(vllm_config, kv_caches)
-    engine_blocks = choose_engine_blocks(
-        vllm_config.cache_config.block_size,
-        layout.block_bytes * sharding.parts,
-        config.block_tokens,
+    layout, sharding = describe_pages(
+        vllm_config, cached_layers(kv_caches, kv_cache_config, groups)
     )
+    engine_blocks = 1
+    if groups.plain:
+        engine_blocks = choose_engine_blocks(
+            groups.members[0].engine_block_tokens,
+            layout.block_bytes * sharding.parts,
+            config.block_tokens,
+        )
+    identity = [*model_identity(vllm_config), groups.describe()]
     shard = Shard(
         rank,
-        fingerprint(model_identity(vllm_config), layout, engine_blocks, sharding),
+        fingerprint(identity, layout, engine_blocks, sharding),
         engine_blocks,
         layout.shard_bytes(engine_blocks),
         sharding.replicas,
@@ -114,28 +123,27 @@ def make_worker_side(
     )
     replica = rank % sharding.replicas
     planes, stored = share_of(layout.place(engine_blocks), replica, sharding.replicas)
-    cpus = _copy_cpus()
+    cpus = copy_cpus()
     threads = config.copy_threads or min(4, len(cpus))
-    with _running_on(cpus):
-        session = _meet(config, _engine_id(vllm_config), shard, sharding.ranks, threads)
+    with running_on(cpus):
+        session = meet(config, _engine_id(vllm_config), shard, sharding.ranks, threads)
         arena = session.arena
         try:
             mover = make_mover(device, planes, stored, layout.num_blocks, arena, threads)
         except ValueError as error:
             session.close()
             raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-    block_bytes = {
-        Direction.LOAD: sum(plane.page_bytes for plane in planes),
-        Direction.STORE: sum(planes[i].page_bytes for i in stored),
-    }
     return WorkerSide(
         session,
         mover,
         rank,
         block_step=layout.head_bytes,
-        block_bytes=block_bytes,
+        plane_bytes=[plane.page_bytes for plane in planes],
+        stored=stored,
+        parts=split_layers(planes, layout.starts),
         device=device,
         edge=edge,
+        fails_by_request=not groups.plain,
     )
 
 
@@ -161,9 +169,10 @@ def make_scheduler_side(
     """
     session = attach(config.session_root, _engine_id(vllm_config))
     spec = session.arena.spec
-    sizes = BlockSizes(vllm_config.cache_config.block_size, spec.format.engine_blocks)
+    groups = _read_groups(vllm_config, kv_cache_config, spec.format.engine_blocks)
+    keys = BlockKeys(groups)
     try:
-        tiers = _open_tiers(config, vllm_config, session)
+        tiers = open_tiers(config, session) if _keeps_on_disk(config, vllm_config) else []
     except FlexKVError:
         session.close()
         raise
@@ -175,19 +184,28 @@ def make_scheduler_side(
         config.ssd_timeout_seconds,
     )
     transfer = vllm_config.kv_transfer_config
+    chooser = LoadChooser(
+        load_mode_of(config, vllm_config, groups, store_time),
+        config.min_load_tokens,
+        config.always_load,
+        sum(spec.format.shard_bytes),
+        spec.ranks,
+    )
     side = SchedulerSide(
         cache,
-        sizes,
+        groups,
+        keys=keys,
         store_time=store_time,
         prompt_only=vllm_config.speculative_config is not None,
         load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
+        chooser=chooser,
         edge=edge,
-        events=_make_events(vllm_config, kv_cache_config, cache, sizes),
+        events=_make_events(vllm_config, kv_cache_config, cache, keys),
     )
     logger.info(
-        "FlexKV caches prefixes in host memory: %d blocks of %d tokens, %.2f GiB, fingerprint %s",
+        "FlexKV caches prefixes in host memory: %d blocks of %s tokens, %.2f GiB, fingerprint %s",
         spec.num_slots,
-        sizes.block_tokens,
+        " or ".join(sorted({str(group.block_tokens) for group in groups.members})),
         spec.total_bytes / (1 << 30),
         session.info.fingerprint,
     )
@@ -198,7 +216,7 @@ def _make_events(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
     cache: KVCache,
-    sizes: BlockSizes,
+    keys: BlockKeys,
 ) -> BlockEvents | None:
     """What tells KV events; None if the user did not turn them on in vLLM."""
     events = vllm_config.kv_events_config
@@ -206,15 +224,23 @@ def _make_events(
         return None
     return BlockEvents(
         cache,
-        sizes.engine_block_tokens,
-        sizes.engine_blocks,
+        keys,
         has_adapters=vllm_config.lora_config is not None,
         traits=group_traits(kv_cache_config),
     )
 
 
-def _open_tiers(config: CacheConfig, vllm_config: VllmConfig, session: Session) -> list[LowerTier]:
-    if config.ssd_cache_gb is None or not outlives_process(vllm_config):
+def _keeps_on_disk(config: CacheConfig, vllm_config: VllmConfig) -> bool:
+    return config.ssd_cache_gb is not None and outlives_process(vllm_config)
+
+
+def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:
+    """The tiers below the arena that the settings name.
+
+    Raises:
+        DiskError: a cache directory cannot be used.
+    """
+    if config.ssd_cache_gb is None:
         return []
     spec = session.arena.spec
     day_gb = config.ssd_write_gb_per_day
@@ -239,7 +265,19 @@ def _open_tiers(config: CacheConfig, vllm_config: VllmConfig, session: Session) 
     return [tier]
 
 
-def _meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads: int) -> Session:
+def meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads: int) -> Session:
+    """Meet the other ranks; rank 0 makes the arena.
+
+    Args:
+        config: of the engine.
+        engine_id: its name for the session.
+        shard: this rank's.
+        ranks: of the engine.
+        threads: that fill the arena.
+
+    Raises:
+        ArenaError: they do not come, disagree, or the memory is not there.
+    """
     if shard.rank > 0:
         session = join(config.session_root, engine_id, shard)
         session.arena.populate(threads)
@@ -254,7 +292,7 @@ def _meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads
     )
 
 
-def _copy_cpus() -> set[int]:
+def copy_cpus() -> set[int]:
     """Processors that copies may run on: this process's, and those of the one that started it.
 
     vLLM's CPU build pins a worker, and with it all threads it starts, to the processors that
@@ -264,7 +302,7 @@ def _copy_cpus() -> set[int]:
 
 
 @contextlib.contextmanager
-def _running_on(cpus: set[int]) -> Iterator[None]:
+def running_on(cpus: set[int]) -> Iterator[None]:
     """Let this thread run on `cpus`: threads that it starts meanwhile keep them."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
@@ -286,14 +324,67 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
             raise LayoutError(f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size is free)")
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or "Mamba" in kinds[0]:
+def check_attention(vllm_config: VllmConfig) -> None:
+    """Refuse a model that vLLM cannot compute on with behind a prefix.
+
+    Raises:
+        LayoutError: latent attention on a CPU for which vLLM has only its reference kernels. It
+            turns its own prefix cache off there, but not those of connectors.
+    """
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    cached = vllm_config.cache_config.enable_prefix_caching
+    if on_cpu and vllm_config.model_config.use_mla and not cached:
         raise LayoutError(
-            f"the model's KV cache has the groups {kinds}; allowed: one group of attention layers "
-            f"(vLLM's --disable-hybrid-kv-cache-manager makes one of sliding windows)"
+            "vLLM computes wrong tokens behind a cached prefix of a model with latent attention "
+            "(MLA) on this processor; allowed: a GPU, or a CPU with AMX instructions"
         )
+
+
+def _read_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, engine_blocks: int = 1
+) -> Groups:
+    return read_groups(
+        kv_cache_config,
+        vllm_config.cache_config.block_size,
+        engine_blocks,
+        fails_by_request=fails_by_request(),
+        tells_states=tells_states(),
+    )
+
+
+def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
+    """Whether the settings in force let loads run beside the forward that needs them.
+
+    Raises:
+        ConfigError: a setting is not allowed.
+    """
+    return LoadMode(load_config(extra_config).load_mode) is not LoadMode.ASYNC
+
+
+def load_mode_of(
+    config: CacheConfig, vllm_config: VllmConfig, groups: Groups, store_time: StoreTime
+) -> LoadMode:
+    """How this engine's blocks are loaded: as the setting says, where it has a choice.
+
+    Raises:
+        ConfigError: the setting is not allowed in this engine.
+    """
+    mode = LoadMode(config.load_mode)
+    if mode is LoadMode.ASYNC or not groups.plain:
+        return LoadMode.ASYNC
+    if vllm_config.scheduler_config.async_scheduling:
+        # With the next step under way vLLM cannot take back what it computed on a load that failed.
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
+            f"ended; allowed: async, or with vLLM's --no-async-scheduling layerwise and auto"
+        )
+    if store_time is StoreTime.FINISH:
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM's own connector, behind which FlexKV "
+            f"runs, lets CUDA graphs skip its layers; allowed: async, or to let vLLM load the "
+            f"plugin 'flexkv' (see VLLM_PLUGINS)"
+        )
+    return mode
 
 
 def _engine_id(vllm_config: VllmConfig) -> str:

@@ -126,7 +126,7 @@ METRICS = (
     ),
     Metric("queue_bytes", Kind.GAUGE, "Bytes that wait for the disks."),
 )
-_PREFIX = "vllm:flexkv_"
+PREFIX = "vllm:flexkv_"
 _GAUGES = frozenset(
     sample(metric.name, *labels)
     for metric in METRICS
@@ -216,7 +216,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
     def _make(metric: Metric, metric_types: dict[type, type], labelnames: list[str]) -> Any:
         names = labelnames + metric.label_names
         if metric.kind is Kind.COUNTER:
-            return metric_types[Counter](_PREFIX + metric.name, metric.text, names)
+            return metric_types[Counter](PREFIX + metric.name, metric.text, names)
         return metric_types[Gauge](
-            _PREFIX + metric.name, metric.text, names, multiprocess_mode="mostrecent"
+            PREFIX + metric.name, metric.text, names, multiprocess_mode="mostrecent"
         )

@@ -73,12 +73,15 @@ class WishBook:
 
     def of(self, request: Request) -> Wishes:
         """What `request` wishes; read once."""
-        params = getattr(request, "kv_transfer_params", None)
+        return self.read(request.request_id, getattr(request, "kv_transfer_params", None))
+
+    def read(self, request_id: str, params: object) -> Wishes:
+        """What the request of that id wishes in its `kv_transfer_params`; read once."""
         if not params:
             return NONE
-        known = self._wishes.get(request.request_id)
+        known = self._wishes.get(request_id)
         if known is None:
-            known = self._wishes[request.request_id] = self._read(request.request_id, params)
+            known = self._wishes[request_id] = self._read(request_id, params)
         return known
 
     def forget(self, request_id: str) -> None:

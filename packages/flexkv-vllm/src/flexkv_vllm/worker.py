@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,8 @@ from flexkv import Direction, Mover, Session, Status
 from flexkv_vllm.device import work_so_far
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.figures import CopyFigures
-from flexkv_vllm.orders import CopyOrder, StepOrders
+from flexkv_vllm.layers import LayerParts
+from flexkv_vllm.orders import CopyOrder, StepOrders, StepReport
 from flexkv_vllm.stats import Samples
 
 logger = logging.getLogger("flexkv.vllm")
@@ -24,7 +26,7 @@ steps follow one another at once while a copy runs, and on a machine whose cores
 slow it down; 1 ms is the time of a few of them on 2 cores. It bounds what a request that arrives
 meanwhile waits."""
 
-_FENCE_SLICE_SECONDS = 1.0
+_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -42,6 +44,29 @@ class RunningLoad:
     complete: bool = False
 
 
+@dataclass(slots=True)
+class LayerwiseLoad:
+    """A load that the running forward follows, part by part.
+
+    Attributes:
+        order: what is loaded.
+        blocks: vLLM's blocks.
+        offsets: where each lies in the arena.
+        tickets: of its parts, in the order in which layers need them.
+        ended: those of them that are known to have ended.
+        followed: how many of them the forward follows already.
+        failed: whether one could not be begun, or the forward could not be made to follow.
+    """
+
+    order: CopyOrder
+    blocks: array[int]
+    offsets: array[int]
+    tickets: list[int] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    followed: int = 0
+    failed: bool = False
+
+
 class WorkerSide:
     """All that vLLM's model runner calls. One per worker process; single-threaded.
 
@@ -50,9 +75,13 @@ class WorkerSide:
         mover: of this rank's pages.
         rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
-        block_bytes: of an engine block that this rank copies, by direction.
+        plane_bytes: of an engine block in each plane of the mover.
+        stored: the planes that this rank stores.
+        parts: of a block, in the order in which layers need them.
         device: of the pages.
         edge: where errors of single transfers end.
+        fails_by_request: whether a load that failed in part has failed whole, as where a part is
+            worth nothing; else its blocks are told.
     """
 
     def __init__(
@@ -62,9 +91,12 @@ class WorkerSide:
         rank: int,
         *,
         block_step: int,
-        block_bytes: dict[Direction, int],
+        plane_bytes: Sequence[int],
+        stored: range,
+        parts: LayerParts,
         device: torch.device,
         edge: Edge,
+        fails_by_request: bool = False,
     ) -> None:
         self._session = session
         self._arena = session.arena
@@ -74,12 +106,22 @@ class WorkerSide:
         self._engine_blocks = session.arena.spec.format.engine_blocks
         self._device = device
         self._edge = edge
-        self._figures = CopyFigures(block_bytes, edge)
+        self._plane_bytes = plane_bytes
+        self._block_bytes = {
+            Direction.LOAD: sum(plane_bytes),
+            Direction.STORE: sum(plane_bytes[i] for i in stored),
+        }
+        self._parts = parts
+        self._figures = CopyFigures(edge)
+        self._layerwise: list[LayerwiseLoad] = []
+        self._failed_layerwise: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}
         self._stores: dict[int, int] = {}
         self._last_store = 0
         self._releases: dict[str, list[int]] = {}
+        self._fails_by_request = fails_by_request
         self._bad_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
 
     def fence(self, orders: StepOrders) -> None:
         """Wait for stores whose source blocks the coming forward may overwrite."""
@@ -87,14 +129,14 @@ class WorkerSide:
             ticket = self._stores.pop(transfer_id, None)
             if ticket is None:
                 continue
-            while (status := self._mover.wait(ticket, _FENCE_SLICE_SECONDS)) is Status.PENDING:
-                logger.warning("still waiting for a store of a preempted request's blocks")
+            status = self._wait_for_end(ticket, "a store of a preempted request's blocks")
             self._figures.end(ticket, status)
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, behind the engine's work so far: it may still read what the
         blocks held before."""
         after = work_so_far(self._device)
+        self._start_layerwise(orders, after)
         for request_id, order in orders.loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
             load.complete = order.last
@@ -108,13 +150,21 @@ class WorkerSide:
             load.complete = True
             load.bad_blocks.extend(engine_blocks)
 
+    def wait_for_layer(self, layer: str) -> None:
+        """Let the forward go on with `layer` only when what it looks at is loaded."""
+        for load in self._layerwise:
+            self._follow(load, self._parts.last.get(layer, -1) + 1)
+
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores, behind the engine's work so far: the forward that computes
         what they copy."""
+        self._end_layerwise()
         after = work_so_far(self._device)
         for order in orders.stores:
-            ticket = self._submit(Direction.STORE, order, after)
-            if ticket is not None:
+            if order.built_on in self._failed_layerwise:
+                # It was computed on what is not there.
+                self._arena.board.report(order.cell, self._rank, Status.FAILED)
+            elif (ticket := self._submit(Direction.STORE, order, after)) is not None:
                 self._stores[order.transfer_id] = ticket
             self._last_store = order.transfer_id
 
@@ -129,6 +179,17 @@ class WorkerSide:
         """vLLM blocks that were to be loaded and were not, since the last call."""
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads have failed, of those that `finished` said have ended since the last
+        call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def report(self, orders: StepOrders) -> StepReport | None:
+        """What the scheduler side is to be told of this step; None if it is nothing."""
+        rate = self._figures.take_load_rate()
+        return StepReport(orders.number, rate) if orders.number or rate else None
 
     @property
     def has_samples(self) -> bool:
@@ -154,6 +215,69 @@ class WorkerSide:
             return
         self._mover.wait(ticket, IDLE_WAIT_SECONDS)
 
+    def _start_layerwise(self, orders: StepOrders, after: int) -> None:
+        self._bad_blocks.update(orders.unfilled)
+        loads = [
+            LayerwiseLoad(order, array("Q", order.engine_blocks), self._offsets(order))
+            for order in orders.layerwise
+        ]
+        self._layerwise += loads
+        # The forward needs the first part of all before the second of one.
+        for planes in self._parts.planes:
+            for load in loads:
+                if not load.failed:
+                    self._start_part(load, planes, after)
+
+    def _start_part(self, load: LayerwiseLoad, planes: range, after: int) -> None:
+        load.failed = True
+        with self._edge.guard("load of blocks", "they count as a miss"):
+            ticket = self._mover.submit(
+                Direction.LOAD, load.blocks, load.offsets, after, planes=planes
+            )
+            load.tickets.append(ticket)
+            size = sum(self._plane_bytes[planes.start : planes.stop])
+            self._figures.begin(ticket, Direction.LOAD, len(load.blocks) * size)
+            load.failed = False
+
+    def _follow(self, load: LayerwiseLoad, parts: int) -> None:
+        """Let the engine's work from now on follow the first parts of a load."""
+        if load.followed >= parts:
+            return
+        stream = work_so_far(self._device)
+        with self._edge.guard("waiting for a layer", "its blocks count as not loaded"):
+            for ticket in load.tickets[load.followed : parts]:
+                self._end_part(load, ticket, self._mover.hold(ticket, stream))
+            load.followed = parts
+            return
+        load.followed = parts
+        load.failed = True
+
+    def _end_part(self, load: LayerwiseLoad, ticket: int, status: Status) -> None:
+        if status is not Status.PENDING and ticket not in load.ended:
+            load.ended.add(ticket)
+            self._figures.end(ticket, status)
+            load.failed |= status is Status.FAILED
+
+    def _end_layerwise(self) -> None:
+        """See the step's layer-wise loads to their end: what failed must be told with this step,
+        and nothing may be written any more into blocks that are computed anew."""
+        for load in self._layerwise:
+            for ticket in load.tickets:
+                status = self._wait_for_end(ticket, "a load that the step computed on")
+                self._end_part(load, ticket, status)
+            order = load.order
+            if load.failed:
+                self._bad_blocks.update(order.engine_blocks)
+                self._failed_layerwise.add(order.transfer_id)
+            status = Status.FAILED if load.failed else Status.DONE
+            self._arena.board.report(order.cell, self._rank, status)
+        self._layerwise.clear()
+
+    def _wait_for_end(self, ticket: int, what: str) -> Status:
+        while (status := self._mover.wait(ticket, _PATIENCE_SECONDS)) is Status.PENDING:
+            logger.warning("still waiting for %s", what)
+        return status
+
     def _submit(self, direction: Direction, order: CopyOrder, after: int) -> int | None:
         place = f"{direction.name.lower()} of blocks"
         with self._edge.guard(place, "they count as a miss"):
@@ -164,7 +288,8 @@ class WorkerSide:
                 after,
                 self._arena.board.flag_address(order.cell, self._rank),
             )
-            self._figures.begin(ticket, direction, len(order.engine_blocks))
+            size = self._block_bytes[direction]
+            self._figures.begin(ticket, direction, len(order.engine_blocks) * size)
             return ticket
         self._arena.board.report(order.cell, self._rank, Status.FAILED)
         return None
@@ -189,7 +314,10 @@ class WorkerSide:
                     load.bad_blocks.extend(engine_blocks)
             if load.complete and not load.parts:
                 del self._loads[request_id]
-                self._bad_blocks.update(load.bad_blocks)
+                if not self._fails_by_request:
+                    self._bad_blocks.update(load.bad_blocks)
+                elif load.bad_blocks:
+                    self._failed_requests.add(request_id)
                 received.add(request_id)
         return received
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flexkv.admission import ADMISSIONS, Admission
 from flexkv.arena import Arena, ArenaSpec, plan_arena
-from flexkv.cache import KVCache
+from flexkv.cache import KVCache, Presence
 from flexkv.changes import Change, Medium
 from flexkv.config import GIB, CacheConfig, configure_logging, load_config
 from flexkv.counters import Counters
@@ -70,6 +70,7 @@ __all__ = [
     "Mover",
     "PlacedPlane",
     "Plane",
+    "Presence",
     "Priority",
     "Session",
     "Shard",

@@ -9,6 +9,7 @@ loaded from there.
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Sequence
 
@@ -34,6 +35,16 @@ and what is worth keeping of all others."""
 _CHANGES = 2048
 """Changes of a tier told at once: more than a step makes, and for some milliseconds' work. Only
 what a disk held at the start, or a reset, takes several calls."""
+
+
+class Presence(enum.Enum):
+    """Where the block of a key can be had from now."""
+
+    HOST = "host"
+    """It can be loaded."""
+    BELOW = "below"
+    """A lower tier has it: it can be fetched."""
+    ABSENT = "absent"
 
 
 class KVCache:
@@ -106,6 +117,19 @@ class KVCache:
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix can be loaded, from the first key on. No side effect."""
         return self._index.lookup(keys)
+
+    def presence(self, key: bytes) -> Presence:
+        """Where the block of one key is. No side effect."""
+        if self._index.lookup((key,)):
+            return Presence.HOST
+        below = any(tier.contains((key,))[0] for tier in self._transfers.tiers)
+        return Presence.BELOW if below else Presence.ABSENT
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count the blocks of a prefix as used, wherever they are."""
+        self._index.touch(keys)
+        for tier in self._transfers.tiers:
+            tier.touch(keys)
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys`, all of them ready, for a copy into the engine.

@@ -25,8 +25,10 @@ from flexkv.admission import ADMISSIONS
 from flexkv.errors import ConfigError
 from flexkv.eviction import POLICIES
 from flexkv.setting_values import (
+    LOAD_MODES,
     LOG_LEVELS,
     parse_bool,
+    parse_count,
     parse_directories,
     parse_directory,
     parse_log_level,
@@ -172,6 +174,43 @@ class CacheConfig:
         ),
         parse=parse_positive_int,
         allowed="a whole number above 0, a multiple of the engine's block size",
+    )
+    load_mode: str = _setting(
+        "async",
+        env="FLEXKV_LOAD_MODE",
+        unit="name",
+        help=(
+            "How blocks come back from host memory into the engine: `async`, before the request is "
+            "computed on, while others compute; `layerwise`, beside the forward of the same step, "
+            "which waits for them layer by layer, and all requests of that step with it; `auto`, "
+            "layerwise where no other request would have to wait. Layer by layer needs vLLM's "
+            "`--no-async-scheduling`, and has vLLM use PIECEWISE CUDA graphs; models with several "
+            "kinds of attention are loaded `async` in any case."
+        ),
+        parse=parse_name(LOAD_MODES),
+        allowed=", ".join(LOAD_MODES),
+    )
+    min_load_tokens: int = _setting(
+        0,
+        env="FLEXKV_MIN_LOAD_TOKENS",
+        unit="tokens",
+        help=(
+            "Hits of fewer tokens are computed instead. Beside this FlexKV measures how long "
+            "computing and loading take, and loads only what comes sooner than it is computed."
+        ),
+        parse=parse_count,
+        allowed="a whole number from 0 on",
+    )
+    always_load: bool = _setting(
+        False,
+        env="FLEXKV_ALWAYS_LOAD",
+        unit="boolean",
+        help=(
+            "Load every hit, also one that is expected to take longer than computing it: the "
+            "request waits, but the processor is free for others."
+        ),
+        parse=parse_bool,
+        allowed="1, 0, true, false, yes, no, on, off",
     )
     copy_threads: int | None = _setting(
         None,

@@ -55,6 +55,8 @@ class Shard:
         shard_bytes: bytes of the rank's part of one block.
         replicas: how many ranks in a row hold the same part; must be the same in all ranks.
         numa_node: of the rank's GPU; None if there is none or it is not known.
+        durable: whether equal keys mean equal blocks in the next process, too; must be the same in
+            all ranks.
     """
 
     rank: int
@@ -63,11 +65,12 @@ class Shard:
     shard_bytes: int
     replicas: int = 1
     numa_node: int | None = None
+    durable: bool = True
 
     @property
-    def kind(self) -> tuple[str, int, int]:
+    def kind(self) -> tuple[str, int, int, bool]:
         """What must be the same in all ranks."""
-        return self.fingerprint, self.engine_blocks, self.replicas
+        return self.fingerprint, self.engine_blocks, self.replicas, self.durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class SessionInfo:
 
     fingerprint: str
     spec: ArenaSpec
+    durable: bool = True
 
     def to_json(self) -> dict[str, object]:
         fmt = self.spec.format
@@ -85,6 +89,7 @@ class SessionInfo:
             "shard_bytes": list(fmt.shard_bytes),
             "replicas": fmt.replicas,
             "num_slots": self.spec.num_slots,
+            "durable": self.durable,
         }
 
     @classmethod
@@ -97,7 +102,8 @@ class SessionInfo:
             tuple(_as_int(s) for s in sizes),
             _as_int(message["replicas"]),
         )
-        return cls(str(message["fingerprint"]), ArenaSpec(fmt, _as_int(message["num_slots"])))
+        spec = ArenaSpec(fmt, _as_int(message["num_slots"]))
+        return cls(str(message["fingerprint"]), spec, message["durable"] is True)
 
 
 @dataclass(slots=True)
@@ -152,7 +158,7 @@ def lead(
         server.refuse(str(error))
         server.close()
         raise
-    info = SessionInfo(mine.fingerprint, arena.spec)
+    info = SessionInfo(mine.fingerprint, arena.spec, mine.durable)
     server.hand_out(info, arena.fd)
     return Session(info, arena, server)
 
@@ -274,6 +280,7 @@ class _Server:
             _as_int(fields["shard_bytes"]),
             _as_int(fields["replicas"]),
             None if fields["numa_node"] is None else _as_int(fields["numa_node"]),
+            fields["durable"] is True,
         )
         if shard.rank in self._shards or shard.rank == 0:
             return _owned_message(self._name, os.getpid())

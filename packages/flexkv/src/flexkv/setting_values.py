@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection
 
+LOAD_MODES = ("async", "layerwise", "auto")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
 
 _TRUE = {"1", "true", "yes", "on"}
@@ -42,6 +43,15 @@ def parse_positive_int(value: object) -> int:
         raise ValueError
     number = int(value)
     if number <= 0:
+        raise ValueError
+    return number
+
+
+def parse_count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    number = int(value)
+    if number < 0:
         raise ValueError
     return number
 

@@ -115,7 +115,20 @@ def test_the_engine_decides_the_order_of_layers_not_the_addresses() -> None:
 def test_a_tensor_shared_by_layers_counts_once() -> None:
     view = dense("l0", (3, 8), (0, 1))
     again = dense("l1", (3, 8), (0, 1))
-    assert KVLayout.from_tensors([view, again], 3) == KVLayout.from_tensors([view], 3)
+    shared, alone = (KVLayout.from_tensors(views, 3) for views in ([view, again], [view]))
+    assert (shared.heads, shared.geometry) == (alone.heads, alone.geometry)
+    assert shared.starts == {"l0": frozenset({BASE}), "l1": frozenset({BASE})}
+
+
+def test_pages_of_different_kinds_at_the_same_places_are_as_long_as_the_longest() -> None:
+    """A hybrid model's block is a page of attention or a recurrent state, which may be shorter."""
+    attention = TensorView("attention", BASE, (3, 2, 64), (128, 64, 1), 2, 1)
+    state = TensorView("state", BASE, (3, 200), (256, 1), 1)
+    for views in ([attention, state], [state, attention]):
+        layout = KVLayout.from_tensors(views, 3)
+        assert layout.heads == ((Plane(BASE, 256, 256, 1, 256),),)
+        assert not layout.by_head
+        assert len(layout.geometry) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,12 +53,14 @@ class KVLayout:
         by_head: whether `heads` are KV heads.
         geometry: what the bytes of one head mean. Equal geometries hold the same at the same
             places.
+        starts: by the name of each tensor, where its pieces of block 0 begin, of all heads.
     """
 
     heads: tuple[tuple[Plane, ...], ...]
     num_blocks: int
     by_head: bool
     geometry: tuple[tuple[int, ...], ...]
+    starts: Mapping[str, frozenset[int]]
 
     @property
     def head_bytes(self) -> int:
@@ -79,18 +81,21 @@ class KVLayout:
         return len(self.heads) * self.head_stride(engine_blocks)
 
     def place(self, engine_blocks: int) -> list[PlacedPlane]:
-        """All planes with their places in a shard of so many engine blocks.
+        """All planes with their places in a shard of so many engine blocks, in the order of the
+        tensors: of the first one those of all heads, then of the next.
 
         Engine block e of the shard lies `e * head_bytes` behind the shard's start; the places
         returned count from there.
         """
-        placed = []
+        by_head = []
         for head, planes in enumerate(self.heads):
+            placed = []
             offset = head * self.head_stride(engine_blocks)
             for base, block_stride, row_bytes, rows, row_stride in planes:
                 placed.append(PlacedPlane(base, block_stride, rows, row_stride, row_bytes, offset))
                 offset += rows * row_bytes
-        return placed
+            by_head.append(placed)
+        return [plane for planes in zip(*by_head, strict=True) for plane in planes]
 
     @classmethod
     def from_tensors(cls, views: Iterable[TensorView], num_blocks: int) -> KVLayout:
@@ -98,7 +103,9 @@ class KVLayout:
 
         Args:
             views: one view per layer (or per packed group of layers), in the engine's order. A
-                tensor that several layers share may appear several times and counts once.
+                tensor that several layers share may appear several times and counts once. So do
+                pages of different kinds of layers that begin at the same addresses, of which a
+                block holds one or the other: they are as long as the longest, and opaque.
             num_blocks: blocks that the engine hands out. One dimension of every tensor has this
                 extent, or a multiple of it where the engine's kernels use smaller blocks.
 
@@ -109,20 +116,36 @@ class KVLayout:
             raise LayoutError(f"the engine reports {num_blocks} KV blocks; allowed: 1 or more")
         own: list[TensorView] = []
         names: dict[Plane, str] = {}
+        starts: dict[str, frozenset[int]] = {}
         for view in views:
-            planes = [plane for plane in opaque_planes(view, num_blocks) if plane not in names]
-            if planes:
+            planes = opaque_planes(view, num_blocks)
+            own_planes = [plane for plane in planes if plane not in names]
+            if own_planes:
                 own.append(view)
-                names |= dict.fromkeys(planes, view.name)
+                names |= dict.fromkeys(own_planes, view.name)
+            heads_of_view = head_planes(view, num_blocks) or ()
+            pieces = (piece for head in (planes, *heads_of_view) for piece in head)
+            starts[view.name] = frozenset(piece.base for piece in pieces)
         if not own:
             raise LayoutError("the engine registered no KV cache tensors; allowed: 1 or more")
-        check_disjoint(names, num_blocks)
-        heads = _by_head(own, num_blocks)
+        pages = _longest(names)
+        check_disjoint(pages, num_blocks)
+        heads = _by_head(own, num_blocks) if len(pages) == len(names) else None
         if heads is not None:
             geometry = tuple(head_geometry(view, num_blocks) for view in own)
-            return cls(heads, num_blocks, True, geometry)
+            return cls(heads, num_blocks, True, geometry, starts)
         geometry = tuple(opaque_geometry(view, num_blocks) for view in own)
-        return cls((_merge_adjacent(names),), num_blocks, False, geometry)
+        return cls((_merge_adjacent(pages),), num_blocks, False, geometry, starts)
+
+
+def _longest(names: dict[Plane, str]) -> dict[Plane, str]:
+    """Of opaque planes that begin at the same place in every block, the longest."""
+    longest: dict[tuple[int, int], Plane] = {}
+    for plane in names:
+        place = plane.base, plane.block_stride
+        if place not in longest or plane.row_bytes > longest[place].row_bytes:
+            longest[place] = plane
+    return {plane: names[plane] for plane in longest.values()}
 
 
 def _by_head(views: list[TensorView], num_blocks: int) -> tuple[tuple[Plane, ...], ...] | None:

@@ -28,8 +28,11 @@ class Status(enum.IntEnum):
 class Mover(Protocol):
     """Copies engine blocks of one rank to and from the arena. One per worker process.
 
-    Nothing here blocks but `wait` and `close`. A transfer that the mover accepted completes
+    Nothing here blocks but `wait`, `hold` and `close`. A transfer that the mover accepted completes
     exactly once, as DONE or FAILED.
+
+    Loads are taken up in the order of their submission, each with all that the mover has, and so
+    are stores; loads overtake stores. That a later transfer is DONE says nothing of an earlier one.
     """
 
     def submit(
@@ -39,6 +42,8 @@ class Mover(Protocol):
         offsets: Sequence[int],
         after: int = 0,
         flag_address: int = 0,
+        *,
+        planes: range | None = None,
     ) -> int:
         """Start one transfer and return its ticket.
 
@@ -50,9 +55,13 @@ class Mover(Protocol):
                 caller's earlier work is done at the call.
             flag_address: 0, or the address of a 32-bit word that gets the final `Status` once
                 all bytes are in place. It must stay valid until then.
+            planes: numbers of the planes to copy, in the order in which the mover was given them
+                and with a step of 1; None: all. Their bytes lie at their usual places, and
+                `offsets` are those of a whole block. A store copies those of them that are in this
+                rank's share, perhaps none. Parts that together are all planes make a whole copy.
 
         Raises:
-            ValueError: a block or an offset is out of range; nothing was copied.
+            ValueError: planes, a block or an offset are out of range; nothing was copied.
         """
         ...
 
@@ -62,6 +71,28 @@ class Mover(Protocol):
 
     def wait(self, ticket: int, timeout: float) -> Status:
         """As `poll`, but waits up to `timeout` seconds for the transfer to finish."""
+        ...
+
+    def hold(self, ticket: int, stream: int) -> Status:
+        """Make a stream follow a transfer: work put into it from now on runs when all bytes are in
+        place, or when the transfer has failed.
+
+        A mover for a GPU blocks only until the device has been given the copies: microseconds,
+        unless much is queued before them.
+
+        Args:
+            ticket: of the transfer.
+            stream: a CUDA stream's handle, as `after` of `submit`, or 0: this thread itself waits
+                until the transfer has ended.
+
+        Returns:
+            The state as far as it is known now. PENDING: the stream follows, but the transfer may
+            yet fail. Poll later, and use nothing computed from its bytes before it was DONE.
+
+        Raises:
+            ValueError: it is no stream of this mover's device; it does not follow.
+            RuntimeError: the device has failed; the stream does not follow.
+        """
         ...
 
     def close(self) -> None:

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m integration.campaign`: exit status 0 only if all holds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from integration.campaign.report import Report
+from integration.campaign.run import Campaign
+from integration.campaign.setup import POLICIES, reference
+
+
+def main() -> int:
+    """Run it and return the exit status."""
+    options = _parse()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="flexkv-campaign-") as made:
+        folder = options.folder or Path(made)
+        say("asking an engine without FlexKV")
+        questions = reference(folder, options.seed)
+        say(f"{len(questions)} prompts; {options.clients} clients, policy {options.policy}")
+        campaign = Campaign(
+            folder,
+            questions,
+            policy=options.policy,
+            clients=options.clients,
+            seed=options.seed,
+            ranks=options.ranks,
+            say=say,
+        )
+        report = campaign.run(60 * options.minutes, restart=True)
+    report.write(options.out)
+    print(_table(report))
+    print(f"{'All of this holds' if report.passed else 'NOT all of this holds'}; see {options.out}")
+    return 0 if report.passed else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m integration.campaign", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of load (default 10)")
+    parser.add_argument("--policy", choices=POLICIES, default="recompute")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1, help="decides what is asked and breaks")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ones (default 1)")
+    parser.add_argument("--out", type=Path, default=Path("campaign.json"))
+    parser.add_argument("--folder", type=Path, help="keep logs and files there")
+    return parser.parse_args()
+
+
+def _table(report: Report) -> str:
+    seen = report.as_dict()
+    lines = [f"requests: {seen['requests']}"]
+    lines += [f"{name}: {count}" for name, count in seen["faults"].items()]
+    lines += [
+        f"{'ok  ' if check.held else 'FAIL'} {check.what} ({check.seen})" for check in report.checks
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin of vLLM that puts the campaign's faults into the engine's processes.
+
+`install` writes the metadata of a distribution with one entry point into a folder; with that on
+PYTHONPATH vLLM calls `register` in each of its processes, as it does with FlexKV's own plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+from integration.campaign.faults import Steering
+
+_FOLDER = "KV_CAMPAIGN_FOLDER"
+_METADATA = "Metadata-Version: 2.1\nName: flexkv-campaign\nVersion: 0\n"
+_ENTRY_POINTS = f"[vllm.general_plugins]\nflexkv-campaign = {__name__}:register\n"
+
+
+def install(folder: Path, orders: Path, python_path: str) -> dict[str, str]:
+    """Make the plugin known.
+
+    Args:
+        folder: receives its metadata.
+        orders: folder of the `OrderBook` that it obeys.
+        python_path: the engine's PYTHONPATH without it; the repository must be on it.
+
+    Returns:
+        What to add to the engine's environment.
+    """
+    info = folder / "flexkv_campaign-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(_METADATA)
+    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+    return {"PYTHONPATH": os.pathsep.join((str(folder), python_path)), _FOLDER: str(orders)}
+
+
+def register() -> None:
+    """Put the faults between FlexKV and its mover and files. Once in each process."""
+    start: Any = importlib.import_module("flexkv_vllm.start")
+
+    if getattr(start.make_mover, "steered", False):
+        return  # vLLM loads plugins again where a process makes several engines
+    steering = Steering(Path(os.environ[_FOLDER]))
+    make_mover, open_disk_tier = start.make_mover, start.open_disk_tier
+
+    def make_steered_mover(*args: Any, **kwargs: Any) -> Any:
+        from integration.campaign.steered_mover import SteeredMover
+
+        inner = make_mover(*args, **kwargs)
+        if not _is_last_rank():
+            return inner
+        given = inspect.signature(make_mover).bind(*args, **kwargs).arguments
+        planes, stored, arena = given["planes"], given["stored"], given["arena"]
+        return SteeredMover(inner, planes, stored, arena.address, steering)
+
+    def open_steered_tier(*args: Any, **kwargs: Any) -> Any:
+        from integration.campaign.steered_files import SteeredFiles
+
+        return open_disk_tier(*args, **kwargs, files=SteeredFiles(steering))
+
+    make_steered_mover.steered = True  # type: ignore[attr-defined]
+    start.make_mover = make_steered_mover
+    start.open_disk_tier = open_steered_tier
+
+
+def _is_last_rank() -> bool:
+    """Copies fail on one rank only: a block that the others have must not count, either."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    last: bool = group.rank_in_group == group.world_size - 1
+    return last

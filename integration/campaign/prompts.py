@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The campaign's prompts, and what an engine without FlexKV answers to them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from integration.harness.checkpoint import TINY
+from integration.harness.prompts import random_tokens
+from integration.harness.server import Server
+
+NEW_TOKENS = 32
+TEXT_TOKENS = 1500
+_TEXTS = 16
+_PROMPTS_OF_TEXT = 5
+_TAIL_TOKENS = 80
+_CLEAR_LEAD = 2e-3
+"""How far the log probability of each token of an answer must be above the next best. Batch shapes
+move one by some 1e-5 at most: nothing but wrong bytes changes such an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and the tokens that must follow it."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def make_prompts(seed: int) -> list[tuple[int, ...]]:
+    """Prompts that share prefixes of all lengths: pieces of a few texts, most with an end of their
+    own."""
+    rng = random.Random(f"prompts {seed}")
+    prompts = []
+    for number in range(_TEXTS):
+        text = random_tokens(f"campaign {seed} {number}", TEXT_TOKENS, TINY.vocab)
+        for part in range(_PROMPTS_OF_TEXT):
+            shared = TEXT_TOKENS if part == 0 else rng.randrange(40, TEXT_TOKENS)
+            tail = random_tokens(f"{seed} {number} {part}", rng.randrange(_TAIL_TOKENS), TINY.vocab)
+            prompts.append((*text[:shared], *tail))
+    return prompts
+
+
+def ask_for_answers(server: Server, prompts: list[tuple[int, ...]]) -> list[Question]:
+    """Each prompt alone. Those whose answer hangs on rounding are left out."""
+    questions = []
+    for prompt in prompts:
+        choice = server.choice(prompt, NEW_TOKENS, logprobs=2)
+        if all(_is_clear(token["top_logprobs"]) for token in choice["logprobs"]["content"]):
+            questions.append(Question(prompt, tuple(choice["token_ids"])))
+    return questions
+
+
+def _is_clear(top: list[dict[str, float]]) -> bool:
+    best, second = sorted((each["logprob"] for each in top), reverse=True)[:2]
+    return best - second > _CLEAR_LEAD

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's connector over a disk that reads no faster than `FLEXKV_TEST_READ_MBPS` megabytes per
+second: for `kv_connector_module_path`, which has vLLM import this in all of its processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from flexkv.tiers.disk.files import OsFiles
+from flexkv_vllm.connector import FlexKVConnectorV1
+
+__all__ = ["FlexKVConnectorV1"]
+
+
+class _Drive:
+    """Makes reads end when a device of `speed` bytes per second would have ended them, which does
+    one after the other."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, size: int) -> None:
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + size / self._speed
+            done = self._free_at
+        time.sleep(max(0.0, done - time.monotonic()))
+
+
+_drive = _Drive(float(os.environ["FLEXKV_TEST_READ_MBPS"]) * 1e6)
+_read = OsFiles.preadv
+
+
+def _read_slowly(self: OsFiles, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    size = _read(self, fd, buffers, offset)
+    _drive.wait(size)
+    return size
+
+
+OsFiles.preadv = _read_slowly  # type: ignore[method-assign]

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault campaign, short: `nox -s campaign` is the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration.campaign.prompts import Question
+from integration.campaign.run import Campaign
+from integration.campaign.setup import POLICIES, reference
+from integration.harness.host import EngineHost
+
+SECONDS = 35
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def folder(host: EngineHost, work_dir: Path) -> Path:
+    host.close()  # one engine at a time
+    return work_dir / "campaign"
+
+
+@pytest.fixture(scope="module")
+def questions(folder: Path) -> list[Question]:
+    return reference(folder, SEED)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whatever_breaks_no_answer_is_wrong(
+    folder: Path, questions: list[Question], policy: str
+) -> None:
+    campaign = Campaign(folder, questions, policy=policy, clients=8, seed=SEED, say=print)
+    report = campaign.run(SECONDS, restart=False)
+    assert report.checks
+    assert [check for check in report.checks if not check.held] == [], report.as_dict()

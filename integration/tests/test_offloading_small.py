@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV under vLLM's own OffloadingConnector where memory is short: tokens are equal after
+evictions and preemptions, and from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from integration.harness.connector import Connector
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.host import EngineHost
+from integration.tests import disks
+from integration.tests.reference import Reference
+from integration.tests.test_disk_warm import (
+    test_a_disk_hit_while_others_compute,
+    test_aborts_while_the_disk_reads,
+    test_sixteen_prefixes_at_once,
+    test_sixteen_requests_share_a_prefix_on_disk,
+    test_what_left_host_memory_comes_back,
+)
+from integration.tests.test_equality_evicted import (
+    ARENA_GB,
+    test_a_prompt_larger_than_the_arena,
+    test_aborts_leave_no_slot_behind,
+    test_eviction,
+    test_eviction_under_concurrency,
+)
+from integration.tests.test_equality_preempted import (
+    BLOCKS,
+    test_preempted_requests,
+)
+
+__all__ = [
+    "test_a_disk_hit_while_others_compute",
+    "test_a_prompt_larger_than_the_arena",
+    "test_aborts_leave_no_slot_behind",
+    "test_aborts_while_the_disk_reads",
+    "test_eviction",
+    "test_eviction_under_concurrency",
+    "test_preempted_requests",
+    "test_sixteen_prefixes_at_once",
+    "test_sixteen_requests_share_a_prefix_on_disk",
+    "test_what_left_host_memory_comes_back",
+]
+
+
+@pytest.fixture
+def tiny_arena(
+    host: EngineHost,
+    reference: Reference,
+    offloading: Callable[..., Connector],
+    engine_config: Callable[..., EngineConfig],
+) -> Engine:
+    engine = host.get(engine_config(offloading(cpu_cache_gb=ARENA_GB)))
+    engine.reset_prefix_cache(reset_connector=True)
+    return engine
+
+
+@pytest.fixture
+def small_engine(
+    host: EngineHost,
+    reference: Reference,
+    offloading: Callable[..., Connector],
+    engine_config: Callable[..., EngineConfig],
+) -> Engine:
+    return host.get(engine_config(offloading(), num_blocks=BLOCKS, max_model_len=1024))
+
+
+@pytest.fixture
+def disk_engine(
+    host: EngineHost,
+    reference: Reference,
+    offloading: Callable[..., Connector],
+    engine_config: Callable[..., EngineConfig],
+    work_dir: Path,
+) -> Engine:
+    settings = disks.settings(work_dir / "offloading-disk")
+    engine = host.get(engine_config(offloading(**settings)))
+    engine.forget()
+    return engine

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: what is guessed and rejected was computed, too, and must not be cached.
+
+The engine guesses from n-grams of the context. The random model's answers hardly ever repeat one,
+so that most guesses are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from integration.harness import connector
+from integration.harness.engine import Engine, EngineConfig
+from integration.harness.host import EngineHost
+from integration.tests.corpus import NEW_TOKENS, PREEMPTED, PREEMPTED_NEW_TOKENS, Tokens
+from integration.tests.reference import Reference
+from integration.tests.steps import whole_blocks
+
+GUESSES = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
+
+@pytest.fixture
+def guessing_engine(
+    host: EngineHost,
+    reference: Reference,
+    flexkv: Callable[..., dict[str, Any]],
+    engine_config: Callable[..., EngineConfig],
+) -> Engine:
+    chosen = connector.plugin(**flexkv())
+    engine = host.get(engine_config(chosen, extra_args={"speculative_config": GUESSES}))
+    engine.reset_prefix_cache(reset_connector=True)
+    return engine
+
+
+def rejected(engine: Engine) -> float:
+    """Guesses so far that were wrong."""
+    guessed = engine.counter("vllm:spec_decode_num_draft_tokens")
+    return guessed - engine.counter("vllm:spec_decode_num_accepted_tokens")
+
+
+def check(engine: Engine, reference: Reference, prompts: Sequence[Tokens]) -> list[int]:
+    """All at once, with the answers of plain vLLM; the cached tokens of each."""
+    answers = engine.generate_many(prompts, max_tokens=PREEMPTED_NEW_TOKENS)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == reference.of(prompt, PREEMPTED_NEW_TOKENS).tokens
+    return [answer.cached_tokens or 0 for answer in answers]
+
+
+def test_cold_and_warm(guessing_engine: Engine, reference: Reference) -> None:
+    before = rejected(guessing_engine)
+    assert check(guessing_engine, reference, PREEMPTED) == [0] * len(PREEMPTED)
+    assert rejected(guessing_engine) > before, "nothing was guessed: this shows nothing"
+    guessing_engine.forget()
+    warm = check(guessing_engine, reference, PREEMPTED)
+    # The last token of a prompt belongs to what comes after it.
+    assert warm == [whole_blocks(len(prompt) - 1) for prompt in PREEMPTED]
+
+
+def test_blocks_of_an_answer_are_not_kept(guessing_engine: Engine, reference: Reference) -> None:
+    """Rejected tokens were in them for a while. Without guesses FlexKV keeps them: see
+    `test_equality_warm`."""
+    before = rejected(guessing_engine)
+    prompts: list[Tokens] = []
+    for turn in reference.turns:
+        answer = guessing_engine.generate(turn.prompt, max_tokens=NEW_TOKENS)
+        assert answer.tokens == turn.answer.tokens
+        expected = whole_blocks(len(prompts[-1]) - 1) if prompts else 0
+        assert answer.cached_tokens == expected
+        prompts.append(turn.prompt)
+        guessing_engine.forget()
+    assert rejected(guessing_engine) > before, "nothing was guessed: this shows nothing"
+    crossed = [
+        whole_blocks(len(prompt) + NEW_TOKENS - 1) > whole_blocks(len(prompt) - 1)
+        for prompt in prompts[:-1]
+    ]
+    assert any(crossed), "no answer fills a block: this shows nothing"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a request can be loaded, as vLLM asks before it schedules it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from flexkv import Fetch, KVCache, Presence
+from flexkv_vllm.choosing import LoadChooser
+from flexkv_vllm.events import BlockEvents
+from flexkv_vllm.fetches import Fetches
+from flexkv_vllm.groups import Group, Groups, Reach
+from flexkv_vllm.hits import Present, full_reach, longest_hit
+from flexkv_vllm.keys import BlockKeys
+from flexkv_vllm.paces import Span
+from flexkv_vllm.tracked import Match
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+
+class Matcher:
+    """Finds what can be loaded, and has lower tiers fetch it.
+
+    Args:
+        cache: of the engine.
+        groups: of the model.
+        keys: of its blocks.
+        fetches: of its requests.
+        chooser: says what is worth waiting for, and loading.
+        events: tells which blocks can be loaded, if anybody listens.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        groups: Groups,
+        keys: BlockKeys,
+        fetches: Fetches,
+        *,
+        chooser: LoadChooser,
+        events: BlockEvents | None,
+    ) -> None:
+        self._cache = cache
+        self._groups = groups
+        self._keys = keys
+        self._fetches = fetches
+        self._chooser = chooser
+        self._events = events
+        self._pool: BlockPool | None = None
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The engine's own prefix cache: what it has need not be prefetched."""
+        self._pool = pool
+
+    def prefetch(self, request: Request, max_tokens: int | None) -> None:
+        """Begin to fetch what a queued request will want; `max_tokens` are loaded at most."""
+        local_tokens = self._cached_by_engine(request)
+        limit = self._limit(request, local_tokens, max_tokens)
+        if self._groups.plain:
+            (group,) = self._groups.members
+            start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
+            wanted = [(group, start, self._keys.of(request, group, start, stop))]
+        else:
+            hit = longest_hit(self._groups, self._obtainable(request), local_tokens, limit)
+            wanted = self._needed(request, local_tokens, hit)
+        self._fetches.begin_early(request.request_id, _flat(wanted))
+        self._describe_awaited(request, wanted)
+
+    def match(self, request: Request, local_tokens: int, limit: int) -> tuple[int, Match] | None:
+        """What of the first `limit` tokens can be loaded beyond `local_tokens`: how many tokens,
+        and what is known of them. None while a lower tier reads it; what has come stays in host
+        memory until `Fetches.end`."""
+        if self._groups.plain:
+            return self._match_plain(request, local_tokens, limit)
+        return self._match_groups(request, local_tokens, limit)
+
+    def _match_plain(
+        self, request: Request, local_tokens: int, limit: int
+    ) -> tuple[int, Match] | None:
+        (group,) = self._groups.members
+        first = local_tokens // group.block_tokens
+        keys = self._keys.of(request, group, first, limit // group.block_tokens)
+        span = Span(local_tokens, (first + len(keys)) * group.block_tokens)
+        hits = self._fetches.offer(request.request_id, keys, first, self._patience(span))
+        self._describe_awaited(request, [(group, first, keys)])
+        if hits is None:
+            return None
+        tokens = (first + hits) * group.block_tokens - local_tokens
+        span = Span(local_tokens, local_tokens + tokens)
+        if hits == 0 or tokens <= 0 or not self._chooser.is_worth_loading(span, hits):
+            return 0, Match(local_tokens)
+        return tokens, Match(
+            local_tokens, self._awaited_tokens(request.request_id, keys[:hits], tokens)
+        )
+
+    def _match_groups(
+        self, request: Request, local_tokens: int, limit: int
+    ) -> tuple[int, Match] | None:
+        nothing = 0, Match(local_tokens)
+        if local_tokens % self._groups.alignment:
+            return nothing
+        # vLLM computes the last token in any case, and for it one token more of a window.
+        limit = min(limit, request.num_tokens - 1)
+        obtainable = self._obtainable(request)
+        hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+        junction = full_reach(self._groups, obtainable, local_tokens, limit)
+        missed = junction if junction > hit else 0
+        wanted = self._needed(request, local_tokens, hit)
+        keys = _flat(wanted)
+        if keys:
+            patience = self._patience(Span(local_tokens, hit))
+            found = self._fetches.offer(request.request_id, keys, local_tokens, patience)
+            self._describe_awaited(request, wanted)
+            if found is None:
+                return None
+            if found < len(keys):
+                there = self._in_host(request)
+                hit = longest_hit(self._groups, there, local_tokens, limit)
+        span = Span(local_tokens, hit)
+        if hit <= local_tokens or not self._chooser.is_worth_loading(span, len(keys)):
+            return 0, Match(local_tokens, junction=missed)
+        tokens = span.tokens
+        disk = tokens if self._fetches.awaited(request.request_id) else 0
+        return tokens, Match(local_tokens, disk, junction=missed)
+
+    def _patience(self, span: Span) -> Callable[[Fetch], bool]:
+        """Whether to wait for a fetch of `span`, or of what it begins with."""
+        return lambda fetch: self._chooser.is_worth_waiting(fetch, span)
+
+    def _limit(self, request: Request, local_tokens: int, max_tokens: int | None) -> int:
+        last: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        return last if max_tokens is None else min(last, local_tokens + max_tokens)
+
+    def _needed(
+        self, request: Request, local_tokens: int, hit: int
+    ) -> list[tuple[Group, int, Sequence[bytes]]]:
+        """Blocks to load for a hit that ends at `hit` tokens: group, first position, keys."""
+        wanted = []
+        for group in self._groups.members:
+            start = max(local_tokens // group.block_tokens, group.first_needed(hit))
+            stop = hit // group.block_tokens
+            if hit > local_tokens and stop > start:
+                wanted.append((group, start, self._keys.of(request, group, start, stop)))
+        return wanted
+
+    def _obtainable(self, request: Request) -> Present:
+        return self._presence(request, lambda key: self._cache.presence(key) is not Presence.ABSENT)
+
+    def _in_host(self, request: Request) -> Present:
+        return self._presence(request, lambda key: self._cache.lookup((key,)) == 1)
+
+    def _presence(self, request: Request, has: Callable[[bytes], bool]) -> Present:
+        keys = {group.index: self._keys.of(request, group) for group in self._groups.members}
+
+        def present(group: Group, position: int) -> bool:
+            own = keys[group.index]
+            return position < len(own) and has(own[position])
+
+        return present
+
+    def _cached_by_engine(self, request: Request) -> int:
+        """Tokens of the request that the engine has itself, as far as full attention goes."""
+        if self._pool is None:
+            return 0
+        member = next((g for g in self._groups.members if g.reach is Reach.ALL), None)
+        if member is None:
+            return 0
+        step = member.block_tokens // self._keys.hash_tokens
+        hashes = request.block_hashes[step - 1 :: step]
+        count = 0
+        for block_hash in hashes:
+            if not self._pool.get_cached_block(block_hash, [member.index]):
+                break
+            count += 1
+        return count * member.block_tokens // self._groups.alignment * self._groups.alignment
+
+    def _describe_awaited(
+        self, request: Request, wanted: Sequence[tuple[Group, int, Sequence[bytes]]]
+    ) -> None:
+        """For events: blocks that are fetched are told in full once they are there."""
+        if self._events is None:
+            return
+        awaited = self._fetches.awaited(request.request_id)
+        if not awaited:
+            return
+        for group, start, keys in wanted:
+            found = ((start + i, key) for i, key in enumerate(keys) if key in awaited)
+            self._events.describe(request, group, found)
+
+    def _awaited_tokens(self, request_id: str, keys: Sequence[bytes], tokens: int) -> int:
+        """How many of the `tokens` that end with the last block of `keys` had to be fetched."""
+        awaited = self._fetches.awaited(request_id)
+        if not awaited:
+            return 0
+        (group,) = self._groups.members
+        size = group.block_tokens
+        fetched = sum(key in awaited for key in keys) * size
+        if keys[0] in awaited:
+            # The engine has the beginning of the first one itself.
+            fetched -= len(keys) * size - tokens
+        return fetched
+
+
+def _flat(wanted: Sequence[tuple[Group, int, Sequence[bytes]]]) -> list[bytes]:
+    return [key for _, _, keys in wanted for key in keys]

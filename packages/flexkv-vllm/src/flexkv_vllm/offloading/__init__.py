@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's cache under vLLM's own `OffloadingConnector`: an offloading spec.
+
+vLLM decides here what is loaded and stored, for models with several KV cache groups, too. FlexKV
+keeps the blocks: in the same arena, on the same disks, copied by the same movers as those of its
+own connector.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import vllm
+
+from flexkv import EngineVersionError
+
+if importlib.util.find_spec("vllm.v1.kv_offload.config") is None:
+    raise EngineVersionError(
+        f"vLLM {vllm.__version__} is installed, whose OffloadingConnector FlexKV cannot serve; "
+        f"allowed: 0.26 or newer, or FlexKV's own connector (FlexKVConnectorV1)"
+    )
+
+from flexkv_vllm.offloading.spec import FlexKVOffloadingSpec
+
+__all__ = ["FlexKVOffloadingSpec"]

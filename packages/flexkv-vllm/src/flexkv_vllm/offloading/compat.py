@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between vLLM versions, from 0.26 on, in `vllm.v1.kv_offload`. What this vLLM has is
+looked up, not concluded from its version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.kv_offload import base
+
+from flexkv import LayoutError, Medium
+from flexkv_vllm.compat_events import MEDIA
+
+_medium = getattr(base, "Medium", None)  # since 0.27; plain text before
+
+EVENT_MEDIA: dict[Medium, Any] = {
+    medium: name if _medium is None else _medium(name) for medium, name in MEDIA.items()
+}
+"""What offloading events call where a block lies."""
+
+
+def may_load_from(req_context: base.ReqContext, medium: Medium) -> bool:
+    """Whether the user lets a request's blocks be loaded from there (`kv_load_tiers`)."""
+    tier_filter = getattr(req_context, "load_tier_filter", None)  # since 0.27
+    if tier_filter is None:
+        return True
+    allowed: bool = tier_filter.allows(EVENT_MEDIA[medium], base.Locality.LOCAL)
+    return allowed
+
+
+def load_source(medium: Medium) -> Any:
+    """What vLLM's statistics call where a block came from. For vLLM from 0.32 on, which asks."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}[medium]
+
+
+def worker_config() -> VllmConfig:
+    """vLLM's configuration, in a worker that is being set up: a spec is not given it.
+
+    Raises:
+        LayoutError: vLLM does not tell it.
+    """
+    try:
+        return get_current_vllm_config()
+    except AssertionError:
+        raise LayoutError(
+            "vLLM does not tell its configuration while the KV caches are registered; allowed: a "
+            "vLLM that does (0.26 to 0.32)"
+        ) from None

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks came and went, for the KV events of vLLM's `OffloadingConnector`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
+
+from flexkv import KVCache, Medium
+from flexkv_vllm.offloading.compat import EVENT_MEDIA
+
+
+class OffloadedBlocks:
+    """What was told of the blocks that can be loaded. Single-threaded.
+
+    A disk may call a block by a digest of its key. It is told of only if this process has had it in
+    host memory since; so nothing is told of what a disk held at the start until it is loaded.
+
+    Args:
+        cache: of the engine; watched from now on.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._told: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self._keys: dict[bytes, bytes] = {}
+        cache.watch()
+
+    def take(self) -> list[OffloadingEvent]:
+        """What changed since the last call."""
+        came: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
+        left: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
+        changes = self._cache.take_changes()
+        for change in changes:
+            if change.medium is Medium.HOST and change.loadable:
+                self._keys[self._cache.name_of(change.name, Medium.DISK)] = change.name
+        for change in changes:
+            key = self._key(change.medium, change.name)
+            told = self._told[change.medium]
+            if key is None or change.loadable == (key in told):
+                continue
+            if change.loadable:
+                told.add(key)
+                came[change.medium].append(OffloadKey(key))
+            else:
+                told.discard(key)
+                left[change.medium].append(OffloadKey(key))
+        for keys in left.values():
+            self._forget(keys)
+        return [
+            OffloadingEvent(keys, EVENT_MEDIA[medium], removed, Locality.LOCAL)
+            for medium in Medium
+            for keys, removed in ((left[medium], True), (came[medium], False))
+            if keys
+        ]
+
+    def _key(self, medium: Medium, name: bytes) -> bytes | None:
+        return name if medium is Medium.HOST else self._keys.get(name)
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        """Keep no name of a block that is nowhere."""
+        for key in keys:
+            if not any(key in told for told in self._told.values()):
+                self._keys.pop(self._cache.name_of(key, Medium.DISK), None)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of an offloading spec: vLLM decides what is loaded and stored, FlexKV keeps
+the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+
+from flexkv import KVCache, Session
+from flexkv_vllm.edge import Edge
+from flexkv_vllm.figures import CacheFigures
+from flexkv_vllm.offloading.compat import load_source
+from flexkv_vllm.offloading.events import OffloadedBlocks
+from flexkv_vllm.offloading.orders import ArenaBlocks
+from flexkv_vllm.offloading.requests import RequestBlocks
+from flexkv_vllm.offloading.stats import connector_stats
+from flexkv_vllm.wishes import WishBook
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+class FlexKVOffloadingManager(OffloadingManager):
+    """All that vLLM's connector calls in its scheduler. One per engine; single-threaded.
+
+    A block that vLLM was told of as a hit stays until the end of the step: blocks leave only while
+    a step's stores are prepared and between steps.
+
+    Args:
+        cache: of the engine; owned.
+        session: with the arena; owned, closed after the cache.
+        edge: where errors end.
+        tells_events: whether somebody listens to KV events.
+    """
+
+    def __init__(self, cache: KVCache, session: Session, edge: Edge, tells_events: bool) -> None:
+        self._cache = cache
+        self._session = session
+        self._edge = edge
+        self._wishes = WishBook()
+        self._figures = CacheFigures(cache, edge, lambda: self._wishes.ignored)
+        self._events = OffloadedBlocks(cache) if tells_events else None
+        self._requests: dict[str, RequestBlocks] = {}
+        self._asking: dict[str, RequestBlocks] = {}
+        self._closed = False
+
+    # Requests.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        with self._edge.guard("beginning a request", "it is begun when it is looked up"):
+            self._request(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        with self._edge.guard("ending a request", "its blocks stay until a reset"):
+            self._asking.pop(req_context.req_id, None)
+            self._wishes.forget(req_context.req_id)
+            request = self._requests.pop(req_context.req_id, None)
+            if request is not None:
+                request.settle()
+
+    # Loads.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        with self._edge.guard("lookup", "it is a miss"):
+            if not self._asking:
+                self._poll()
+            request = self._request(req_context)
+            self._asking[req_context.req_id] = request
+            return request.lookup(key)
+        return LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        return load_source(self._request(req_context).source_of(key))
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        with self._edge.guard("ordering a load", "vLLM is told that it failed"):
+            transfer = self._cache.load(list(keys))
+            self._request(req_context).settle()
+            if transfer is not None:
+                self._figures.note_activity()
+                return ArenaBlocks(transfer.cell, transfer.slots)
+        return ArenaBlocks()
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._poll_safely()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        with self._edge.guard("counting a use", "the blocks may leave sooner"):
+            self._cache.touch(list(keys))
+
+    # Stores.
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Reserve slots for those of `keys` that have none. What finds no room is not cached: None,
+        which asks vLLM to offer the blocks again in the next step, is never returned."""
+        with self._edge.guard("reserving blocks", "they are not cached"):
+            return self._reserve(list(keys), self._request(req_context))
+        return _nothing_to_store()
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        # Whether it is one is known from the board, where the ranks have reported.
+        self._poll_safely()
+
+    # Steps.
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        with self._edge.guard("ending a step's lookups", "nothing is fetched"):
+            asking, self._asking = self._asking, {}
+            self._poll()
+            for request in asking.values():
+                request.fetch_lacking()
+            for request_id in context.new_req_ids:
+                if request_id in self._requests:
+                    self._requests[request_id].settle()
+
+    def reset_cache(self) -> None:
+        with self._edge.guard("reset", "blocks may be left"):
+            self._cache.clear()
+            self._asking.clear()
+            for request in self._requests.values():
+                request.forget()
+            self._figures.note_activity()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events is not None:
+            with self._edge.guard("telling events", "they are told later, or lost"):
+                return self._events.take()
+        return ()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if self._figures.active or self._edge.failures:
+            with self._edge.guard("counting", "the counts come later, or are lost"):
+                return connector_stats(self._figures.take())
+        return None
+
+    def shutdown(self) -> None:
+        """Leave the arena. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
+            unused = self._cache.close()
+            counts = self._cache.counters.as_dict() | dict(self._edge.failures)
+            text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+            logger.info("FlexKV ends: %s", text or "never used")
+            if unused:
+                self._session.close()
+
+    def _request(self, context: ReqContext) -> RequestBlocks:
+        request = self._requests.get(context.req_id)
+        if request is None:
+            wishes = self._wishes.read(context.req_id, context.kv_transfer_params)
+            request = RequestBlocks(self._cache, context, wishes)
+            self._requests[context.req_id] = request
+        return request
+
+    def _reserve(self, keys: list[OffloadKey], request: RequestBlocks) -> PrepareStoreOutput:
+        request.settle()  # it runs
+        if request.stale or not request.wishes.store:
+            return _nothing_to_store()
+        prefix = request.offer(keys)
+        positions = self._cache.missing(prefix, len(prefix) - len(keys))
+        transfer = self._cache.store(prefix, positions) if positions else None
+        if request.wishes.pin:
+            self._cache.pin(keys)
+        if transfer is None:
+            return _nothing_to_store()
+        self._figures.note_activity()
+        reserved = [OffloadKey(block.key) for block in transfer.blocks]
+        return PrepareStoreOutput(reserved, ArenaBlocks(transfer.cell, transfer.slots), [])
+
+    def _poll(self) -> None:
+        if self._cache.busy:
+            self._figures.note_activity()
+            self._cache.poll()
+
+    def _poll_safely(self) -> None:
+        with self._edge.guard("ending transfers", "they are seen later"):
+            self._poll()
+
+
+def _nothing_to_store() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], ArenaBlocks(), [])

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels from the manager to the workers, in vLLM's own transfer jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import LoadStoreSpec
+
+
+@dataclass(slots=True)
+class ArenaBlocks(LoadStoreSpec):
+    """FlexKV's end of a job.
+
+    Attributes:
+        cell: where the ranks report on the completion board; None if there is nothing to copy, and
+            what vLLM wanted loaded is not there.
+        slots: one for each block of the job, in the order of its keys.
+    """
+
+    cell: int | None = None
+    slots: list[int] = field(default_factory=list)

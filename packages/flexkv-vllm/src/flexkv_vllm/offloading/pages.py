@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of each KV cache group, from the tensors that vLLM hands to an offloading spec, and the
+name of the blocks that are made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from flexkv import KVLayout, LayoutError, Sharding, TensorView, fingerprint
+from flexkv_vllm.identity import model_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+"""Of vLLM's cache configuration: what a page of a model with recurrent layers holds."""
+
+
+def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
+    """The pages of each group on this rank, each block's one after another as they lie in memory.
+
+    Groups may share tensors: vLLM gives each block to one group at a time.
+
+    Raises:
+        LayoutError: they cannot be described.
+    """
+    if not kv_caches.tensors:
+        raise LayoutError("vLLM registered no KV cache tensors; allowed: 1 or more")
+    num_blocks = kv_caches.tensors[0].tensor.shape[0]
+    return [
+        KVLayout.from_tensors(_views(kv_caches, number, refs), num_blocks)
+        for number, refs in enumerate(kv_caches.group_data_refs)
+    ]
+
+
+def name_blocks(
+    config: OffloadingConfig, vllm_config: VllmConfig, layouts: Sequence[KVLayout]
+) -> str:
+    """The fingerprint of these blocks: never that of the blocks of FlexKV's own connector, whose
+    keys and formats are others."""
+    cache_config = vllm_config.cache_config
+    parts = [
+        "offloading",
+        *model_identity(vllm_config),
+        *(str(getattr(cache_config, name, None)) for name in _STATE_SETTINGS),
+        # The order of heads and tokens within a page, which its bytes do not show.
+        str(getattr(config, "kv_cache_layout", None)),
+        str(os.environ.get("VLLM_KV_CACHE_LAYOUT")),
+        f"{config.cache.tokens_per_hash} tokens a hash",
+    ]
+    for group, layout in zip(config.groups, layouts, strict=True):
+        geometry = ", ".join(" ".join(map(str, extents)) for extents in layout.geometry)
+        parts.append(f"{group.tokens_per_block} tokens: {geometry}")
+    chunk = config.cache.blocks_per_chunk
+    return fingerprint(parts, layouts[0], chunk, Sharding(config.parallel.world_size))
+
+
+def _views(
+    kv_caches: CanonicalKVCaches, group: int, refs: Sequence[CanonicalKVCacheRef]
+) -> Iterator[TensorView]:
+    for ref in refs:
+        tensor = kv_caches.tensors[ref.tensor_idx].tensor
+        name = f"{ref.tensor_idx} of group {group}"
+        if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.stride(1) != 1:
+            raise LayoutError(
+                f"KV cache tensor {name} has shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()} and {tensor.element_size()} bytes an element; allowed: pages "
+                f"of bytes, one row for each block"
+            )
+        if ref.page_size_bytes > tensor.shape[1]:
+            raise LayoutError(
+                f"KV cache tensor {name} has rows of {tensor.shape[1]} bytes for pages of "
+                f"{ref.page_size_bytes}; allowed: rows as long or longer"
+            )
+        yield TensorView(
+            name,
+            tensor.data_ptr(),
+            (tensor.shape[0], ref.page_size_bytes),
+            (tensor.stride(0), 1),
+            1,
+        )

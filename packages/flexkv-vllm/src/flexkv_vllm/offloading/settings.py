@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's settings where vLLM's `OffloadingConnector` has its own beside them."""
+
+from __future__ import annotations
+
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from flexkv import CacheConfig, ConfigError, LayoutError, configure_logging, load_config
+from flexkv_vllm.compat import check_version
+
+_VLLMS = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "block_size",
+        "blocks_per_chunk",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+    }
+)
+"""Keys of `kv_connector_extra_config` that vLLM reads itself."""
+
+
+def read_settings(config: OffloadingConfig) -> CacheConfig:
+    """FlexKV's settings for this engine.
+
+    Raises:
+        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
+    """
+    extra = {key: value for key, value in config.extra_config.items() if key not in _VLLMS}
+    settings = load_config(extra)
+    configure_logging(settings)
+    if settings.enable:
+        check_version(settings.allow_untested_engine)
+        _check_parallelism(config)
+        _check_blocks(config, settings)
+    return settings
+
+
+def _check_parallelism(config: OffloadingConfig) -> None:
+    parallel = config.parallel
+    sizes = {
+        "pipeline_parallel_size": parallel.pp_size,
+        "decode_context_parallel_size": parallel.dcp_size,
+        "prefill_context_parallel_size": parallel.pcp_size,
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise LayoutError(f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size is free)")
+
+
+def _check_blocks(config: OffloadingConfig, settings: CacheConfig) -> None:
+    chunk = config.cache.blocks_per_chunk
+    tokens = sorted({group.tokens_per_block * chunk for group in config.groups})
+    if settings.block_tokens is not None and tokens != [settings.block_tokens]:
+        raise ConfigError(
+            f"block_tokens is {settings.block_tokens}, but the blocks of vLLM's "
+            f"OffloadingConnector have {', '.join(map(str, tokens))} tokens; allowed: no "
+            f"block_tokens, and block_size or blocks_per_chunk in kv_connector_extra_config"
+        )
+    if chunk > 1 and len(config.groups) > 1:
+        # vLLM may let go of some of a chunk's blocks in a sliding window before it stores the
+        # others, and takes the chunk for whole when it loads it.
+        raise ConfigError(
+            f"blocks_per_chunk is {chunk} for a model with {len(config.groups)} KV cache groups; "
+            f"allowed: 1"
+        )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of an engine with an offloading spec: everything that can be wrong is found here, and
+raised."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from flexkv import (
+    ADMISSIONS,
+    POLICIES,
+    Arena,
+    CacheConfig,
+    FlexKVError,
+    KVCache,
+    KVLayout,
+    LayoutError,
+    PlacedPlane,
+    Shard,
+    attach,
+)
+from flexkv_vllm.device import device_of, make_mover, numa_node_of
+from flexkv_vllm.edge import Edge
+from flexkv_vllm.identity import outlives_process
+from flexkv_vllm.offloading.compat import worker_config
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
+from flexkv_vllm.offloading.pages import describe_groups, name_blocks
+from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
+from flexkv_vllm.start import copy_cpus, meet, open_tiers, running_on
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+def make_worker(
+    config: OffloadingConfig, settings: CacheConfig, kv_caches: CanonicalKVCaches, edge: Edge
+) -> FlexKVOffloadingWorker:
+    """Describe this rank's pages, meet the other ranks, and start the movers.
+
+    Raises:
+        FlexKVError: the pages cannot be described or the arena cannot be had.
+    """
+    vllm_config = worker_config()
+    layouts = describe_groups(kv_caches)
+    tensors = {str(i): entry.tensor for i, entry in enumerate(kv_caches.tensors)}
+    device = device_of(tensors)
+    rank, chunk = config.parallel.rank, config.cache.blocks_per_chunk
+    shard = Shard(
+        rank,
+        name_blocks(config, vllm_config, layouts),
+        chunk,
+        max(layout.shard_bytes(chunk) for layout in layouts),
+        numa_node=numa_node_of(device),
+        durable=settings.ssd_cache_gb is None or _is_durable(vllm_config),
+    )
+    cpus = copy_cpus()
+    threads = settings.copy_threads or min(4, len(cpus))
+    with running_on(cpus):
+        session = meet(settings, config.engine_id, shard, config.parallel.world_size, threads)
+        try:
+            groups = _make_movers(device, layouts, chunk, session.arena, threads)
+        except ValueError as error:
+            session.close()
+            raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
+    return FlexKVOffloadingWorker(session, groups, rank, device, edge)
+
+
+def make_manager(
+    config: OffloadingConfig, settings: CacheConfig, edge: Edge
+) -> FlexKVOffloadingManager:
+    """Attach to the arena that the workers made.
+
+    Raises:
+        ArenaError: they made none.
+        DiskError: a cache directory cannot be used.
+    """
+    session = attach(settings.session_root, config.engine_id)
+    try:
+        tiers = open_tiers(settings, session) if session.info.durable else []
+    except FlexKVError:
+        session.close()
+        raise
+    cache = KVCache(
+        session.arena,
+        POLICIES[settings.eviction_policy](),
+        tiers,
+        ADMISSIONS[settings.ssd_admission],
+        settings.ssd_timeout_seconds,
+    )
+    spec = session.arena.spec
+    logger.info(
+        "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
+        spec.num_slots,
+        spec.total_bytes / (1 << 30),
+        session.info.fingerprint,
+    )
+    return FlexKVOffloadingManager(cache, session, edge, config.enable_kv_cache_events)
+
+
+def _make_movers(
+    device: torch.device, layouts: Sequence[KVLayout], chunk: int, arena: Arena, threads: int
+) -> list[GroupMover]:
+    """A mover for each group; groups that have the same pages share one."""
+    movers: dict[tuple[PlacedPlane, ...], GroupMover] = {}
+    groups = []
+    for layout in layouts:
+        planes = tuple(layout.place(chunk))
+        if planes not in movers:
+            stored = range(len(planes))
+            mover = make_mover(device, planes, stored, layout.num_blocks, arena, threads)
+            movers[planes] = GroupMover(mover, layout.head_bytes)
+        groups.append(movers[planes])
+    return groups
+
+
+def _is_durable(vllm_config: VllmConfig) -> bool:
+    """Whether blocks on disk mean the same to the next process. If not, logs why."""
+    if vllm_config.lora_config is not None:
+        logger.warning(
+            "FlexKV cannot tell through OffloadingConnector when the weights of a LoRA adapter "
+            "change: no block is kept on disk (its own connector, FlexKVConnectorV1, can)"
+        )
+        return False
+    return outlives_process(vllm_config)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's metrics in the form that vLLM's `OffloadingConnector` takes."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+from flexkv_vllm.stats import METRICS, PREFIX, Kind, Metric, Samples, sample
+
+_VLLMS_OWN = {"query_tokens", "hit_tokens"}
+"""A manager is asked for blocks, and does not know for which tokens; vLLM counts those."""
+
+_METRICS = [metric for metric in METRICS if metric.name not in _VLLMS_OWN]
+_BY_SAMPLE: dict[str, tuple[Metric, tuple[str, ...]]] = {
+    sample(metric.name, *labels): (metric, labels)
+    for metric in _METRICS
+    for labels in metric.combinations
+}
+
+
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """What FlexKV adds to the connector's metrics."""
+    kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}
+    return {
+        PREFIX + metric.name: kinds[metric.kind](metric.text, tuple(metric.label_names))
+        for metric in _METRICS
+    }
+
+
+def connector_stats(samples: Samples) -> OffloadingConnectorStats | None:
+    """What was counted, for vLLM; None if nothing was."""
+    stats = OffloadingConnectorStats()
+    for name, value in samples.items():
+        metric, labels = _BY_SAMPLE.get(name, (None, ()))
+        if metric is None:
+            continue
+        if metric.kind is Kind.COUNTER:
+            stats.increase_counter(PREFIX + metric.name, value, labels)
+        else:
+            stats.set_gauge(PREFIX + metric.name, value, labels)
+    return None if stats.is_empty() else stats

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side of an offloading spec: copies the shard of one rank, as vLLM submits it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from flexkv import Direction, Mover, Session, Status
+from flexkv_vllm.device import work_so_far
+from flexkv_vllm.edge import Edge
+from flexkv_vllm.offloading.failures import LoadFailures
+from flexkv_vllm.offloading.orders import ArenaBlocks
+
+logger = logging.getLogger("flexkv.vllm")
+
+_WAIT_SLICE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMover:
+    """What copies the pages of a KV cache group.
+
+    Attributes:
+        mover: of its pages; groups with the same pages share one.
+        block_bytes: of an engine block: in a slot, from one to the next.
+    """
+
+    mover: Mover
+    block_bytes: int
+
+
+@dataclass(slots=True)
+class Job:
+    """A job of vLLM's under way.
+
+    Attributes:
+        direction: LOAD or STORE.
+        cell: where to report on the board; None for nowhere.
+        engine_blocks: of all groups.
+        copies: the movers' tickets, one for each group that has blocks.
+        size: bytes to copy.
+        failed: whether some copy cannot be had.
+        begun: time.monotonic().
+    """
+
+    direction: Direction
+    cell: int | None
+    engine_blocks: list[int]
+    copies: list[tuple[Mover, int]] = field(default_factory=list)
+    size: int = 0
+    failed: bool = False
+    begun: float = field(default_factory=time.monotonic)
+
+
+class FlexKVOffloadingWorker(OffloadingWorker):
+    """All that vLLM's connector calls in a worker. One per process; single-threaded.
+
+    Args:
+        session: with the arena; owned, closed after the movers.
+        groups: one entry for each KV cache group.
+        rank: this rank.
+        device: of the pages.
+        edge: where errors of single jobs end.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        groups: Sequence[GroupMover],
+        rank: int,
+        device: torch.device,
+        edge: Edge,
+    ) -> None:
+        self._session = session
+        self._arena = session.arena
+        self._groups = groups
+        self._rank = rank
+        self._chunk = session.arena.spec.format.engine_blocks
+        self._device = device
+        self._edge = edge
+        self._failures = LoadFailures(len(groups))
+        self._jobs: dict[int, Job] = {}
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        self._failures.listen(self)
+        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended. That one failed vLLM hears in another way: a store's blocks are
+        not found, a load's are named to vLLM as not loaded."""
+        ended = []
+        for job_id, job in list(self._jobs.items()):
+            statuses = [mover.poll(ticket) for mover, ticket in job.copies]
+            if Status.PENDING in statuses:
+                continue
+            del self._jobs[job_id]
+            failed = job.failed or Status.FAILED in statuses
+            if job.cell is not None:
+                status = Status.FAILED if failed else Status.DONE
+                self._arena.board.report(job.cell, self._rank, status)
+            if failed and job.direction is Direction.LOAD:
+                self._failures.report(job_id, job.engine_blocks)
+            seconds = time.monotonic() - job.begun
+            ended.append(TransferResult(job_id, True, 0 if failed else job.size, seconds))
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until those of the jobs that are under way have ended: the engine's blocks will be
+        overwritten."""
+        for job_id in job_ids:
+            job = self._jobs.get(job_id)
+            for mover, ticket in [] if job is None else job.copies:
+                while mover.wait(ticket, _WAIT_SLICE_SECONDS) is Status.PENDING:
+                    logger.warning("still waiting for a copy of blocks that are to be reused")
+
+    def shutdown(self) -> None:
+        """End all copies, then leave the session. Idempotent."""
+        for group in self._groups:
+            group.mover.close()
+        self._session.close()
+
+    def _submit(
+        self, job_id: int, direction: Direction, pages: GPULoadStoreSpec, blocks: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(blocks, ArenaBlocks)
+        job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=blocks.cell is None)
+        self._jobs[job_id] = job
+        if job.failed:
+            return True
+        with self._edge.guard(f"{direction.name.lower()} of blocks", "they count as a miss"):
+            self._copy(job, pages, blocks.slots)
+            return True
+        job.failed = True  # once what was begun of it has ended
+        return True
+
+    def _copy(self, job: Job, pages: GPULoadStoreSpec, slots: list[int]) -> None:
+        """Start the copies of a job, behind the engine's work so far: the forward that computes
+        what is stored, or what may still read the blocks that are loaded into.
+
+        Raises:
+            ValueError: vLLM's blocks do not match the slots; nothing is copied then.
+        """
+        after = work_so_far(self._device)
+        for group, blocks, offsets in self._plan(job, pages, slots):
+            ticket = group.mover.submit(job.direction, blocks, offsets, after)
+            job.copies.append((group.mover, ticket))
+            job.size += len(blocks) * group.block_bytes
+
+    def _plan(
+        self, job: Job, pages: GPULoadStoreSpec, slots: list[int]
+    ) -> list[tuple[GroupMover, array[int], array[int]]]:
+        """For each group that has some: engine blocks, and where each lies in the arena.
+
+        vLLM names the engine blocks of a group in a row, from a given place of the request on; a
+        slot takes as many as a chunk has.
+        """
+        plan = []
+        block_at = slot_at = 0
+        sizes = zip(self._groups, pages.group_sizes, pages.block_indices, strict=True)
+        for group, size, index in sizes:
+            if size == 0:
+                continue
+            skip = index % self._chunk
+            if job.direction is Direction.STORE and (skip or size % self._chunk):
+                raise ValueError(f"{size} engine blocks from {index} on do not fill whole blocks")
+            blocks = array("Q", job.engine_blocks[block_at : block_at + size])
+            count = -(-(skip + size) // self._chunk)
+            offsets = self._offsets(slots[slot_at : slot_at + count], group.block_bytes)
+            plan.append((group, blocks, offsets[skip : skip + size]))
+            block_at += size
+            slot_at += count
+        if slot_at != len(slots):
+            raise ValueError(f"vLLM's blocks fill {slot_at} slots, but there are {len(slots)}")
+        return plan
+
+    def _offsets(self, slots: Sequence[int], block_bytes: int) -> array[int]:
+        starts = [self._arena.shard_offset(slot, self._rank) for slot in slots]
+        steps = range(0, self._chunk * block_bytes, block_bytes)
+        return array("Q", [start + step for start in starts for step in steps])

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of a request are stored, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from flexkv import KVCache, Transfer
+from flexkv_vllm.edge import Edge
+from flexkv_vllm.groups import Group, Groups, Reach
+from flexkv_vllm.keys import BlockKeys
+from flexkv_vllm.orders import CopyOrder, StepOrders
+from flexkv_vllm.tracked import NEVER, TrackedRequest
+from flexkv_vllm.wishes import Wishes
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+Describe = Callable[["Request", Group, Iterable[tuple[int, bytes]]], None]
+"""Told which blocks of a request, by position and key, are being stored."""
+
+
+class _Candidate(NamedTuple):
+    """A FlexKV block that could be stored: its group, its position there, its engine blocks."""
+
+    group: Group
+    position: int
+    engine_blocks: Sequence[int]
+
+
+class Stores:
+    """The stores of one engine's requests.
+
+    Full attention stores every block. Of what looks back less far, only what a later request can
+    use is stored: what is needed to go on at the end of the prompt and where another request's
+    prompt went on differently. Of an answer, whose end is not known, it is all; and of a model
+    without full attention, which nothing else tells where prompts part.
+
+    Args:
+        cache: of the engine.
+        groups: of the model.
+        keys: of its blocks.
+        prompt_only: leave out tokens that speculative decoding may have rejected.
+        edge: where errors of single requests end.
+        describe: for events; None if nobody listens.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        groups: Groups,
+        keys: BlockKeys,
+        *,
+        prompt_only: bool,
+        edge: Edge,
+        describe: Describe | None,
+    ) -> None:
+        self._cache = cache
+        self._groups = groups
+        self._keys = keys
+        self._prompt_only = prompt_only
+        self._edge = edge
+        self._describe = describe
+        self._align = groups.alignment
+        self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
+        self._pool: BlockPool | None = None
+        self._running: dict[int, TrackedRequest] = {}
+        self._held: dict[int, list[KVCacheBlock]] = {}
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """vLLM's blocks: those that it may give away while they are read are held there."""
+        self._pool = pool
+
+    def first_fill(self, wishes: Wishes) -> int:
+        """`next_fill` of a request of which nothing was considered yet."""
+        return self._align if wishes.store or wishes.pin else NEVER
+
+    def add_filled(self, tracked: TrackedRequest, computed_tokens: int, orders: StepOrders) -> None:
+        """Order stores of the blocks that are full once `computed_tokens` are computed."""
+        request = tracked.request
+        # The last prompt token belongs to what a draft model may have seen differently.
+        limit = request.num_prompt_tokens - 1 if self._prompt_only else request.num_tokens
+        stop = min(computed_tokens, limit) // self._align * self._align
+        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=False):
+            hashed = len(request.block_hashes) * self._keys.hash_tokens
+            has = len(table) // group.engine_blocks * group.block_tokens
+            stop = min(stop, hashed // self._align * self._align)
+            if group.reach is not Reach.STATE:
+                stop = min(stop, has // self._align * self._align)
+        start = tracked.next_fill - self._align
+        if stop <= start or not tracked.engine_blocks:
+            return
+        tracked.next_fill = stop + self._align
+        with self._edge.guard("storing blocks", "they are not cached"):
+            self._store(tracked, list(self._filled(tracked, start, stop)), orders)
+
+    def add_states(
+        self,
+        tracked: TrackedRequest,
+        offers: Iterable[tuple[int, int, int]],
+        orders: StepOrders,
+    ) -> None:
+        """Order stores of recurrent states.
+
+        Args:
+            tracked: whose they are.
+            offers: vLLM's: a group's index, the block that has a state after this step, and the
+                number of tokens that it is the state of.
+            orders: of the step.
+        """
+        if tracked.next_fill == NEVER:
+            return
+        members = {group.index: group for group in self._groups.members}
+        limit = tracked.request.num_prompt_tokens - 1 if self._prompt_only else NEVER
+        found = [
+            _Candidate(members[index], tokens // members[index].block_tokens - 1, (block,))
+            for index, block, tokens in offers
+            if index in members and tokens % self._align == 0 and tokens <= limit
+        ]
+        with self._edge.guard("storing states", "they are not cached"):
+            self._store(tracked, found, orders)
+
+    def ended(self, transfer: Transfer) -> None:
+        """A store's transfer has ended."""
+        tracked = self._running.pop(transfer.id, None)
+        if tracked is not None:
+            tracked.stores.discard(transfer.id)
+        held = self._held.pop(transfer.id, None)
+        if held and self._pool is not None:
+            self._pool.free_blocks(held)
+
+    def _filled(self, tracked: TrackedRequest, start: int, stop: int) -> Iterable[_Candidate]:
+        """Blocks that were filled between `start` and `stop` tokens and are stored at once."""
+        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
+            if group.reach is Reach.STATE:
+                continue
+            for position in range(start // group.block_tokens, stop // group.block_tokens):
+                all_wanted = group.reach is Reach.ALL or self._keeps_windows
+                if all_wanted or self._is_wanted(tracked, group, position):
+                    yield _candidate(group, table, position)
+
+    def _is_wanted(self, tracked: TrackedRequest, group: Group, position: int) -> bool:
+        """Whether a later request can use this block of a group that looks back less far."""
+        prompt = tracked.request.num_prompt_tokens
+        end = (position + 1) * group.block_tokens
+        if end > prompt // self._align * self._align:
+            return True
+        ends = {prompt // self._align, (prompt - 1) // self._align, tracked.junction // self._align}
+        return any(
+            group.first_needed(last * self._align) <= position and end <= last * self._align
+            for last in ends
+        )
+
+    def _store(
+        self, tracked: TrackedRequest, candidates: Sequence[_Candidate], orders: StepOrders
+    ) -> None:
+        if not candidates:
+            return
+        keys = self._all_keys(tracked, candidates)
+        first = len(keys) - len(candidates)
+        missing = self._cache.missing(keys, first)
+        positions = [i for i in missing if all(candidates[i - first].engine_blocks)]
+        if positions and tracked.wishes.store:
+            self._begin(tracked, candidates, keys, positions, orders)
+        if tracked.wishes.pin:
+            self._cache.pin(keys[first:])
+
+    def _all_keys(self, tracked: TrackedRequest, candidates: Sequence[_Candidate]) -> list[bytes]:
+        """Keys of `candidates`, in their order, and before them those of the prefix that must not
+        make room for them."""
+        request = tracked.request
+        if self._groups.plain:
+            (group,) = self._groups.members
+            return list(self._keys.of(request, group, 0, candidates[-1].position + 1))
+        by_group = {
+            group.index: self._keys.of(request, group)
+            for group in {each.group for each in candidates}
+        }
+        keys: list[bytes] = []
+        for group in self._groups.members:
+            if group.reach is Reach.ALL:
+                begun = [each.position for each in candidates if each.group is group]
+                keys += self._keys.of(request, group, 0, min(begun)) if begun else []
+        return keys + [by_group[each.group.index][each.position] for each in candidates]
+
+    def _begin(
+        self,
+        tracked: TrackedRequest,
+        candidates: Sequence[_Candidate],
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        orders: StepOrders,
+    ) -> None:
+        transfer = self._cache.store(keys, positions)
+        if transfer is None:
+            return
+        first = len(keys) - len(candidates)
+        stored = [(candidates[i - first], keys[i]) for i in positions[: len(transfer.blocks)]]
+        if self._describe is not None:
+            for each, key in stored:
+                self._describe(tracked.request, each.group, ((each.position, key),))
+        engine_blocks = [block for each, _ in stored for block in each.engine_blocks]
+        if not self._groups.plain:
+            # vLLM takes back what has left the window, though the request still runs.
+            assert self._pool is not None
+            self._held[transfer.id] = [self._pool.blocks[block] for block in engine_blocks]
+            self._pool.touch(self._held[transfer.id])
+        orders.stores.append(
+            CopyOrder(
+                transfer.id,
+                transfer.cell,
+                engine_blocks,
+                transfer.slots,
+                built_on=tracked.built_on,
+            )
+        )
+        tracked.stores.add(transfer.id)
+        self._running[transfer.id] = tracked
+
+
+def _candidate(group: Group, table: Sequence[int], position: int) -> _Candidate:
+    step = group.engine_blocks
+    return _Candidate(group, position, table[position * step : (position + 1) * step])

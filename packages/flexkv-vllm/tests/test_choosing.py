@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from flexkv import Fetch
+from flexkv_vllm.choosing import LoadChooser, LoadMode
+from flexkv_vllm.paces import Span
+
+BLOCK_BYTES = 1000
+BLOCK_TOKENS = 100
+SPAN = Span(0, 1000)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Takes the place of the monotonic clock; moves only when told to."""
+
+    now: float = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: made.now)
+    return made
+
+
+@pytest.fixture
+def chooser() -> LoadChooser:
+    return LoadChooser(LoadMode.AUTO, 0, False, block_bytes=BLOCK_BYTES, ranks=1)
+
+
+def computes(chooser: LoadChooser, seconds: float) -> None:
+    """Steps of 1,000 tokens have taken so long."""
+    for _ in range(3):
+        chooser._prefill.observe([SPAN], seconds)
+
+
+def fetch(begun: float, first: int = 0, arrived: int = 0, stop: int = 10) -> Fetch:
+    """One that began so many seconds ago."""
+    made = Fetch([b""] * stop, [])
+    made.begun = time.monotonic() - begun
+    made.progressed = time.monotonic()
+    made.first, made.arrived, made.stop = first, arrived, stop
+    return made
+
+
+def test_what_is_not_known_is_loaded_and_waited_for(chooser: LoadChooser) -> None:
+    assert chooser.is_worth_loading(SPAN, 10)
+    assert chooser.is_worth_waiting(fetch(100.0), SPAN)
+
+
+def test_a_floor(chooser: LoadChooser) -> None:
+    floor = LoadChooser(LoadMode.ASYNC, 500, False, block_bytes=BLOCK_BYTES, ranks=1)
+    assert not floor.is_worth_loading(Span(100, 599), 5)
+    assert floor.is_worth_loading(Span(100, 600), 5)
+
+
+@pytest.mark.parametrize(("ranks", "worth"), [(1, False), (2, True)])
+def test_a_load_that_takes_longer_than_computing_is_left(ranks: int, worth: bool) -> None:
+    chooser = LoadChooser(LoadMode.ASYNC, 0, False, block_bytes=BLOCK_BYTES, ranks=ranks)
+    computes(chooser, 1.0)
+    # Of each rank: 10 blocks take 1.5 s, or half as long with two.
+    chooser.loaded(6667)
+    assert chooser.is_worth_loading(SPAN, 10) is worth
+
+
+def test_a_step_counts_from_the_end_of_the_one_before(chooser: LoadChooser, clock: Clock) -> None:
+    numbers = [chooser.step_begins([SPAN]) for _ in range(2)]
+    assert len(set(numbers)) == 2
+    assert 0 not in numbers
+    for number in numbers:
+        clock.now += 0.05
+        chooser.step_ended(number)
+    # The second one waited for the first; counted from its beginning it would have taken 0.1 s.
+    assert chooser._prefill.seconds(SPAN) == pytest.approx(0.05)
+
+
+def test_steps_that_compute_no_prompt_are_not_reported(chooser: LoadChooser) -> None:
+    assert chooser.step_begins([Span(1000, 1001)] * 20) == 0
+
+
+def test_a_fetch_that_is_slower_than_computing_is_cut_short(chooser: LoadChooser) -> None:
+    computes(chooser, 1.0)
+    # Half has come in a second: the other half takes another one, or 0.5 s to compute.
+    assert not chooser.is_worth_waiting(fetch(1.0, arrived=5), SPAN)
+    assert chooser.is_worth_waiting(fetch(0.4, arrived=5), SPAN)
+
+
+def test_a_tier_that_was_slow_is_not_waited_for_again(chooser: LoadChooser) -> None:
+    computes(chooser, 1.0)
+    chooser.fetched(fetch(10.0, arrived=10))
+    assert not chooser.is_worth_waiting(fetch(0.0), SPAN)
+    for _ in range(8):
+        chooser.fetched(fetch(0.1, arrived=10))
+    assert chooser.is_worth_waiting(fetch(0.0), SPAN)
+
+
+def test_what_takes_no_time_is_loaded_in_any_case(chooser: LoadChooser) -> None:
+    computes(chooser, 0.0001)
+    chooser.loaded(10_000_000)
+    assert chooser.is_worth_loading(SPAN, 10)
+    assert not chooser.is_worth_loading(SPAN, 100)
+
+
+def test_told_to_it_loads_always() -> None:
+    always = LoadChooser(LoadMode.ASYNC, 500, True, block_bytes=BLOCK_BYTES, ranks=1)
+    computes(always, 0.1)
+    always.loaded(1.0)
+    assert always.is_worth_loading(SPAN, 10)
+    assert always.is_worth_waiting(fetch(9.0, arrived=1), SPAN)
+    assert not always.is_worth_loading(Span(0, 499), 5)
+
+
+def test_a_slow_tier_is_tried_again_now_and_then(chooser: LoadChooser) -> None:
+    computes(chooser, 1.0)
+    chooser.fetched(fetch(1.0))
+    answers = [chooser.is_worth_waiting(fetch(0.0), SPAN) for _ in range(40)]
+    assert answers[0] is False
+    assert 1 <= sum(answers) <= 24
+
+
+def test_a_tier_that_gives_nothing_costs_a_small_share_of_computing(chooser: LoadChooser) -> None:
+    computes(chooser, 1.0)
+    assert chooser.is_worth_waiting(fetch(0.01), SPAN)
+    assert not chooser.is_worth_waiting(fetch(0.05), SPAN)
+
+
+def test_layerwise_only_if_nobody_else_waits(chooser: LoadChooser) -> None:
+    assert chooser.is_layerwise(running=0)
+    assert not chooser.is_layerwise(running=1)
+    always = LoadChooser(LoadMode.LAYERWISE, 0, False, BLOCK_BYTES, 1)
+    never = LoadChooser(LoadMode.ASYNC, 0, False, BLOCK_BYTES, 1)
+    assert always.is_layerwise(running=9)
+    assert not never.is_layerwise(running=0)

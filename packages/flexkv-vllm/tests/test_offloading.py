@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's offloading spec under vLLM's real scheduler and `OffloadingConnector`; every byte that a
+request computes on is checked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_world import random_prompt
+from kv_pages import BLOCK_TOKENS
+from offloading_world import MakeOffloadingWorld, OffloadingWorld
+
+WINDOW = 40
+HYBRID = pytest.mark.parametrize("window", [None, WINDOW], ids=["full", "hybrid"])
+
+
+def hits(world: OffloadingWorld, prompt: list[int]) -> int:
+    return world.external_tokens[world.generate(prompt)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_forgotten_prefix_comes_back(
+    make_offloading_world: MakeOffloadingWorld, ranks: int, chunk: int
+) -> None:
+    world = make_offloading_world(ranks=ranks, chunk=chunk)
+    prompt = random_prompt(random.Random(1), 300)
+    first = world.generate(prompt)
+    world.forget()
+    second = world.generate(prompt)
+    assert world.outputs[second] == world.outputs[first]
+    assert world.external_tokens[first] == 0
+    block = chunk * BLOCK_TOKENS
+    assert world.external_tokens[second] == 300 // block * block
+    world.check_outputs()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_a_hybrid_model_come_back(
+    make_offloading_world: MakeOffloadingWorld, ranks: int
+) -> None:
+    """The full layer as a whole, of the sliding one as much as its window needs."""
+    world = make_offloading_world(ranks=ranks, window=WINDOW)
+    prompt = random_prompt(random.Random(2), 300)
+    world.generate(prompt)
+    blocks = 300 // BLOCK_TOKENS
+    world.settle()
+    assert blocks < world.cache.counters.stored_blocks < 2 * blocks
+    world.forget()
+    assert hits(world, prompt) == blocks * BLOCK_TOKENS
+    assert world.cache.counters.loaded_blocks == blocks + -(-(WINDOW - 1) // BLOCK_TOKENS)
+    world.check_outputs()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 49, 96, 129, 300])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_partial_hits_of_every_length_class(
+    make_offloading_world: MakeOffloadingWorld, length: int, chunk: int
+) -> None:
+    world = make_offloading_world(chunk=chunk)
+    rng = random.Random(length)
+    prompt = random_prompt(rng, 300)
+    world.generate(prompt)
+    world.forget()
+    block = chunk * BLOCK_TOKENS
+    assert hits(world, prompt[:length] + random_prompt(rng, 100)) == length // block * block
+
+
+def test_a_load_may_begin_inside_a_block(make_offloading_world: MakeOffloadingWorld) -> None:
+    world = make_offloading_world(chunk=4)
+    prompt = random_prompt(random.Random(3), 256)
+    world.generate(prompt)
+    world.forget()
+    world.generate(prompt[:40], max_tokens=1)
+    assert hits(world, prompt) == 256 - 32
+
+
+def test_salts_share_nothing(make_offloading_world: MakeOffloadingWorld) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(5), 200)
+    world.generate(prompt, salt="one")
+    world.forget()
+    assert world.external_tokens[world.generate(prompt, salt="two")] == 0
+    world.forget()
+    assert world.external_tokens[world.generate(prompt, salt="one")] == 192
+
+
+def test_wishes_of_requests(make_offloading_world: MakeOffloadingWorld) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(6), 200)
+    world.generate(prompt, params={"flexkv.store": False})
+    world.settle()
+    assert world.cache.ready_blocks == 0
+    world.forget()
+    world.generate(prompt, params={"flexkv.pin": True})
+    world.settle()
+    assert world.cache.pinned_blocks == 200 // BLOCK_TOKENS
+    world.forget()
+    unwilling = world.generate(prompt, params={"flexkv.load": False})
+    assert world.external_tokens[unwilling] == 0
+    world.forget()
+    elsewhere = world.generate(prompt, params={"kv_load_tiers": [{"medium": "storage"}]})
+    assert world.external_tokens[elsewhere] == 0
+    world.forget()
+    assert hits(world, prompt) == 192
+
+
+def test_a_tiny_arena_keeps_the_beginning_of_a_prefix(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world(slots=4)
+    prompt = random_prompt(random.Random(7), 300)
+    world.generate(prompt)
+    world.settle()
+    assert world.cache.counters.refused_blocks > 0
+    world.forget()
+    assert hits(world, prompt) == 4 * BLOCK_TOKENS
+
+
+def test_abort_during_a_load_gives_everything_back(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world(num_blocks=32)
+    world.slow_down(random.Random(8))
+    prompt = random_prompt(random.Random(8), 300)
+    world.generate(prompt)
+    for _ in range(10):
+        world.forget()
+        request_id = world.add(prompt)
+        world.step()
+        world.abort(request_id)
+        world.run()
+        world.settle()
+    # Every engine block is free again: a request that needs nearly all of them runs.
+    world.generate(random_prompt(random.Random(9), 31 * BLOCK_TOKENS - 8))
+    assert world.manager._requests == {}
+
+
+@HYBRID
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_failed_loads_are_recomputed_or_fail_their_request_only(
+    make_offloading_world: MakeOffloadingWorld, policy: str, window: int | None
+) -> None:
+    world = make_offloading_world(policy=policy, window=window, ranks=2)
+    prompt = random_prompt(random.Random(10), 300)
+    first = world.generate(prompt)
+    world.forget()
+    world.slow_down(random.Random(10), failure_rate=0.9)
+    second = world.generate(prompt)
+    assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
+    assert world.cache.counters.failed_loads == 1
+    third = world.generate(random_prompt(random.Random(11), 100))
+    assert len(world.outputs[third]) == 4
+    world.check_outputs()
+
+
+def test_a_failed_store_is_a_miss(make_offloading_world: MakeOffloadingWorld) -> None:
+    world = make_offloading_world()
+    movers = world.slow_down(random.Random(12), failure_rate=1.0)
+    prompt = random_prompt(random.Random(12), 300)
+    world.generate(prompt)
+    world.settle()
+    assert movers[0].refused == world.cache.counters.failed_stores > 0
+    assert world.cache.ready_blocks == 0
+    world.forget()
+    assert hits(world, prompt) == 0
+
+
+def test_errors_of_the_cache_stop_nothing(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(13), 300)
+    first = world.generate(prompt)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken by the test")
+
+    for name in ("load", "presence", "store", "clear"):
+        world.forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(world.cache), name, broken)
+            world.add(prompt)
+            for _ in range(5):
+                world.step()
+            assert world.connector.reset_cache()
+        world.run()
+    assert len(world.outputs) == 5
+    assert all(tokens == world.outputs[first] for tokens in world.outputs.values())
+
+
+@HYBRID
+def test_what_is_under_way_at_a_reset_is_not_kept(
+    make_offloading_world: MakeOffloadingWorld, window: int | None
+) -> None:
+    """Nor what requests that go on compute on top of it: a reset tells of other weights."""
+    world = make_offloading_world(ranks=2, window=window)
+    rng = random.Random(14)
+    world.slow_down(rng, polls=(5, 9))
+    prompt = random_prompt(rng, 200)
+    world.generate(prompt)
+    world.forget()
+    world.add(prompt, max_tokens=60)  # loads
+    world.add(random_prompt(rng, 200), max_tokens=60)  # stores
+    for _ in range(3):
+        world.step()
+    assert world.cache.transfers_under_way > 1
+    assert world.connector.reset_cache()
+    world.run()
+    world.settle()
+    assert world.cache.ready_blocks == 0
+    world.check_outputs()
+    world.forget()
+    assert hits(world, prompt) == 0
+    world.forget()
+    assert hits(world, prompt) == 192
+
+
+def test_turned_off_it_does_nothing(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENABLE_FLEXKV", "0")
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(15), 300)
+    world.generate(prompt)
+    world.forget()
+    assert hits(world, prompt) == 0
+
+
+@HYBRID
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic_never_computes_on_a_wrong_byte(
+    make_offloading_world: MakeOffloadingWorld,
+    ranks: int,
+    asynchronous: bool,
+    seed: int,
+    window: int | None,
+) -> None:
+    """Shared prefixes, few engine blocks (preemptions), few slots (evictions), aborts, resets,
+    late and failing copies, all at once."""
+    rng = random.Random(seed)
+    world = make_offloading_world(
+        ranks=ranks,
+        num_blocks=30 if window is None else 44,
+        slots=(30, 100)[seed % 2],
+        chunk=rng.choice([1, 2]) if window is None else 1,
+        window=window,
+        budget=96,
+        lag=rng if asynchronous else None,
+    )
+    movers = world.slow_down(rng, failure_rate=0.05)
+    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
+    for _ in range(60):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
+        world.add(prompt, max_tokens=rng.randrange(1, 40))
+        for _ in range(rng.randrange(4)):
+            world.step()
+        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
+        if unfinished and rng.random() < 0.2:
+            world.abort(rng.choice(unfinished))
+        if rng.random() < 0.05:
+            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
+    world.run()
+    world.check_outputs()
+    assert world.checked_bytes > 0
+    assert world.preemptions > 0
+    assert world.cache.counters.loaded_blocks > 0
+    assert sum(mover.refused for mover in movers) > 0
+    world.settle()
+    assert world.manager._requests == {}

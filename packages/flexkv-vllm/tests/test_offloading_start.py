@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the offloading spec refuses at start, and what it tells vLLM's metrics and events."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_world import random_prompt
+from kv_pages import BLOCK_TOKENS
+from offloading_world import MakeOffloadingWorld, OffloadingWorld
+from prometheus_client import Counter, Gauge, Histogram
+from test_offloading import HYBRID
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+
+from flexkv import ConfigError, EngineVersionError, LayoutError
+from flexkv_vllm.compat_events import event_hash
+from flexkv_vllm.offloading.pages import describe_groups
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"settings": {"cpu_cache_gib": 1}}, ConfigError, ["'cpu_cache_gib'", "cpu_cache_gb"]),
+        ({"settings": {"block_tokens": 64}}, ConfigError, ["block_tokens is 64", "block_size"]),
+        ({"chunk": 2, "window": 40}, ConfigError, ["blocks_per_chunk is 2", "allowed: 1"]),
+        ({"settings": {"canonical_layout": True}}, ConfigError, ["'canonical_layout'"]),
+    ],
+    ids=["unknown key", "two block sizes", "chunks of a hybrid model", "another layout"],
+)
+def test_what_cannot_work_is_refused(
+    make_offloading_world: MakeOffloadingWorld,
+    options: dict[str, Any],
+    error: type[Exception],
+    words: list[str],
+) -> None:
+    with pytest.raises(error) as caught:
+        make_offloading_world(**options)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_block_tokens_that_agree_are_fine(make_offloading_world: MakeOffloadingWorld) -> None:
+    assert make_offloading_world(chunk=2, settings={"block_tokens": 2 * BLOCK_TOKENS}).manager
+
+
+def test_an_older_vllm_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def older(name: str, package: str | None = None) -> Any:
+        return None if name == "vllm.v1.kv_offload.config" else find(name, package)
+
+    for name in [name for name in sys.modules if name.startswith("flexkv_vllm.offloading")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", older)
+    with pytest.raises(EngineVersionError, match=r"allowed: 0\.26 or newer"):
+        importlib.import_module("flexkv_vllm.offloading")
+
+
+def pages(*shape: int, dtype: torch.dtype = torch.int8) -> CanonicalKVCaches:
+    tensor = torch.zeros(shape, dtype=dtype)
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, shape[1])], [[CanonicalKVCacheRef(0, 64)]]
+    )
+
+
+@pytest.mark.parametrize(
+    "kv_caches",
+    [
+        CanonicalKVCaches([], [[]]),
+        pages(8, 64, 2),
+        pages(8, 64, dtype=torch.float16),
+        pages(8, 32),
+    ],
+    ids=["no tensors", "three dimensions", "not bytes", "short rows"],
+)
+def test_pages_that_cannot_be_described(kv_caches: CanonicalKVCaches) -> None:
+    with pytest.raises(LayoutError, match="allowed"):
+        describe_groups(kv_caches)
+
+
+def loadable(world: OffloadingWorld, medium: str) -> set[tuple[int, bytes | int]]:
+    """What a subscriber to the events believes: group and hash of blocks."""
+    known: set[tuple[int, bytes | int]] = set()
+    for event in world.recorder.events:
+        if getattr(event, "medium", None) != medium:
+            continue
+        names = {(event.group_idx, name) for name in event.block_hashes}
+        known = known | names if type(event).__name__ == "BlockStored" else known - names
+    return known
+
+
+@HYBRID
+def test_events_say_what_can_be_loaded(
+    make_offloading_world: MakeOffloadingWorld, window: int | None
+) -> None:
+    world = make_offloading_world(slots=24, disk_slots=60, events=True, window=window)
+    rng = random.Random(1)
+    for _ in range(8):
+        world.generate(random_prompt(rng, 6 * BLOCK_TOKENS))
+        world.settle()
+    world.generate([1], max_tokens=1)  # a step more, which tells the last
+    index = world.cache._index._ready
+    assert len(index) > 12
+    assert loadable(world, "CPU") == {
+        (int.from_bytes(key[-4:], "big"), event_hash(key[:-4])) for key in index
+    }
+    (drive,) = world.cache._transfers.tiers[0].drives
+    assert len(loadable(world, "STORAGE")) == len(drive.index) > len(index)
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.generate([1], max_tokens=1)
+    assert loadable(world, "CPU") == loadable(world, "STORAGE") == set()
+
+
+def test_metrics_are_those_of_flexkvs_own_connector(
+    make_offloading_world: MakeOffloadingWorld, tmp_path: Path
+) -> None:
+    world = make_offloading_world(slots=14, disk_slots=60)
+    rng = random.Random(2)
+    for _ in range(4):
+        world.generate(random_prompt(rng, 6 * BLOCK_TOKENS))
+        world.settle()
+    world.generate([1], max_tokens=1)
+    types: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    served = OffloadPromMetrics(world.vllm_config, types, ["engine"], {0: ["0"]})
+    for stats in world.stats:
+        served.observe(stats)
+    counters = world.cache.counters
+    values = {
+        (name, labels): metric._value.get()
+        for (_, name, labels), metric in served.offloading_metrics.items()
+        if name.startswith("vllm:flexkv_")
+    }
+    assert values["vllm:flexkv_stored_blocks", ("host",)] == counters.stored_blocks > 14
+    assert values["vllm:flexkv_evicted_blocks", ("host",)] == counters.evicted_blocks > 0
+    assert values["vllm:flexkv_capacity_blocks", ("host",)] == 14
+    assert values["vllm:flexkv_stored_blocks", ("disk",)] > 14

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV beside another connector whose turn it is, as vLLM's MultiConnector drives it: FlexKV is
+asked, told of the blocks, and told that it has nothing to load for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine_world import MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS
+from vllm.v1.request import RequestStatus
+
+TOKENS = 8 * BLOCK_TOKENS
+
+
+class OtherConnector:
+    """Stands before FlexKV, and promises to load all of each prompt asynchronously."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world = world
+        self.ended: set[str] = set()
+        connector, adapter = world.connector, world.ranks[0].adapter
+        match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        get_finished = adapter.get_finished
+
+        def promise(request: Any, local_tokens: int) -> tuple[int, bool]:
+            match(request, local_tokens)
+            return request.num_tokens - local_tokens, True
+
+        def take_blocks(request: Any, blocks: Any, tokens: int) -> None:
+            allocated(request, blocks, 0)
+
+        def report(metadata: Any) -> tuple[set[str] | None, set[str] | None]:
+            sent, received = get_finished(metadata)
+            ended, self.ended = self.ended, set()
+            return sent, (received or set()) | ended
+
+        monkeypatch.setattr(connector, "get_num_new_matched_tokens", promise)
+        monkeypatch.setattr(connector, "update_state_after_alloc", take_blocks)
+        monkeypatch.setattr(adapter, "get_finished", report)
+
+
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR], ids=lambda s: s.name
+)
+def test_what_another_connector_has_not_loaded_yet_is_not_stored(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, status: RequestStatus
+) -> None:
+    """vLLM counts the tokens of a load as computed as soon as it has begun. A request that ends
+    then has nothing in its blocks."""
+    world = make_world()
+    prompt = random_prompt(random.Random(1), TOKENS)
+    with monkeypatch.context() as patch:
+        other = OtherConnector(world, patch)
+        request_id = world.add(prompt)
+        world.step()
+        request = world.scheduler.requests[request_id]
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert request.num_computed_tokens == TOKENS
+        world.scheduler.finish_requests([request_id], status)
+        world.step()
+        other.ended.add(request_id)
+        world.run()
+    again = world.generate(prompt)
+    assert world.external_tokens[again] == 0
+    world.check_outputs()

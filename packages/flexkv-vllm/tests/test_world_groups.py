@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with sliding windows beside full attention, under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_world import MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS
+from test_world import slow_down
+
+from flexkv_vllm.compat import fails_by_request
+
+pytestmark = pytest.mark.skipif(
+    not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"
+)
+
+WINDOWS = pytest.mark.parametrize("windows", [(70,), (16, 200)], ids=str)
+
+
+def stored_blocks(world: World) -> int:
+    while world.cache.busy:
+        world.side._poll()
+    return int(world.cache.counters.stored_blocks)
+
+
+@WINDOWS
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("length", [20, 33, 96, 97, 300])
+def test_a_forgotten_prefix_comes_back(
+    make_world: MakeWorld, windows: tuple[int, ...], ranks: int, length: int
+) -> None:
+    world = make_world(windows=windows, ranks=ranks, num_blocks=128)
+    prompt = random_prompt(random.Random(1), length)
+    first = world.generate(prompt)
+    world.forget()
+    second = world.generate(prompt)
+    assert world.outputs[second] == world.outputs[first]
+    # The last token is computed in any case.
+    assert world.external_tokens[second] == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_only_what_a_window_needs_is_stored(make_world: MakeWorld) -> None:
+    world = make_world(windows=(40,), num_blocks=128)
+    world.generate(random_prompt(random.Random(2), 20 * BLOCK_TOKENS), max_tokens=1)
+    # To go on behind block 20, or 19, a window of 40 tokens needs the blocks from 16 on.
+    assert stored_blocks(world) == 20 + 4
+
+
+def test_only_what_a_window_needs_is_loaded(make_world: MakeWorld) -> None:
+    world = make_world(windows=(40,), num_blocks=128)
+    prompt = random_prompt(random.Random(3), 20 * BLOCK_TOKENS + 1)
+    world.generate(prompt, max_tokens=1)
+    world.forget()
+    world.generate(prompt, max_tokens=1)
+    stored_blocks(world)
+    assert world.cache.counters.loaded_blocks == 20 + 3
+
+
+def test_the_answer_is_part_of_the_next_prompt(make_world: MakeWorld) -> None:
+    world = make_world(windows=(40,), num_blocks=128)
+    rng = random.Random(4)
+    prompt = random_prompt(rng, 100)
+    turn = world.generate(prompt, max_tokens=90)
+    world.forget()
+    second = world.generate(prompt + world.outputs[turn] + random_prompt(rng, 20))
+    assert world.external_tokens[second] == (100 + 90 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_where_prompts_part_the_window_is_stored_the_second_time(make_world: MakeWorld) -> None:
+    world = make_world(windows=(40,), num_blocks=128)
+    rng = random.Random(5)
+    stem = random_prompt(rng, 10 * BLOCK_TOKENS)
+    hits = []
+    for _ in range(3):
+        request_id = world.generate(stem + random_prompt(rng, 100))
+        hits.append(world.external_tokens[request_id])
+        world.forget()
+    assert hits == [0, 0, len(stem)]
+
+
+def test_a_window_without_its_end_is_no_hit(make_world: MakeWorld) -> None:
+    """The window's blocks are the first to leave a small arena; what is left is of no use."""
+    world = make_world(windows=(200,), num_blocks=128, slots=12)
+    prompt = random_prompt(random.Random(6), 300)
+    first = world.generate(prompt)
+    world.forget()
+    second = world.generate(prompt)
+    assert world.outputs[second] == world.outputs[first]
+
+
+@WINDOWS
+def test_windows_come_back_from_disk(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    world = make_world(windows=windows, num_blocks=128, disk_slots=200)
+    rng = random.Random(7)
+    prompt = random_prompt(rng, 300)
+    first = world.generate(prompt)
+    stored_blocks(world)
+    for _ in range(4):
+        world.generate(random_prompt(rng, 300))
+        stored_blocks(world)
+    assert world.cache.lookup(world.requests[first].block_hashes[:1]) == 0
+    world.forget()
+    second = world.generate(prompt)
+    assert world.outputs[second] == world.outputs[first]
+    assert world.external_tokens[second] == 299 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert world.cache.counters.fetched_blocks > 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_failed_loads_are_recomputed_or_fail_their_request_only(
+    make_world: MakeWorld, policy: str, ranks: int
+) -> None:
+    world = make_world(windows=(70,), num_blocks=128, policy=policy, ranks=ranks)
+    prompt = random_prompt(random.Random(8), 300)
+    first = world.generate(prompt)
+    world.forget()
+    # One rank alone fails.
+    rank = world.ranks[-1]
+    late = slow_down(world, random.Random(8))[-1]
+    late._failure_rate = 1.0
+    second = world.generate(prompt)
+    assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
+    assert world.cache.counters.failed_loads == 1
+    late._failure_rate = 0.0
+    third = world.generate(random_prompt(random.Random(9), 100))
+    assert len(world.outputs[third]) == 4
+    assert rank.adapter.take_failed_requests() == set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_never_computes_on_a_wrong_byte(
+    make_world: MakeWorld, ranks: int, asynchronous: bool, seed: int
+) -> None:
+    """As in `test_world`, with blocks that vLLM takes back while their request runs, and a disk."""
+    rng = random.Random(seed)
+    world = make_world(
+        ranks=ranks,
+        num_blocks=60,
+        slots=(40, 150)[seed % 2],
+        disk_slots=(0, 300)[seed // 2],
+        budget=96,
+        windows=rng.choice([(20,), (70,), (30, 100)]),
+        lag=rng if asynchronous else None,
+    )
+    movers = slow_down(world, rng, failure_rate=0.05)
+    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
+    for _ in range(120):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
+        world.add(prompt, max_tokens=rng.randrange(1, 40))
+        for _ in range(rng.randrange(4)):
+            world.step()
+        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
+        if unfinished and rng.random() < 0.2:
+            world.abort(rng.choice(unfinished))
+        if rng.random() < 0.05:
+            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
+    world.run()
+    world.check_outputs()
+    assert world.checked_bytes > 0
+    assert world.preemptions > 0
+    assert world.cache.counters.loaded_blocks > 0
+    assert sum(mover.refused for mover in movers) > 0
+    while world.cache.busy:
+        world.side._poll()
+    assert world.side.tracked_requests == 0
+    assert world.side._stores._held == {}
+    # Nothing of vLLM's is held for good: all blocks but the null block are free.
+    assert world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 60 - 1

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads beside the forward that needs them, under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_world import MakeWorld, World, random_prompt
+from test_world import slow_down
+from world_config import IN_TREE
+
+from flexkv import ConfigError
+
+LAYERWISE = {"load_mode": "layerwise"}
+MODES = pytest.mark.parametrize("mode", ["layerwise", "auto"])
+
+
+def layerwise_loads(world: World) -> int:
+    """Requests whose forward ran beside their load."""
+    return sum(tracked.built_on > 0 for tracked in seen(world))
+
+
+def seen(world: World) -> list:
+    return list(world.side._requests.values())
+
+
+@MODES
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("length", [17, 100, 288, 300])
+def test_a_forgotten_prefix_comes_back_in_one_step(
+    make_world: MakeWorld, mode: str, ranks: int, length: int
+) -> None:
+    world = make_world(ranks=ranks, block_tokens=48, budget=512, settings={"load_mode": mode})
+    prompt = random_prompt(random.Random(length), length)
+    first = world.generate(prompt)
+    world.forget()
+    second = world.add(prompt)
+    world.step()
+    hit = length // 48 * 48
+    # vLLM computes one token at least.
+    cut = min(hit, length - 1)
+    assert world.outputs[second] == world.outputs[first][:1]
+    assert world.external_tokens[second] == cut
+    assert layerwise_loads(world) == (1 if cut else 0)
+    world.run()
+    world.check_outputs()
+    assert not world.cache.busy
+
+
+def test_auto_is_asynchronous_while_others_compute(make_world: MakeWorld) -> None:
+    world = make_world(settings={"load_mode": "auto"})
+    rng = random.Random(1)
+    prompt = random_prompt(rng, 200)
+    world.generate(prompt)
+    world.forget()
+    world.add(random_prompt(rng, 30), max_tokens=50)
+    world.step()
+    second = world.add(prompt)
+    world.step()
+    assert world.outputs[second] == []
+    assert layerwise_loads(world) == 0
+    world.run()
+    world.check_outputs()
+    assert world.external_tokens[second] == 192
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_failed_loads_are_recomputed_or_fail_their_request_only(
+    make_world: MakeWorld, policy: str, ranks: int
+) -> None:
+    world = make_world(policy=policy, ranks=ranks, settings=LAYERWISE)
+    prompt = random_prompt(random.Random(10), 300)
+    first = world.generate(prompt)
+    world.forget()
+    rng = random.Random(11)
+    late = slow_down(world, rng)[-1]
+    late._failure_rate = 1.0
+    second = world.generate(prompt)
+    assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
+    late._failure_rate = 0.0
+    assert world.cache.counters.failed_loads == 1
+    third = world.generate(random_prompt(rng, 100))
+    assert len(world.outputs[third]) == 4
+    assert not world.cache.busy
+
+
+def test_nothing_computed_on_a_failed_load_is_stored(make_world: MakeWorld) -> None:
+    world = make_world(settings=LAYERWISE, budget=512)
+    rng = random.Random(12)
+    prompt = random_prompt(rng, 160)
+    world.generate(prompt)
+    stored = world.cache.counters.stored_blocks
+    world.forget()
+    late = slow_down(world, rng)[0]
+    late._failure_rate = 1.0
+    world.add(prompt + random_prompt(rng, 160))
+    world.step()
+    late._failure_rate = 0.0
+    world.run()
+    world.check_outputs()
+    assert world.cache.counters.failed_loads == 1
+    assert world.cache.counters.stored_blocks == stored
+
+
+def test_a_block_is_shared_only_when_it_is_loaded(make_world: MakeWorld) -> None:
+    """vLLM would let a second request of the same step compute on what the first one loads."""
+    world = make_world(settings=LAYERWISE)
+    rng = random.Random(14)
+    prompt = random_prompt(rng, 300)
+    world.generate(prompt)
+    world.forget()
+    late = slow_down(world, rng)[0]
+    late._failure_rate = 1.0
+    first = world.add(prompt[:200])
+    # Less than the budget of a step is left for what the first one has to compute anew.
+    others = [world.add(prompt[:180] + random_prompt(rng, 10)) for _ in range(3)]
+    world.step()
+    assert world.scheduler.requests[first].num_computed_tokens == 0
+    assert all(world.scheduler.requests[each].num_computed_tokens == 0 for each in others)
+    late._failure_rate = 0.0
+    world.run()
+    world.check_outputs()
+
+
+def test_an_error_while_ordering_a_load_is_told_to_vllm(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(settings=LAYERWISE)
+    prompt = random_prompt(random.Random(13), 300)
+    first = world.generate(prompt)
+    world.forget()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "load", broken)
+        world.add(prompt)
+        for _ in range(5):
+            world.step()
+    world.run()
+    assert all(tokens == world.outputs[first] for tokens in world.outputs.values())
+
+
+@MODES
+def test_behind_vllms_own_connector_it_is_refused(make_world: MakeWorld, mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*CUDA graphs skip its layer"):
+        make_world(settings={"load_mode": mode}, entry=IN_TREE)
+
+
+@MODES
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_never_computes_on_a_wrong_byte(
+    make_world: MakeWorld, mode: str, ranks: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    world = make_world(
+        ranks=ranks,
+        num_blocks=40,
+        slots=(30, 100)[seed % 2],
+        disk_slots=(0, 100, 100)[seed],
+        block_tokens=rng.choice([16, 32]),
+        budget=96,
+        settings={"load_mode": mode},
+    )
+    movers = slow_down(world, rng, failure_rate=0.05)
+    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
+    for _ in range(120):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
+        world.add(prompt, max_tokens=rng.randrange(1, 40))
+        for _ in range(rng.randrange(4)):
+            world.step()
+        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
+        if unfinished and rng.random() < 0.2:
+            world.abort(rng.choice(unfinished))
+        if rng.random() < 0.05:
+            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
+    world.run()
+    world.check_outputs()
+    assert world.preemptions > 0
+    assert world.cache.counters.loaded_blocks > 0
+    assert sum(mover.refused for mover in movers) > 0
+    while world.cache.busy:
+        world.side._poll()
+    assert world.side.tracked_requests == 0
