@@ -204,7 +204,7 @@ class Engine:
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
         self._generations: dict[int, Generation] = {}
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._started: Future[None] = Future()
         self._closed = False
         self.leftovers: set[Path] = set()
@@ -405,8 +405,6 @@ class Engine:
         for path in self.leftovers:
             path.unlink(missing_ok=True)
 
-    # Plumbing -------------------------------------------------------------------------------------
-
     def _spawn(self, python: str) -> None:
         command_read, command_write = os.pipe()
         event_read, event_write = os.pipe()
@@ -430,15 +428,17 @@ class Engine:
         self._write(self.config.engine_args())
 
     def _write(self, message: dict[str, Any]) -> None:
+        # Not under the lock that the reader takes: a full pipe empties only while it reads.
         try:
-            self._commands.write(json.dumps(message) + "\n")
+            with self._writing:
+                self._commands.write(json.dumps(message) + "\n")
         except (BrokenPipeError, ValueError) as error:
             raise EngineError("the engine is gone") from error
 
     def _send(self, number: int, future: Future[Any], **command: Any) -> None:
         with self._lock:
             self._pending[number] = future
-            self._write({"id": number, **command})
+        self._write({"id": number, **command})
 
     def _read_events(self) -> None:
         with self._events:
