@@ -80,6 +80,12 @@ def test_a_step_counts_from_the_end_of_the_one_before(chooser: LoadChooser, cloc
     assert chooser._prefill.seconds(SPAN) == pytest.approx(0.05)
 
 
+def test_steps_that_are_never_reported_are_forgotten(chooser: LoadChooser) -> None:
+    for _ in range(1000):
+        chooser.step_begins([SPAN])
+    assert len(chooser._steps) <= 64
+
+
 def test_steps_that_compute_no_prompt_are_not_reported(chooser: LoadChooser) -> None:
     assert chooser.step_begins([Span(1000, 1001)] * 20) == 0
 

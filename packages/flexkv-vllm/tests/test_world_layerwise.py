@@ -124,6 +124,31 @@ def test_a_block_is_shared_only_when_it_is_loaded(make_world: MakeWorld) -> None
     world.check_outputs()
 
 
+@pytest.mark.parametrize("way", ["copy", "order"])
+def test_what_a_failed_load_left_is_nobodys_hit(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """vLLM keeps such blocks in its own prefix cache, for the request to fill them. One that is
+    aborted never does."""
+    world = make_world(settings=LAYERWISE, budget=512)
+    rng = random.Random(15)
+    prompt = random_prompt(rng, 300)
+    world.generate(prompt)
+    world.forget()
+    late = slow_down(world, rng)[0]
+    late._failure_rate = 1.0
+    with monkeypatch.context() as patch:
+        if way == "order":
+            patch.setattr(world.cache, "load", lambda keys: None)
+        request_id = world.add(prompt + random_prompt(rng, 100))
+        world.step()
+    world.abort(request_id)
+    late._failure_rate = 0.0
+    world.run()
+    world.generate(prompt + random_prompt(rng, 10))
+    world.check_outputs()
+
+
 def test_an_error_while_ordering_a_load_is_told_to_vllm(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,9 @@ _SLACK_SECONDS = 0.005
 """Loads as short as this are made whatever computing takes: about a step of an engine, by which
 both are measured."""
 
+_STEPS = 64
+"""Steps of which a report may still come."""
+
 _SKIPS = 16
 """A tier that was too slow is tried again after so many hits that it would have been asked for."""
 
@@ -69,6 +72,8 @@ class LoadChooser:
             return 0
         number = self._next_step
         self._next_step += 1
+        # vLLM's own connector passes no reports on, and what is under way are a few steps at most.
+        self._steps.pop(number - _STEPS, None)
         self._steps[number] = time.monotonic(), list(spans)
         return number
 

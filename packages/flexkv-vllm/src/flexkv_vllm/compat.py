@@ -91,6 +91,11 @@ else:
 make one of them if they can, since failed loads of several cannot be told there."""
 
 
+def binds_pool() -> bool:
+    """Whether vLLM shows a connector its blocks: from 0.22 on."""
+    return hasattr(KVConnectorBase_V1, "bind_gpu_block_pool")
+
+
 def tells_states() -> bool:
     """Whether vLLM tells a connector which block has which recurrent state: from 0.32 on."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__

@@ -16,6 +16,7 @@ from flexkv_vllm.orders import CopyOrder, StepOrders
 from flexkv_vllm.tracked import NEVER, TrackedRequest
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 _PARTS = 8
@@ -112,6 +113,12 @@ class Loads:
         self._transfers: dict[int, tuple[TrackedRequest, int]] = {}
         self._failed_at: dict[str, int] = {}
         self._half_loaded: set[bytes] = set()
+        self._pool: BlockPool | None = None
+        self._computed_on: dict[int, list[int]] = {}
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """vLLM's blocks: what a failed load left there is no hit."""
+        self._pool = pool
 
     def limit(self, request_id: str, tokens: int) -> int:
         """How many of the first `tokens` tokens of a request may be offered to it."""
@@ -149,6 +156,7 @@ class Loads:
             self.refuse(tracked, loading.engine_blocks, local_tokens, orders, layerwise=True)
             return
         tracked.built_on = order.transfer_id
+        self._computed_on[order.transfer_id] = self._blocks_from(tracked, local_tokens)
         size = self._keys.hash_tokens
         request = tracked.request
         hashes = request.block_hashes[local_tokens // size : (local_tokens + tokens) // size]
@@ -199,11 +207,15 @@ class Loads:
             # The step computes on them all the same, and vLLM throws that away.
             orders.unfilled.extend(engine_blocks)
             tracked.next_fill = NEVER
+            self._disown(self._blocks_from(tracked, local_tokens))
         else:
             orders.failed_loads[request_id] = engine_blocks
 
     def ended(self, transfer: Transfer) -> None:
         """A load's transfer has ended."""
+        computed_on = self._computed_on.pop(transfer.id, [])
+        if transfer.status is Status.FAILED:
+            self._disown(computed_on)
         tracked, start = self._transfers.pop(transfer.id, (None, 0))
         if tracked is None or transfer.status is not Status.FAILED:
             return
@@ -225,6 +237,18 @@ class Loads:
         """Nothing more is ordered for the request."""
         self._loadings.pop(request_id, None)
         self._fetches.end(request_id)
+
+    def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
+        """vLLM's blocks of a request behind what it had itself."""
+        start = local_tokens // self._groups.members[0].engine_block_tokens
+        return tracked.engine_blocks[0][start:]
+
+    def _disown(self, engine_blocks: list[int]) -> None:
+        """Take blocks that a forward computed on or filled without its load out of vLLM's own
+        prefix cache. Where it computes anew vLLM leaves them there, for the request to fill them;
+        one that is aborted meanwhile never does."""
+        if self._pool is not None and engine_blocks:
+            self._pool.evict_blocks(set(engine_blocks))
 
     def _plain(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
         (group,) = self._groups.members

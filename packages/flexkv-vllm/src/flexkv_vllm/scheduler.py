@@ -116,6 +116,7 @@ class SchedulerSide:
         """vLLM's blocks, and what its own prefix cache has of them."""
         self._keys.hash_tokens = getattr(pool, "hash_block_size", self._keys.hash_tokens)
         self._matcher.bind_pool(pool)
+        self._loads.bind_pool(pool)
         self._stores.bind_pool(pool)
 
     def queued(self, request: Request) -> None:
@@ -188,6 +189,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             tracked = TrackedRequest(request, self._wishes.of(request), NEVER)
+        tracked.set_blocks(self._tables(blocks.get_block_ids()))
         group = self._groups.members[0]
         start = match.local_tokens // group.engine_block_tokens
         count = -(-tokens // group.engine_block_tokens)

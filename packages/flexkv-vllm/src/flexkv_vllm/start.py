@@ -38,7 +38,7 @@ from flexkv import (
     share_of,
 )
 from flexkv_vllm.choosing import LoadChooser, LoadMode
-from flexkv_vllm.compat import check_version, fails_by_request, tells_states
+from flexkv_vllm.compat import binds_pool, check_version, fails_by_request, tells_states
 from flexkv_vllm.compat_events import group_traits
 from flexkv_vllm.device import device_of, make_mover, numa_node_of
 from flexkv_vllm.edge import Edge
@@ -377,6 +377,11 @@ def load_mode_of(
         raise ConfigError(
             f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
             f"ended; allowed: async, or with vLLM's --no-async-scheduling layerwise and auto"
+        )
+    if not binds_pool():
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but this vLLM does not let a connector take back "
+            f"blocks that a failed load left; allowed: async (from vLLM 0.22 on all)"
         )
     if store_time is StoreTime.FINISH:
         raise ConfigError(
