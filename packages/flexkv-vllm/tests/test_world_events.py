@@ -192,7 +192,7 @@ def test_blocks_of_adapters_are_told_by_vllms_hashes(make_world: MakeWorld, tmp_
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
     adapter = LoRARequest("name", 7, str(tmp_path / "adapter"))
     world = make_world(events=True, slots=14, disk_slots=100)
-    world.side._events._has_adapters = True
+    world.side._events._has_own_names = True
     subscriber = Subscriber(world)
     world.add(random_prompt(random.Random(6), 101), adapter=adapter)
     world.run()

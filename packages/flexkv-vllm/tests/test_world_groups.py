@@ -9,8 +9,10 @@ import pytest
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from test_world import slow_down
+from vllm.distributed.kv_events import BlockStored
 
 from flexkv_vllm.compat import fails_by_request
+from flexkv_vllm.compat_events import event_hash
 
 pytestmark = pytest.mark.skipif(
     not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"
@@ -128,6 +130,53 @@ def test_failed_loads_are_recomputed_or_fail_their_request_only(
     third = world.generate(random_prompt(random.Random(9), 100))
     assert len(world.outputs[third]) == 4
     assert rank.adapter.take_failed_requests() == set()
+
+
+def test_events_tell_each_groups_blocks(make_world: MakeWorld) -> None:
+    """By group and medium exactly what lookups find, also after a restart, once asked for."""
+    rng = random.Random(10)
+    prompts = [random_prompt(rng, 100 + 40 * n) for n in range(5)]
+    for _ in range(2):
+        world = make_world(windows=(40,), num_blocks=128, slots=24, disk_slots=100, events=True)
+        told: dict[str, set[tuple[int, object]]] = {"CPU": set(), "STORAGE": set()}
+        for prompt in (*prompts, prompts[0]):
+            world.generate(prompt)
+            stored_blocks(world)
+            world.forget()
+            world.recorder.events += world.side.take_events()
+            follow_events(world, told)
+            assert told["CPU"] == in_host(world)
+        assert {group for group, _ in told["CPU"]} == {0, 1}
+        assert {group for group, _ in told["STORAGE"]} == {0, 1}
+        world.close()
+
+
+def follow_events(world: World, told: dict[str, set[tuple[int, object]]]) -> None:
+    """Keep up with what is told of each medium."""
+    events, world.recorder.events = world.recorder.events, []
+    for event in events:
+        if getattr(event, "medium", None) not in told:
+            continue  # vLLM's own
+        blocks = {(event.group_idx, each) for each in event.block_hashes}
+        if isinstance(event, BlockStored):
+            assert not told[event.medium] & blocks, "told twice"
+            told[event.medium] |= blocks
+        else:
+            assert told[event.medium] >= blocks, "never told"
+            told[event.medium] -= blocks
+
+
+def in_host(world: World) -> set[tuple[int, object]]:
+    """Group and hash of every block of a request that lookups find in host memory."""
+    return {
+        (group.index, event_hash(block_hash))
+        for request in world.requests.values()
+        for group in world.side._groups.members
+        for block_hash, key in zip(
+            request.block_hashes, world.side._keys.of(request, group), strict=True
+        )
+        if world.cache.lookup([key])
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -66,8 +66,9 @@ class BlockEvents:
     Args:
         cache: of the engine; watched from now on.
         keys: of the blocks.
-        has_adapters: whether the engine serves LoRA adapters. On disk their blocks have names that
-            are not vLLM's, so nothing is told of blocks that no request has asked for yet.
+        has_own_names: whether keys are more than vLLM's hashes, as with LoRA adapters or several
+            groups. On disk such blocks have names from which no hash can be read, so nothing is
+            told of blocks that no request has asked for yet.
         traits: more fields of a `BlockStored`, by vLLM's number of the KV cache group.
     """
 
@@ -75,15 +76,16 @@ class BlockEvents:
         self,
         cache: KVCache,
         keys: BlockKeys,
-        has_adapters: bool,
+        has_own_names: bool,
         traits: Mapping[int, dict[str, Any]],
     ) -> None:
         self._cache = cache
         self._keys = keys
-        self._has_adapters = has_adapters
+        self._has_own_names = has_own_names
         self._traits = traits
         self._described: dict[bytes, Description] = {}
         self._told: dict[Medium, dict[bytes, Sequence[bytes]]] = {m: {} for m in Medium}
+        self._groups: dict[tuple[Medium, bytes], int] = {}
         self._shared: dict[Medium, Counter[bytes]] = {m: Counter() for m in Medium}
         self._again: list[bytes] = []
         cache.watch()
@@ -119,18 +121,20 @@ class BlockEvents:
         stored: list[tuple[int, KVCacheEvent]] = []
         gone = []
         for medium, name, loadable in itertools.chain(changes, still_there):
-            group = self._keys.parts(name)[1]
+            told_group = self._groups.pop((medium, name), 0)
             if not loadable:
-                removed[medium, group] += self._remove(medium, name)
+                removed[medium, told_group] += self._remove(medium, name)
                 if medium is Medium.HOST and self._cache.missing((name,)):
                     gone.append(name)
                 continue
             description = self._described.get(name)
+            group = 0 if description is None else description.group
+            self._groups[medium, name] = group
             hashes = self._hashes(name, description)
             if self._told[medium].get(name) == hashes:
                 continue
             # Told before, but without all that is known now.
-            removed[medium, group] += self._remove(medium, name)
+            removed[medium, told_group] += self._remove(medium, name)
             new = self._add(medium, name, hashes)
             if hashes:
                 position = -1 if description is None else description.position
@@ -146,7 +150,7 @@ class BlockEvents:
     def _hashes(self, name: bytes, description: Description | None) -> Sequence[bytes]:
         if description is not None:
             return description.hashes
-        return () if self._has_adapters else (self._keys.parts(name)[0],)
+        return () if self._has_own_names else (name,)
 
     def _add(self, medium: Medium, name: bytes, hashes: Sequence[bytes]) -> int:
         """Note a block as told; returns how many of its hashes, the last ones, are new."""

@@ -23,11 +23,12 @@ class BlockKeys:
         groups: of the model.
 
     Attributes:
+        are_hashes: whether they are vLLM's hashes and nothing more, but for adapters.
         hash_tokens: tokens that one of vLLM's block hashes stands for.
     """
 
     def __init__(self, groups: Groups) -> None:
-        self._plain = groups.plain
+        self.are_hashes = groups.plain
         self.hash_tokens = groups.hash_tokens
 
     def of(
@@ -38,11 +39,7 @@ class BlockKeys:
         step = group.block_tokens // self.hash_tokens
         end = None if stop is None else stop * step
         hashes: Sequence[bytes] = request.block_hashes[(start + 1) * step - 1 : end : step]
-        ending = b"" if self._plain else bytes([group.index])
+        ending = b"" if self.are_hashes else bytes([group.index])
         if request.lora_request is not None:
             ending += adapter_stamp(request.lora_request)
         return [key + ending for key in hashes] if ending else hashes
-
-    def parts(self, key: bytes) -> tuple[bytes, int]:
-        """The hash and the group of a key without an adapter's stamp."""
-        return (key, 0) if self._plain else (key[:-1], key[-1])

@@ -225,7 +225,7 @@ def _make_events(
     return BlockEvents(
         cache,
         keys,
-        has_adapters=vllm_config.lora_config is not None,
+        has_own_names=vllm_config.lora_config is not None or not keys.are_hashes,
         traits=group_traits(kv_cache_config),
     )
 
