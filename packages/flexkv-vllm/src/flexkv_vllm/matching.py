@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexkv import Fetch, KVCache, Presence
@@ -19,6 +20,34 @@ from flexkv_vllm.tracked import Match
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Blocks of a group to load: position of the first, and their keys."""
+
+    group: Group
+    start: int
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be loaded for a request of several groups, as it was when its turn came.
+
+    Attributes:
+        local_tokens: the engine had itself.
+        limit: tokens at most.
+        hit: tokens that could be had.
+        junction: as in `Match`.
+        wanted: for the hit.
+    """
+
+    local_tokens: int
+    limit: int
+    hit: int
+    junction: int
+    wanted: Sequence[_Wanted]
 
 
 class Matcher:
@@ -50,6 +79,8 @@ class Matcher:
         self._chooser = chooser
         self._events = events
         self._pool: BlockPool | None = None
+        # Of requests that wait for a fetch: vLLM asks in every step, and a long prompt takes long.
+        self._plans: dict[str, _Plan] = {}
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's own prefix cache: what it has need not be prefetched."""
@@ -62,7 +93,7 @@ class Matcher:
         if self._groups.plain:
             (group,) = self._groups.members
             start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
-            wanted = [(group, start, self._keys.of(request, group, start, stop))]
+            wanted = [_Wanted(group, start, self._keys.of(request, group, start, stop))]
         else:
             hit = longest_hit(self._groups, self._obtainable(request), local_tokens, limit)
             wanted = self._needed(request, local_tokens, hit)
@@ -77,6 +108,10 @@ class Matcher:
             return self._match_plain(request, local_tokens, limit)
         return self._match_groups(request, local_tokens, limit)
 
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._plans.pop(request_id, None)
+
     def _match_plain(
         self, request: Request, local_tokens: int, limit: int
     ) -> tuple[int, Match] | None:
@@ -85,7 +120,7 @@ class Matcher:
         keys = self._keys.of(request, group, first, limit // group.block_tokens)
         span = Span(local_tokens, (first + len(keys)) * group.block_tokens)
         hits = self._fetches.offer(request.request_id, keys, first, self._patience(span))
-        self._describe_awaited(request, [(group, first, keys)])
+        self._describe_awaited(request, [_Wanted(group, first, keys)])
         if hits is None:
             return None
         tokens = (first + hits) * group.block_tokens - local_tokens
@@ -99,32 +134,39 @@ class Matcher:
     def _match_groups(
         self, request: Request, local_tokens: int, limit: int
     ) -> tuple[int, Match] | None:
-        nothing = 0, Match(local_tokens)
         if local_tokens % self._groups.alignment:
-            return nothing
-        # vLLM computes the last token in any case, and for it one token more of a window.
-        limit = min(limit, request.num_tokens - 1)
-        obtainable = self._obtainable(request)
-        hit = longest_hit(self._groups, obtainable, local_tokens, limit)
-        junction = full_reach(self._groups, obtainable, local_tokens, limit)
-        missed = junction if junction > hit else 0
-        wanted = self._needed(request, local_tokens, hit)
-        keys = _flat(wanted)
+            return 0, Match(local_tokens)
+        request_id = request.request_id
+        plan = self._plan(request, local_tokens, min(limit, request.num_tokens - 1))
+        keys = _flat(plan.wanted)
+        hit = plan.hit
         if keys:
             patience = self._patience(Span(local_tokens, hit))
-            found = self._fetches.offer(request.request_id, keys, local_tokens, patience)
-            self._describe_awaited(request, wanted)
+            found = self._fetches.offer(request_id, keys, local_tokens, patience)
+            self._describe_awaited(request, plan.wanted)
             if found is None:
+                self._plans[request_id] = plan
                 return None
             if found < len(keys):
-                there = self._in_host(request)
-                hit = longest_hit(self._groups, there, local_tokens, limit)
+                hit = longest_hit(self._groups, self._in_host(request), local_tokens, plan.limit)
+        self._plans.pop(request_id, None)
         span = Span(local_tokens, hit)
         if hit <= local_tokens or not self._chooser.is_worth_loading(span, len(keys)):
-            return 0, Match(local_tokens, junction=missed)
-        tokens = span.tokens
-        disk = tokens if self._fetches.awaited(request.request_id) else 0
-        return tokens, Match(local_tokens, disk, junction=missed)
+            return 0, Match(local_tokens, junction=plan.junction)
+        disk = span.tokens if self._fetches.awaited(request_id) else 0
+        return span.tokens, Match(local_tokens, disk, junction=plan.junction)
+
+    def _plan(self, request: Request, local_tokens: int, limit: int) -> _Plan:
+        """What to load. vLLM computes the last token in any case, and for it one token more of a
+        window: `limit` ends before it."""
+        plan = self._plans.get(request.request_id)
+        if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
+            return plan
+        obtainable = self._obtainable(request)
+        hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+        reach = full_reach(self._groups, obtainable, local_tokens, limit)
+        junction = reach if reach > hit else 0
+        return _Plan(local_tokens, limit, hit, junction, self._needed(request, local_tokens, hit))
 
     def _patience(self, span: Span) -> Callable[[Fetch], bool]:
         """Whether to wait for a fetch of `span`, or of what it begins with."""
@@ -134,16 +176,15 @@ class Matcher:
         last: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
         return last if max_tokens is None else min(last, local_tokens + max_tokens)
 
-    def _needed(
-        self, request: Request, local_tokens: int, hit: int
-    ) -> list[tuple[Group, int, Sequence[bytes]]]:
-        """Blocks to load for a hit that ends at `hit` tokens: group, first position, keys."""
+    def _needed(self, request: Request, local_tokens: int, hit: int) -> list[_Wanted]:
+        """Blocks to load for a hit that ends at `hit` tokens."""
         wanted = []
         for group in self._groups.members:
             start = max(local_tokens // group.block_tokens, group.first_needed(hit))
             stop = hit // group.block_tokens
             if hit > local_tokens and stop > start:
-                wanted.append((group, start, self._keys.of(request, group, start, stop)))
+                keys = self._keys.of(request, group, start, stop)
+                wanted.append(_Wanted(group, start, keys))
         return wanted
 
     def _obtainable(self, request: Request) -> Present:
@@ -153,11 +194,19 @@ class Matcher:
         return self._presence(request, lambda key: self._cache.lookup((key,)) == 1)
 
     def _presence(self, request: Request, has: Callable[[bytes], bool]) -> Present:
+        """Asks `has` once about each block."""
         keys = {group.index: self._keys.of(request, group) for group in self._groups.members}
+        known: dict[bytes, bool] = {}
 
         def present(group: Group, position: int) -> bool:
             own = keys[group.index]
-            return position < len(own) and has(own[position])
+            if position >= len(own):
+                return False
+            key = own[position]
+            found = known.get(key)
+            if found is None:
+                found = known[key] = has(key)
+            return found
 
         return present
 
@@ -177,18 +226,16 @@ class Matcher:
             count += 1
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
-    def _describe_awaited(
-        self, request: Request, wanted: Sequence[tuple[Group, int, Sequence[bytes]]]
-    ) -> None:
+    def _describe_awaited(self, request: Request, wanted: Sequence[_Wanted]) -> None:
         """For events: blocks that are fetched are told in full once they are there."""
         if self._events is None:
             return
         awaited = self._fetches.awaited(request.request_id)
         if not awaited:
             return
-        for group, start, keys in wanted:
-            found = ((start + i, key) for i, key in enumerate(keys) if key in awaited)
-            self._events.describe(request, group, found)
+        for each in wanted:
+            found = ((each.start + i, key) for i, key in enumerate(each.keys) if key in awaited)
+            self._events.describe(request, each.group, found)
 
     def _awaited_tokens(self, request_id: str, keys: Sequence[bytes], tokens: int) -> int:
         """How many of the `tokens` that end with the last block of `keys` had to be fetched."""
@@ -204,5 +251,5 @@ class Matcher:
         return fetched
 
 
-def _flat(wanted: Sequence[tuple[Group, int, Sequence[bytes]]]) -> list[bytes]:
-    return [key for _, _, keys in wanted for key in keys]
+def _flat(wanted: Sequence[_Wanted]) -> list[bytes]:
+    return [key for each in wanted for key in each.keys]

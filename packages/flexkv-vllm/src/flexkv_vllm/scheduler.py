@@ -247,6 +247,7 @@ class SchedulerSide:
         request_id = request.request_id
         self._matches.pop(request_id, None)
         self._wishes.forget(request_id)
+        self._matcher.forget(request_id)
         self._loads.abandon(request_id, self._orders)
         tracked = self._requests.pop(request_id, None)
         if tracked is None or tracked.loading or not tracked.ran:
