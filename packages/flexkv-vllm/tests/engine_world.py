@@ -55,7 +55,7 @@ from world_config import (
 )
 
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.scheduler import StoreTime
+from flexkv_vllm.scheduler.side import StoreTime
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from flexkv import Fetch
-from flexkv_vllm.choosing import LoadChooser, LoadMode
-from flexkv_vllm.paces import Span
+from flexkv_vllm.scheduler.choosing import LoadChooser, LoadMode
+from flexkv_vllm.scheduler.paces import Span
 
 BLOCK_BYTES = 1000
 BLOCK_TOKENS = 100

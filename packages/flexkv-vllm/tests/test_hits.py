@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv_vllm.groups import Group, Groups, Reach
-from flexkv_vllm.hits import full_reach, longest_hit
+from flexkv_vllm.scheduler.hits import full_reach, longest_hit
 
 SPANS = {Reach.ALL: 0, Reach.STATE: 0}
 

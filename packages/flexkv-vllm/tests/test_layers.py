@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv import KVLayout, TensorView, share_of
-from flexkv_vllm.layers import split_layers
+from flexkv_vllm.worker.layers import split_layers
 
 BLOCKS = 4
 

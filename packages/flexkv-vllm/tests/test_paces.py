@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexkv_vllm.paces import LinkPace, PrefillPace, Span
+from flexkv_vllm.scheduler.paces import LinkPace, PrefillPace, Span
 
 RATES = st.floats(1e-7, 1e-2)
 

@@ -17,9 +17,9 @@ from world_config import PLUGIN, make_config, make_kv_cache_config
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
 from flexkv_vllm import compat
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.choosing import LoadMode
 from flexkv_vllm.groups import read_groups
-from flexkv_vllm.scheduler import StoreTime
+from flexkv_vllm.scheduler.choosing import LoadMode
+from flexkv_vllm.scheduler.side import StoreTime
 from flexkv_vllm.start import load_mode_of
 
 BLOCKS = 8

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexkv_vllm.connector import FlexKVConnectorV1
-from flexkv_vllm.stats import METRICS, FlexKVStats, Kind, sample
+from flexkv_vllm.telemetry.stats import METRICS, FlexKVStats, Kind, sample
 
 HITS = sample("hit_tokens", "host")
 BLOCKS = sample("blocks", "host")
@@ -112,7 +112,7 @@ def test_the_frontend_needs_no_kernels() -> None:
     code = (
         "import sys\n"
         "sys.modules['flexkv_kernels'] = None\n"
-        "from flexkv_vllm.stats import FlexKVPromMetrics, FlexKVStats\n"
+        "from flexkv_vllm.telemetry.stats import FlexKVPromMetrics, FlexKVStats\n"
         "import torch\n"
         "print('cuda', torch.cuda.is_initialized())\n"
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv_vllm.wishes import NONE, WishBook, Wishes
+from flexkv_vllm.scheduler.wishes import NONE, WishBook, Wishes
 
 
 def request(params: Any, request_id: str = "r") -> Any:

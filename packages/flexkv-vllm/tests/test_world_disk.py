@@ -290,7 +290,7 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
     """As without a disk, and bytes on disk change, reads take their time, loads begin as soon as
     something is there, and the engine is started anew in between."""
     rng = random.Random(seed)
-    monkeypatch.setattr("flexkv_vllm.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(6)]
     fetched = 0
     for life in range(3):
@@ -335,7 +335,7 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
 def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr("flexkv_vllm.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100, policy=policy)
     texts = prompts(11, 4)
     fill(world, texts)
@@ -358,7 +358,7 @@ def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed
 def test_the_rest_of_a_load_that_does_not_come_is_computed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexkv_vllm.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100, settings={"ssd_timeout_seconds": 0.2})
     texts = prompts(12, 4)
     fill(world, texts)

@@ -15,7 +15,7 @@ from test_stats import metrics, scrape
 from test_world_disk import PROMPT_BLOCKS, fill, flip_a_byte, prompts, settle, slabs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv_vllm.stats import sample
+from flexkv_vllm.telemetry.stats import sample
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""

@@ -13,10 +13,10 @@ from flexkv import Session
 from flexkv_vllm.compat import hit_sources
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.orders import StepOrders, StepReport
-from flexkv_vllm.scheduler import SchedulerSide, StoreTime
+from flexkv_vllm.scheduler.side import SchedulerSide, StoreTime
 from flexkv_vllm.start import make_scheduler_side, make_worker_side, read_settings
-from flexkv_vllm.stats import FlexKVStats
-from flexkv_vllm.worker import WorkerSide
+from flexkv_vllm.telemetry.stats import FlexKVStats
+from flexkv_vllm.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.scheduler import StoreTime
+from flexkv_vllm.scheduler.side import StoreTime
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -37,19 +37,19 @@ from flexkv import (
     plan_arena,
     share_of,
 )
-from flexkv_vllm.choosing import LoadChooser, LoadMode
 from flexkv_vllm.compat import binds_pool, check_version, fails_by_request, tells_states
 from flexkv_vllm.compat_events import group_traits
-from flexkv_vllm.device import device_of, make_mover, numa_node_of
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.groups import Groups, read_groups
 from flexkv_vllm.identity import model_identity, outlives_process
 from flexkv_vllm.keys import BlockKeys
-from flexkv_vllm.layers import split_layers
-from flexkv_vllm.pages import cached_layers, describe_pages
-from flexkv_vllm.scheduler import SchedulerSide, StoreTime
-from flexkv_vllm.worker import WorkerSide
+from flexkv_vllm.scheduler.choosing import LoadChooser, LoadMode
+from flexkv_vllm.scheduler.side import SchedulerSide, StoreTime
+from flexkv_vllm.telemetry.events import BlockEvents
+from flexkv_vllm.worker.device import device_of, make_mover, numa_node_of
+from flexkv_vllm.worker.layers import split_layers
+from flexkv_vllm.worker.pages import cached_layers, describe_pages
+from flexkv_vllm.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,13 +22,13 @@ from vllm.v1.kv_offload.base import (
 
 from flexkv import KVCache, Session
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.figures import CacheFigures
 from flexkv_vllm.offloading.compat import load_source
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
-from flexkv_vllm.wishes import WishBook
+from flexkv_vllm.scheduler.wishes import WishBook
+from flexkv_vllm.telemetry.figures import CacheFigures
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (

@@ -9,7 +9,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from flexkv import Fetch, KVCache, Medium, Presence
 from flexkv_vllm.offloading.compat import may_load_from
-from flexkv_vllm.wishes import Wishes
+from flexkv_vllm.scheduler.wishes import Wishes
 
 
 class RequestBlocks:

@@ -25,7 +25,6 @@ from flexkv import (
     Shard,
     attach,
 )
-from flexkv_vllm.device import device_of, make_mover, numa_node_of
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.identity import outlives_process
 from flexkv_vllm.offloading.compat import worker_config
@@ -33,6 +32,7 @@ from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
 from flexkv_vllm.start import copy_cpus, meet, open_tiers, running_on
+from flexkv_vllm.worker.device import device_of, make_mover, numa_node_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

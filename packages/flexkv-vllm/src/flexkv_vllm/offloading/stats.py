@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from flexkv_vllm.stats import METRICS, PREFIX, Kind, Metric, Samples, sample
+from flexkv_vllm.telemetry.stats import METRICS, PREFIX, Kind, Metric, Samples, sample
 
 _VLLMS_OWN = {"query_tokens", "hit_tokens"}
 """A manager is asked for blocks, and does not know for which tokens; vLLM counts those."""

@@ -18,10 +18,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import Direction, Mover, Session, Status
-from flexkv_vllm.device import work_so_far
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
+from flexkv_vllm.worker.device import work_so_far
 
 logger = logging.getLogger("flexkv.vllm")
 

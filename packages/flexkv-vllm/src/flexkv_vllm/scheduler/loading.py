@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from flexkv import KVCache, Status, Transfer
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.fetches import Fetches
 from flexkv_vllm.groups import Groups
 from flexkv_vllm.keys import BlockKeys
 from flexkv_vllm.orders import CopyOrder, StepOrders
-from flexkv_vllm.tracked import NEVER, TrackedRequest
+from flexkv_vllm.scheduler.fetches import Fetches
+from flexkv_vllm.scheduler.tracked import NEVER, TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

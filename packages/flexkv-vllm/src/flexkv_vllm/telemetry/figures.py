@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from flexkv import Direction, KVCache, Medium, Status
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.stats import Samples, sample
+from flexkv_vllm.telemetry.stats import Samples, sample
 
 
 class CopyFigures:

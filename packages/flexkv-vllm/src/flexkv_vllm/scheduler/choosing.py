@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from flexkv import Fetch
-from flexkv_vllm.paces import LEAST_TOKENS, LinkPace, PrefillPace, Span
+from flexkv_vllm.scheduler.paces import LEAST_TOKENS, LinkPace, PrefillPace, Span
 
 _PROBE_SHARE = 0.03
 """Of the time that computing takes, what may be lost by waiting for a tier of which nothing is

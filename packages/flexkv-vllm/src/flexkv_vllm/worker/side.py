@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 
 from flexkv import Direction, Mover, Session, Status
-from flexkv_vllm.device import work_so_far
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.figures import CopyFigures
-from flexkv_vllm.layers import LayerParts
 from flexkv_vllm.orders import CopyOrder, StepOrders, StepReport
-from flexkv_vllm.stats import Samples
+from flexkv_vllm.telemetry.figures import CopyFigures
+from flexkv_vllm.telemetry.stats import Samples
+from flexkv_vllm.worker.device import work_so_far
+from flexkv_vllm.worker.layers import LayerParts
 
 logger = logging.getLogger("flexkv.vllm")
 

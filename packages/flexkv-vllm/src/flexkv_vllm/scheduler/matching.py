@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexkv import Fetch, KVCache, Presence
-from flexkv_vllm.choosing import LoadChooser
-from flexkv_vllm.events import BlockEvents
-from flexkv_vllm.fetches import Fetches
 from flexkv_vllm.groups import Group, Groups, Reach
-from flexkv_vllm.hits import Present, full_reach, longest_hit
 from flexkv_vllm.keys import BlockKeys
-from flexkv_vllm.paces import Span
-from flexkv_vllm.tracked import Match
+from flexkv_vllm.scheduler.choosing import LoadChooser
+from flexkv_vllm.scheduler.fetches import Fetches
+from flexkv_vllm.scheduler.hits import Present, full_reach, longest_hit
+from flexkv_vllm.scheduler.paces import Span
+from flexkv_vllm.scheduler.tracked import Match
+from flexkv_vllm.telemetry.events import BlockEvents
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -11,8 +11,8 @@ from flexkv_vllm.edge import Edge
 from flexkv_vllm.groups import Group, Groups, Reach
 from flexkv_vllm.keys import BlockKeys
 from flexkv_vllm.orders import CopyOrder, StepOrders
-from flexkv_vllm.tracked import NEVER, TrackedRequest
-from flexkv_vllm.wishes import Wishes
+from flexkv_vllm.scheduler.tracked import NEVER, TrackedRequest
+from flexkv_vllm.scheduler.wishes import Wishes
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -13,22 +13,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flexkv import Direction, KVCache
-from flexkv_vllm.choosing import LoadChooser
 from flexkv_vllm.compat import offered_states
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.events import BlockEvents
-from flexkv_vllm.fetches import Fetches
-from flexkv_vllm.figures import CacheFigures
 from flexkv_vllm.groups import Groups
 from flexkv_vllm.keys import BlockKeys
-from flexkv_vllm.loading import Loads
-from flexkv_vllm.matching import Matcher
 from flexkv_vllm.orders import StepOrders, StepReport
-from flexkv_vllm.paces import LEAST_TOKENS, Span
-from flexkv_vllm.stats import Samples
-from flexkv_vllm.storing import Stores
-from flexkv_vllm.tracked import NEVER, Match, TrackedRequest
-from flexkv_vllm.wishes import WishBook
+from flexkv_vllm.scheduler.choosing import LoadChooser
+from flexkv_vllm.scheduler.fetches import Fetches
+from flexkv_vllm.scheduler.loading import Loads
+from flexkv_vllm.scheduler.matching import Matcher
+from flexkv_vllm.scheduler.paces import LEAST_TOKENS, Span
+from flexkv_vllm.scheduler.storing import Stores
+from flexkv_vllm.scheduler.tracked import NEVER, Match, TrackedRequest
+from flexkv_vllm.scheduler.wishes import WishBook
+from flexkv_vllm.telemetry.events import BlockEvents
+from flexkv_vllm.telemetry.figures import CacheFigures
+from flexkv_vllm.telemetry.stats import Samples
 
 logger = logging.getLogger("flexkv.vllm")
 

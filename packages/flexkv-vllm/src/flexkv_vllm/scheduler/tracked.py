@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flexkv_vllm.wishes import Wishes
+from flexkv_vllm.scheduler.wishes import Wishes
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
