@@ -11,7 +11,7 @@ import pytest
 
 from flexkv_kernels import CudaMode, CudaMover, Direction, Status
 from kernels.tests.fake_cuda.fake_driver import ILLEGAL_ADDRESS, INVALID_VALUE, FakeCuda, FakeStream
-from kernels.tests.worlds import World, simple_world
+from kernels.tests.worlds import World, is_closing, simple_world, until
 
 MODES = [CudaMode.DMA, CudaMode.KERNEL, CudaMode.TMA]
 LAYERS = 20
@@ -67,14 +67,6 @@ def make_mover(
 
 def slots(world: World) -> range:
     return range(0, 8 * world.block_bytes, world.block_bytes)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    """Waits for what must happen; a test that fails ends all the same."""
-    end = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def layer(world: World, number: int) -> slice:
@@ -204,6 +196,7 @@ def test_closing_ends_a_hold(make_mover: MakeMover, world: World, before: FakeSt
     holder.start()
     closing = threading.Thread(target=mover.close)
     closing.start()
+    until(lambda: is_closing(mover))
     before.release()
     closing.join(60)
     holder.join(60)

@@ -14,7 +14,7 @@ import pytest
 from flexkv_kernels import CudaMode, CudaMover, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import FakeCuda, FakeStream
-from kernels.tests.worlds import Flag, World, simple_world
+from kernels.tests.worlds import Flag, World, is_closing, simple_world, until
 
 MODES = [CudaMode.DMA, CudaMode.KERNEL, CudaMode.TMA]
 BLOCKS = range(8)
@@ -239,6 +239,7 @@ def test_closing_finishes_what_runs_fails_what_is_queued_and_gives_all_back(
     assert [mover.poll(ticket) for ticket in tickets] == [Status.PENDING] * 3
     closing = threading.Thread(target=mover.close)
     closing.start()
+    until(lambda: is_closing(mover))
     time.sleep(0.05)
     assert closing.is_alive()  # the device still has copies that wait for the stream
     stream.release()

@@ -6,11 +6,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexkv_kernels import CpuMover, CpuOptions, CudaMover, CudaOptions, Direction
+from flexkv_kernels.native_mover import NativeMover
 
 
 class Plane(NamedTuple):
@@ -155,6 +157,23 @@ def simple_world(num_blocks: int, page_bytes: int, n_planes: int, slots: int) ->
     planes = in_order((start, page_bytes, page_bytes) for start in starts)
     pages = Memory(n_planes * num_blocks * page_bytes, seed=1)
     return World(planes, num_blocks, pages, Memory(slots * n_planes * page_bytes, seed=2))
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Waits for what must happen; a test that fails ends all the same."""
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def is_closing(mover: NativeMover) -> bool:
+    """Whether the mover's end has begun: it takes not even what has nothing to copy."""
+    try:
+        mover.submit(Direction.STORE, [], [])
+    except RuntimeError:
+        return True
+    return False
 
 
 ENDLESS = 200_000

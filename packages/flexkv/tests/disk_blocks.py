@@ -19,9 +19,8 @@ from flexkv.transfer.link import Link
 SLOT = 8192
 FINGERPRINT = "ab" * 32
 DEADLINE = 60.0
-"""Seconds after which a result counts as lost."""
-STALL_SECONDS = 0.5
-"""For tiers of which a drive is made to hang: longer than a busy machine lets a thread wait."""
+"""Seconds after which a result counts as lost, or a drive as hanging: longer than a busy machine
+stands still."""
 
 
 def bytes_of(key: bytes, salt: bytes = b"", size: int = SLOT) -> bytes:
@@ -113,13 +112,6 @@ class Client:
             batch[result.position] = result.outcome
         return self.results
 
-    def wait_for_stall(self, number: int) -> None:
-        """Wait until a drive is known to hang."""
-        end = time.monotonic() + DEADLINE
-        while self.tier.drives[number].readable:
-            assert time.monotonic() < end, "the hang is not noticed"
-            time.sleep(0.001)
-
     def settle(self) -> None:
         """Wait until nothing is to be done."""
         end = time.monotonic() + DEADLINE
@@ -139,6 +131,7 @@ def opened(
 ) -> Iterator[Client]:
     """A client of a tier with `slots` slots in each of `roots`; closed at the end."""
     capacity = capacity_of(slots, len(roots))
+    options = {"stall_seconds": DEADLINE} | options
     tier = open_disk_tier([str(root) for root in roots], fingerprint, SLOT, capacity, **options)
     try:
         yield Client(tier, salt)

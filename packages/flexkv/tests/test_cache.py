@@ -215,4 +215,4 @@ class CacheModel(RuleBasedStateMachine):
 
 
 TestCache = CacheModel.TestCase
-TestCache.settings = settings(max_examples=50, deadline=None)
+TestCache.settings = settings(max_examples=50)

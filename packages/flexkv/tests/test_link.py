@@ -15,7 +15,7 @@ from disk_blocks import is_idle
 from flexkv.transfer.job import Job, Outcome, Priority
 from flexkv.transfer.link import Link
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
 
 

@@ -18,6 +18,15 @@ from flexkv.tiers.disk import DiskTier, open_disk_tier
 
 BLOCK_BYTES = 64 << 10
 CAPACITY = 4 << 20
+BATCH = 4
+"""Blocks that are written at once, when all slots are taken."""
+
+
+def opened(
+    root: str, fingerprint: str, block_bytes: int = BLOCK_BYTES, capacity: int = CAPACITY
+) -> DiskTier:
+    """A tier that never takes a busy machine for a disk that hangs."""
+    return open_disk_tier([root], fingerprint, block_bytes, capacity, stall_seconds=60.0)
 
 
 def block(number: int) -> memoryview:
@@ -37,17 +46,17 @@ def write(tier: DiskTier, first: int, count: int) -> None:
 
 
 def main(root: str, fingerprint: str, mode: str) -> None:
-    tier = open_disk_tier([root], fingerprint, BLOCK_BYTES, CAPACITY)
+    tier = opened(root, fingerprint)
     written = 0
     if mode == "write":
         write(tier, 0, 64)  # all slots and more: from now on every write replaces a block
         written = 64
     print("ready", flush=True)
-    for first in itertools.count(written, 4):
+    for first in itertools.count(written, BATCH):
         if select.select([sys.stdin], [], [], 0 if mode == "write" else None)[0]:
             break
-        write(tier, first, 4)
-        written += 4
+        write(tier, first, BATCH)
+        written += BATCH
     tier.close()
     print(written)
 

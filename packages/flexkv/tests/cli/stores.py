@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexkv.tiers.base import BlockResult
-from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.disk.inspect import Record, read_table
 from flexkv.transfer.job import Outcome, Priority
 from packages.flexkv.tests.cli import engine
@@ -54,7 +53,7 @@ class Cache:
 
     def fill(self, count: int, read: int = 0) -> None:
         """Write `count` blocks, then read back the first `read` of them."""
-        tier = open_disk_tier([str(self.root)], FINGERPRINT, self.block_bytes, self.capacity)
+        tier = engine.opened(str(self.root), FINGERPRINT, self.block_bytes, self.capacity)
         engine.write(tier, 0, count)
         names = [number.to_bytes(16, "big") for number in range(read)]
         tier.read(names, [engine.block(0) for _ in names], Priority.LOAD)

@@ -77,21 +77,23 @@ def test_an_engine_can_always_start_beside_stat(cache: Cache) -> None:
     cache.fill(1)
     (path,) = folders(str(cache.root))
     ended = threading.Event()
-    owners: set[int | None] = set()
+    owners: list[int | None] = []
 
     def ask() -> None:
         while not ended.is_set():
-            owners.add(folder_state(path).owner)
+            owners.append(folder_state(path).owner)
 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
         # A probe that takes the lock shared for a moment was in the way in 20 of 20 such runs.
-        for _ in range(2000):
+        locked = 0
+        while locked < 2000 or len(owners) < 20:
             folder = lock_folder(path)
             assert folder is not None
             folder.release()
+            locked += 1
+            assert asking.is_alive()
     finally:
         ended.set()
         asking.join()
-    assert owners

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disk_blocks import FINGERPRINT, SLOT, STALL_SECONDS, Client, capacity_of, names, opened
+from disk_blocks import DEADLINE, FINGERPRINT, SLOT, Client, capacity_of, names, opened
 from faults.faulty_files import HangingFiles
 
 from flexkv.tiers.disk import drive, open_disk_tier
 from flexkv.transfer.job import Outcome, Priority
+from packages.flexkv.tests.conftest import Clock
 
 SLOTS = 40
 KEYS = names(30)
@@ -25,20 +26,23 @@ def on_drive(client: Client, number: int) -> list[bytes]:
 
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_the_other_directories_go_on_while_one_hangs(
-    tmp_path: Path, faults: Callable[[int], None], hangs: int
+    tmp_path: Path, faults: Callable[[int], None], clock: Clock, hangs: int
 ) -> None:
     roots = tmp_path / "a", tmp_path / "b"
     files = HangingFiles()
-    with opened(*roots, slots=SLOTS, files=files, stall_seconds=STALL_SECONDS) as client:
+    with opened(*roots, slots=SLOTS, files=files) as client:
         client.write(KEYS)
+        client.settle()
         lost, left = on_drive(client, hangs), on_drive(client, 1 - hangs)
         assert lost
         assert left
         files.hang(roots[hangs])
         waiting = client.tier.read(lost, client.buffers[-len(lost) :], Priority.LOAD)
-        assert files.hanging.wait(30)
-        client.wait_for_stall(hangs)
-        assert any(drive.readable for drive in client.tier.drives)
+        assert files.hanging.wait(DEADLINE)
+        assert client.tier.drives[hangs].readable
+        clock.skip(2 * DEADLINE)
+        assert not client.tier.drives[hangs].readable
+        assert client.tier.drives[1 - hangs].readable
         assert client.found(KEYS) == left
         assert client.read(KEYS[:20]).count(DONE) == len(set(left) & set(KEYS[:20]))
         more = names(10, first=100)
@@ -57,22 +61,24 @@ def test_the_other_directories_go_on_while_one_hangs(
 
 
 def test_a_tier_whose_only_directory_hangs_is_not_available(
-    tmp_path: Path, faults: Callable[[int], None]
+    tmp_path: Path, faults: Callable[[int], None], clock: Clock
 ) -> None:
     files = HangingFiles()
-    with opened(tmp_path, slots=SLOTS, files=files, stall_seconds=STALL_SECONDS) as client:
+    with opened(tmp_path, slots=SLOTS, files=files) as client:
         client.write(KEYS)
+        client.settle()
         files.hang(tmp_path)
         waiting = client.tier.read(KEYS[:1], client.buffers[-1:], Priority.LOAD)
-        client.wait_for_stall(0)
-        assert not any(drive.readable for drive in client.tier.drives)
+        assert files.hanging.wait(DEADLINE)
+        clock.skip(2 * DEADLINE)
+        assert not client.tier.drives[0].readable
         assert client.found(KEYS) == []
         assert client.read(KEYS) == [Outcome.MISSING] * 30
         assert client.write(names(5, first=100)) == [Outcome.DROPPED] * 5
         client.tier.touch(KEYS)
         files.release()
         assert client.wait(waiting, 1) == [DONE]
-        assert any(drive.readable for drive in client.tier.drives)
+        assert client.tier.drives[0].readable
         assert client.read(KEYS) == [DONE] * 30
     faults(1)
 
@@ -91,7 +97,7 @@ def test_close_does_not_wait_for_a_disk_that_hangs(
     kept = on_drive(client, 1)
     files.hang(roots[0])
     tier.read(KEYS, client.buffers[: len(KEYS)], Priority.LOAD)
-    assert files.hanging.wait(30)
+    assert files.hanging.wait(DEADLINE)
     assert not tier.close()
     with opened(roots[1], slots=SLOTS) as other:  # that one was closed
         assert other.found(KEYS) == kept

@@ -142,7 +142,7 @@ STEPS = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(STEPS, max_size=25))
 def test_no_history_yields_what_was_forgotten(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int], int]]

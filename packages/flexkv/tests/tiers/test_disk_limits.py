@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from disk_blocks import (
+    DEADLINE,
     FINGERPRINT,
     SLOT,
     Client,
@@ -88,7 +89,7 @@ def test_cancel_drops_whole_runs_and_only_those_that_have_not_begun(
         client.write(names(60))
         files.hang(tmp_path)
         ticket = client.tier.read(names(60), client.buffers[:60], Priority.PREFETCH)
-        assert files.hanging.wait(30)
+        assert files.hanging.wait(DEADLINE)
         client.tier.cancel(ticket)
         files.release()
         outcomes = client.check(names(60), client.wait(ticket, 60))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from disk_blocks import (
+    DEADLINE,
     FINGERPRINT,
     SLOT,
-    STALL_SECONDS,
     Client,
     capacity_of,
     names,
@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import open_disk_tier, slabs
 from flexkv.transfer.job import Outcome, Priority
+from packages.flexkv.tests.conftest import Clock
 
 DONE = Outcome.DONE
 OTHER = "cd" * 32
@@ -173,7 +174,7 @@ def test_a_capacity_without_room_for_a_block_is_refused(tmp_path: Path, capacity
         pass
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.sampled_from([4096, 8192, 65536]),
     st.integers(1, 400),
@@ -299,17 +300,20 @@ def test_a_block_that_two_directories_have_is_deleted_from_both(tmp_path: Path) 
         assert client.read(names(5, first=5)) == [DONE] * 5
 
 
-def test_a_block_is_read_from_the_directory_that_does_not_hang(tmp_path: Path) -> None:
+def test_a_block_is_read_from_the_directory_that_does_not_hang(
+    tmp_path: Path, clock: Clock
+) -> None:
     roots = tmp_path / "a", tmp_path / "b"
     for root in roots:
         with opened(root) as client:
             client.write(names(10))
     files = HangingFiles()
-    with opened(*roots, files=files, stall_seconds=STALL_SECONDS) as client:
+    with opened(*roots, files=files) as client:
         files.hang(roots[0])
         client.tier.read(names(1), client.buffers[-1:], Priority.LOAD)
-        assert files.hanging.wait(10)
-        client.wait_for_stall(0)
+        assert files.hanging.wait(DEADLINE)
+        clock.skip(2 * DEADLINE)
+        assert not client.tier.drives[0].readable
         assert client.found(names(10)) == names(10)
         assert client.read(names(10)) == [DONE] * 10
         files.release()
