@@ -94,6 +94,23 @@ class Client:
         """Those of `keys` that the tier says it has."""
         return [key for key, has in zip(keys, self.tier.contains(keys), strict=True) if has]
 
+    def slots_of(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Where the blocks of `keys`, all there, lie in the only directory."""
+        (drive,) = self.tier.drives
+        slots = {}
+        for key in keys:
+            slot = drive.index.lease(key)
+            assert slot is not None
+            drive.index.release(slot)
+            slots[key] = slot
+        return slots
+
+    def refill(self, keys: Sequence[bytes]) -> None:
+        """Write `keys`, of which some may be lost, and read them back."""
+        self.settle()
+        assert self.write(keys) == [Outcome.DONE] * len(keys)
+        assert self.read(keys) == [Outcome.DONE] * len(keys)
+
     def wait(self, ticket: int, count: int) -> list[Outcome]:
         """The outcomes of a batch, in its order."""
         end = time.monotonic() + DEADLINE

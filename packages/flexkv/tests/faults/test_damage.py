@@ -54,14 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def places(root: Path) -> dict[bytes, int]:
     """The slot of each block."""
     with opened(root, slots=SLOTS) as client:
-        (drive,) = client.tier.drives
-        slots = {}
-        for key in KEYS:
-            slot = drive.index.lease(key)
-            assert slot is not None
-            drive.index.release(slot)
-            slots[key] = slot
-        return slots
+        return client.slots_of(KEYS)
 
 
 def change(path: Path, offset: int, size: int, how: Callable[[bytes], bytes]) -> None:
@@ -74,6 +67,21 @@ def change(path: Path, offset: int, size: int, how: Callable[[bytes], bytes]) ->
         os.pwrite(file.fileno(), after, offset)
 
 
+def change_blocks(
+    folder: Path, slots: dict[bytes, int], chance: random.Random, damage: Damage
+) -> list[Outcome]:
+    """Damage the bytes of 25 blocks; what reads of `KEYS` must come to."""
+    damaged = set(chance.sample(KEYS, 25))
+    for key in damaged:
+        change(folder / "slab-00000", slots[key] * SLOT, SLOT, lambda data: damage(chance, data))
+    return [Outcome.DAMAGED if key in damaged else DONE for key in KEYS]
+
+
+def intact(outcomes: list[Outcome]) -> list[bytes]:
+    """Those of `KEYS` that were read."""
+    return [key for key, outcome in zip(KEYS, outcomes, strict=True) if outcome is DONE]
+
+
 @KINDS
 def test_blocks_whose_bytes_changed_are_misses_and_no_others(
     folder: Path, faults: Callable[[int], None], damage: Damage
@@ -81,20 +89,13 @@ def test_blocks_whose_bytes_changed_are_misses_and_no_others(
     chance = random.Random(damage.__name__)
     root = folder.parent
     for _ in range(5):
-        slots = places(root)
-        damaged = set(chance.sample(KEYS, 25))
-        for key in damaged:
-            offset = slots[key] * SLOT
-            change(folder / "slab-00000", offset, SLOT, lambda data: damage(chance, data))
+        expected = change_blocks(folder, places(root), chance, damage)
         with opened(root, slots=SLOTS) as client:
             assert client.found(KEYS) == KEYS
-            expected = [Outcome.DAMAGED if key in damaged else DONE for key in KEYS]
             assert client.read(KEYS) == expected
-            assert client.found(KEYS) == [key for key in KEYS if key not in damaged]
-            client.settle()
-            assert client.write(KEYS) == [DONE] * SLOTS
-            assert client.read(KEYS) == [DONE] * SLOTS
-        faults(len(damaged))
+            assert client.found(KEYS) == intact(expected)
+            client.refill(KEYS)
+        faults(expected.count(Outcome.DAMAGED))
 
 
 @KINDS
@@ -113,8 +114,7 @@ def test_blocks_whose_records_changed_are_misses_and_no_others(
             left = [key for key in KEYS if key not in damaged]
             assert client.found(KEYS) == left
             assert client.read(left) == [DONE] * len(left)
-            assert client.write(KEYS) == [DONE] * SLOTS
-            assert client.read(KEYS) == [DONE] * SLOTS
+            client.refill(KEYS)
         faults(len(damaged))
 
 
@@ -127,8 +127,7 @@ def test_a_table_whose_header_changed_is_an_empty_one(
         change(folder / "table", 0, 108, lambda data: damage(chance, data))
         with opened(folder.parent, slots=SLOTS) as client:
             assert client.found(KEYS) == []
-            assert client.write(KEYS) == [DONE] * SLOTS
-            assert client.read(KEYS) == [DONE] * SLOTS
+            client.refill(KEYS)
         faults(1)
 
 
@@ -147,10 +146,8 @@ def test_of_a_file_that_was_cut_the_rest_counts(
             "table": {key for key in KEYS if table.record_offset(slots[key] + 1) <= length},
         }.get(name, set(KEYS))
         with opened(root, slots=SLOTS) as client:
-            outcomes = client.read(KEYS)
-            assert {key for key, o in zip(KEYS, outcomes, strict=True) if o is DONE} == whole
-            client.settle()
-            assert client.write(KEYS) == [DONE] * SLOTS
+            assert set(intact(client.read(KEYS))) == whole
+            client.refill(KEYS)
         faults(1)
 
 
@@ -163,9 +160,7 @@ def test_a_file_that_is_gone_is_made_anew(
         outcomes = set(client.read(KEYS))
         allowed = {"slab-00000": Outcome.DAMAGED, "table": Outcome.MISSING}
         assert outcomes == {allowed.get(name, DONE)}
-        client.settle()
-        assert client.write(KEYS) == [DONE] * SLOTS
-        assert client.read(KEYS) == [DONE] * SLOTS
+        client.refill(KEYS)
     faults(1)
 
 
@@ -176,12 +171,8 @@ def test_bytes_that_change_while_the_store_is_open_are_misses(
     chance = random.Random(damage.__name__)
     slots = places(folder.parent)
     with opened(folder.parent, slots=SLOTS) as client:
-        damaged = set(chance.sample(KEYS, 30))
-        for key in damaged:
-            offset = slots[key] * SLOT
-            change(folder / "slab-00000", offset, SLOT, lambda data: damage(chance, data))
-        outcomes = client.read(KEYS)
-        assert outcomes == [Outcome.DAMAGED if key in damaged else DONE for key in KEYS]
+        expected = change_blocks(folder, slots, chance, damage)
+        assert client.read(KEYS) == expected
     with opened(folder.parent, slots=SLOTS) as client:
-        assert client.found(KEYS) == [key for key in KEYS if key not in damaged]
-    faults(len(damaged))
+        assert client.found(KEYS) == intact(expected)
+    faults(expected.count(Outcome.DAMAGED))

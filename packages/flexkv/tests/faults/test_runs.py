@@ -99,18 +99,6 @@ def store(root: Path) -> Iterator[tuple[Client, BadPlaces]]:
         yield client, files
 
 
-def slots_of(client: Client) -> dict[bytes, int]:
-    """The slot of each of `KEYS`."""
-    (drive,) = client.tier.drives
-    slots = {}
-    for key in KEYS:
-        slot = drive.index.lease(key)
-        assert slot is not None
-        drive.index.release(slot)
-        slots[key] = slot
-    return slots
-
-
 def all_but(place: int, outcome: Outcome) -> list[Outcome]:
     """The outcomes of `KEYS` if one is special."""
     return [outcome if i == place else DONE for i in range(RUN)]
@@ -137,7 +125,7 @@ def test_one_bad_block_of_a_run_that_is_read_is_a_miss_and_no_other(
     with store(tmp_path) as (client, files):
         client.write(KEYS)
         # In the middle of the block, so that a short call ends within it.
-        start = slots_of(client)[KEYS[place]] * SLOT + SLOT // 2
+        start = client.slots_of(KEYS)[KEYS[place]] * SLOT + SLOT // 2
         files.bad, files.limit = ("slab-00000", start, 1), limit
         expected = DAMAGED if limit is Limit.NOTHING else FAILED
         assert client.read(KEYS) == all_but(place, expected)
@@ -220,7 +208,7 @@ def test_a_flipped_bit_of_a_run_is_one_miss(
 ) -> None:
     with store(tmp_path) as (client, files):
         client.write(KEYS)
-        offset = slots_of(client)[KEYS[place]] * SLOT + 4321
+        offset = client.slots_of(KEYS)[KEYS[place]] * SLOT + 4321
         with (tmp_path / FINGERPRINT / "slab-00000").open("r+b") as file:
             byte = os.pread(file.fileno(), 1, offset)[0]
             os.pwrite(file.fileno(), bytes([byte ^ 4]), offset)
@@ -235,7 +223,7 @@ def test_a_file_that_ends_in_the_middle_of_a_run_loses_what_was_behind(
 ) -> None:
     with store(tmp_path) as (client, _):
         client.write(KEYS)
-        slots = slots_of(client)
+        slots = client.slots_of(KEYS)
         os.truncate(tmp_path / FINGERPRINT / "slab-00000", 12 * SLOT + 4096)
         expected = [DONE if slots[key] < 12 else DAMAGED for key in KEYS]
         assert expected.count(DONE) == 12

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from flexkv.transfer.job import Outcome, Priority
 
 DONE = Outcome.DONE
-OTHER = "cd" * 32
 
 
 def test_deleted_blocks_are_not_found_after_a_restart(tmp_path: Path) -> None:

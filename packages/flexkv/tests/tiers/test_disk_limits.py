@@ -21,7 +21,6 @@ from flexkv.tiers.disk import drive, health
 from flexkv.transfer.job import Outcome, Priority
 
 DONE = Outcome.DONE
-OTHER = "cd" * 32
 
 
 def test_the_write_budget_holds_over_a_restart(tmp_path: Path) -> None:
