@@ -18,7 +18,7 @@ from flexkv.transfer import fetch, link
 def _patience() -> Iterator[None]:
     """What is slow is not lost, unless a test says so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "CLOSE_SECONDS", 2 * DEADLINE)
+        patch.setattr(drive, "CLOSE_SECONDS", DEADLINE)
         patch.setattr(session, "_GREETING_SECONDS", DEADLINE)
         yield
 

@@ -59,6 +59,7 @@ class Engine:
         disk_slots: int = 64,
         admission: str = "write_through",
     ) -> None:
+        self._gate = threading.Event()
         self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
         capacity = disk_slots * (FORMAT.slot_bytes + 64) + 32768
         self.disk = open_disk_tier(
@@ -114,7 +115,7 @@ class Engine:
     def hang(self, reached: threading.Event | None = None) -> Callable[[], None]:
         """Reads wait until the returned function is called; `reached` is set once one does."""
         store: Any = self.disk.drives[0]._store
-        gate = threading.Event()
+        self._gate = gate = threading.Event()
         read = store.read
 
         def waiting(*args: Any) -> Any:
@@ -127,6 +128,7 @@ class Engine:
         return gate.set
 
     def close(self) -> None:
+        self._gate.set()
         assert self.cache.close()
         self.arena.close()
 

@@ -101,7 +101,8 @@ class FaultyFiles(OsFiles):
 
 
 class HangingFiles(OsFiles):
-    """The real files; reads below one directory do not return until `release`.
+    """The real files; reads below one directory do not return until `release`, or the end of the
+    `with` that this stands in: so nothing waits for a test that fails.
 
     Attributes:
         hanging: set once a read hangs.
@@ -121,6 +122,12 @@ class HangingFiles(OsFiles):
     def release(self) -> None:
         """All reads go on."""
         self._free.set()
+
+    def __enter__(self) -> HangingFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if not self._free.is_set() and os.readlink(f"/proc/self/fd/{fd}").startswith(self._root):

@@ -30,7 +30,7 @@ def test_the_other_directories_go_on_while_one_hangs(
 ) -> None:
     roots = tmp_path / "a", tmp_path / "b"
     files = HangingFiles()
-    with opened(*roots, slots=SLOTS, files=files) as client:
+    with opened(*roots, slots=SLOTS, files=files) as client, files:
         client.write(KEYS)
         client.settle()
         lost, left = on_drive(client, hangs), on_drive(client, 1 - hangs)
@@ -64,7 +64,7 @@ def test_a_tier_whose_only_directory_hangs_is_not_available(
     tmp_path: Path, faults: Callable[[int], None], clock: Clock
 ) -> None:
     files = HangingFiles()
-    with opened(tmp_path, slots=SLOTS, files=files) as client:
+    with opened(tmp_path, slots=SLOTS, files=files) as client, files:
         client.write(KEYS)
         client.settle()
         files.hang(tmp_path)

@@ -84,7 +84,7 @@ def test_cancel_drops_whole_runs_and_only_those_that_have_not_begun(
 ) -> None:
     monkeypatch.setattr(drive, "READ_RUN_BYTES", 3 * SLOT)
     files = HangingFiles()
-    with opened(tmp_path, files=files) as client:
+    with opened(tmp_path, files=files) as client, files:
         client.write(names(60))
         files.hang(tmp_path)
         ticket = client.tier.read(names(60), client.buffers[:60], Priority.PREFETCH)

@@ -308,7 +308,7 @@ def test_a_block_is_read_from_the_directory_that_does_not_hang(
         with opened(root) as client:
             client.write(names(10))
     files = HangingFiles()
-    with opened(*roots, files=files) as client:
+    with opened(*roots, files=files) as client, files:
         files.hang(roots[0])
         client.tier.read(names(1), client.buffers[-1:], Priority.LOAD)
         assert files.hanging.wait(DEADLINE)
