@@ -1,12 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of code that has no time to keep say nothing about the time that it took."""
+"""Time, for tests on a machine that others use: it stands still for seconds."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
-# A machine that others use stands still at times. All else as the profile that is in force.
+from flexkv import session
+from flexkv.tiers.disk import drive
+from flexkv.transfer import fetch, link
+
+# Code that has no time to keep: how long an example took says nothing. All else as the profile
+# that is in force.
 settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+PATIENCE_SECONDS = 60.0
+"""What is slow is not lost, unless a test says so."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(session, "_GREETING_SECONDS", PATIENCE_SECONDS)
+        yield
+
+
+class Clock:
+    """The clock of what waits for disks; tests put it forward instead of waiting."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass. What runs at this moment began long ago."""
+        self._ahead += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (fetch, link):
+        monkeypatch.setattr(module, "time", made)
+    return made

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,17 @@ if TYPE_CHECKING:
 
 # All of the adapter is written against vLLM's own classes: without them there is nothing to test.
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+@pytest.fixture(autouse=True)
+def log_reaches_pytest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Else the first test that starts FlexKV gives its log a handler, and keeps it from `caplog` in
+    all later ones."""
+    logger, handler = logging.getLogger("flexkv"), logging.NullHandler()
+    monkeypatch.setattr(logger, "propagate", True)
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -12,27 +12,23 @@ wrong byte, at once.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import pickle
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from kv_pages import (
-    BLOCK_TOKENS,
-    HEAD_BYTES,
-    HEADS,
-    LAYERS,
-    heads_of,
-    make_pages,
-    token_bytes,
-)
+from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
+from late_mover import LateMover
+from patience import wait_until
+from ranks import AdapterRank, Rank, scheduled
+from texts import Text
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.lora.request import LoRARequest
@@ -40,58 +36,14 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-)
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from world_config import (
-    LLAMA,
-    PLUGIN,
-    disk_settings,
-    make_config,
-    make_kv_cache_config,
-)
+from world_config import LLAMA, PLUGIN, disk_settings, make_config, make_kv_cache_config
 
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler.side import StoreTime
-
-
-@dataclass(slots=True)
-class Rank:
-    """One worker: its KV pages, its part of FlexKV, and its copy of the block tables."""
-
-    number: int
-    adapter: Adapter
-    pages: dict[str, torch.Tensor]
-    tables: dict[str, list[list[int]]] = field(default_factory=dict)
-    wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Requests that the running step computes on wrong bytes, with the first such block."""
-
-
-class Text:
-    """A request's tokens: its prompt, and what the runner makes of it, as far as it was asked."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt_tokens = len(prompt)
-        self.tokens = list(prompt)
-        self.sampled = 0
-        self._digest = hashlib.blake2b(repr(prompt).encode(), digest_size=4)
-
-    def upto(self, count: int) -> list[int]:
-        while len(self.tokens) < count:
-            self._digest.update(self.tokens[-1].to_bytes(4, "little"))
-            number = int.from_bytes(self._digest.digest(), "little")
-            self.tokens.append(number % LLAMA["vocab_size"])
-        return self.tokens[:count]
-
-    def sample(self, computed: int) -> list[int]:
-        """The next token, if `computed` tokens are all that there are so far."""
-        if computed < self.prompt_tokens + self.sampled:
-            return []
-        self.sampled += 1
-        return [self.upto(computed + 1)[-1]]
 
 
 class EventRecorder(EventPublisher):
@@ -123,6 +75,9 @@ class World:
 
     With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
     is known, and the workers run it now or later, as `lag` decides.
+
+    Attributes:
+        closing: what is to be done before the world closes.
     """
 
     def __init__(
@@ -157,13 +112,13 @@ class World:
             settings=disk_settings(directory, disk_slots, slot_bytes) | (settings or {}),
             events=events,
         )
-        self.lag = lag
-        self.steps: deque[Step] = deque()
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
-        self.num_blocks = num_blocks
+        self.entry = entry
         self.windows = windows
-        kv_cache_config = make_kv_cache_config(num_blocks, windows)
-        self.fenced = entry == PLUGIN
+        self.num_blocks = num_blocks
+        self.lag = lag
+        self.closing = contextlib.ExitStack()
+        kv_cache_config = make_kv_cache_config(num_blocks, windows, ranks)
         self.ranks = self._start_ranks(ranks, kv_cache_config)
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler: Scheduler = scheduler_class(
@@ -176,39 +131,42 @@ class World:
         )
         self.recorder = EventRecorder()
         self.scheduler.kv_event_publisher = self.recorder
-        self.requests: dict[str, Request] = {}
-        self.weights = b""
-        self.stats: list[dict[str, float]] = []
         self.aggregator = KVOutputAggregator(ranks)
-        hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_fn)
-        self.hasher = get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        self.hasher = make_hasher(self.vllm_config)
+        self.weights = b""
+        self.steps: deque[Step] = deque()
+        self.requests: dict[str, Request] = {}
         self.texts: dict[str, Text] = {}
         self.outputs: dict[str, list[int]] = {}
         self.external_tokens: dict[str, int] = {}
+        self.stats: list[dict[str, float]] = []
         self.preemptions = 0
-        self.checked_bytes = 0
+        self.late_movers: list[LateMover] = []
 
-    def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> list[Rank]:
-        time = StoreTime.STEP if self.fenced else StoreTime.FINISH
+    def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
+        """Workers that have met."""
+        fenced = self.entry == PLUGIN
+        time = StoreTime.STEP if fenced else StoreTime.FINISH
         made = [
-            Rank(number, Adapter(self.vllm_config, time), self._make_pages(ranks))
+            AdapterRank(
+                number,
+                ranks,
+                self.windows,
+                make_pages(self.num_blocks, ranks, 1 + len(self.windows)),
+                adapter=Adapter(self.vllm_config, time),
+                fenced=fenced,
+            )
             for number in range(ranks)
         ]
-        threads = [
-            threading.Thread(
-                target=rank.adapter.start_worker, args=(rank.pages, kv_cache_config, rank.number)
-            )
-            for rank in made
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_together(
+            [
+                lambda rank=rank: rank.adapter.start_worker(
+                    rank.pages, kv_cache_config, rank.number
+                )
+                for rank in made
+            ]
+        )
         return made
-
-    def _make_pages(self, ranks: int) -> dict[str, torch.Tensor]:
-        return make_pages(self.num_blocks, ranks, 1 + len(self.windows))
 
     @property
     def connector(self) -> Any:
@@ -225,13 +183,43 @@ class World:
     def cache(self) -> Any:
         return self.side._cache
 
+    @property
+    def checked_bytes(self) -> int:
+        return sum(rank.checked_bytes for rank in self.ranks)
+
+    def poll(self) -> None:
+        """See what has ended, without a step of the engine."""
+        self.side._poll()
+
+    def settle(self) -> None:
+        """Until no copy and no disk operation is under way."""
+        wait_until(lambda: not self.cache.busy, self.poll)
+
+    def assert_untracked(self) -> None:
+        """Of requests that have ended nothing is known any more."""
+        assert self.side.tracked_requests == 0
+
+    def slow_down(
+        self,
+        rng: random.Random,
+        polls: tuple[int, int] = (0, 6),
+        failure_rate: float = 0.0,
+    ) -> list[LateMover]:
+        """Put late movers before those of all ranks."""
+        self.late_movers = [
+            late for rank in self.ranks for late in rank.slow_down(rng, polls, failure_rate)
+        ]
+        return self.late_movers
+
     def add(
         self,
         prompt: list[int],
         max_tokens: int = 4,
+        *,
         salt: str | None = None,
         adapter: LoRARequest | None = None,
         params: Any = None,
+        images: Any = None,
     ) -> str:
         request_id = f"r{len(self.outputs)}"
         request = Request(
@@ -243,6 +231,7 @@ class World:
                 extra_args=None if params is None else {"kv_transfer_params": params},
             ),
             None,
+            mm_features=images,
             cache_salt=salt,
             lora_request=adapter,
             block_hasher=self.hasher,
@@ -282,15 +271,9 @@ class World:
                     hits = item.prefill_stats.num_external_cached_tokens
                     self.external_tokens[item.request_id] = hits
 
-    def run(self, limit: int = 20_000) -> None:
-        for _ in range(limit):
-            # vLLM before 0.22 may rest while blocks of requests that have ended are held, until the
-            # next request comes. Here the copies are seen to their end.
-            held = self.scheduler.requests
-            if not self.scheduler.has_requests() and not held and not self.steps:
-                return
-            self.step()
-        raise AssertionError(f"requests did not end: {list(self.scheduler.requests)}")
+    def run(self) -> None:
+        """Step until all requests have ended."""
+        wait_until(self._is_idle, self.step)
 
     def generate(
         self,
@@ -299,7 +282,7 @@ class World:
         salt: str | None = None,
         params: Any = None,
     ) -> str:
-        request_id = self.add(prompt, max_tokens, salt, params=params)
+        request_id = self.add(prompt, max_tokens, salt=salt, params=params)
         self.run()
         return request_id
 
@@ -308,9 +291,10 @@ class World:
         assert self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
+        self.closing.close()
         self.scheduler.shutdown()
         for rank in reversed(self.ranks):
-            rank.adapter.shutdown()
+            rank.shutdown()
 
     def check_outputs(self) -> None:
         """Whatever a request has said so far is what its text says."""
@@ -318,12 +302,18 @@ class World:
             text = self.texts[request_id]
             assert tokens == text.upto(text.prompt_tokens + len(tokens))[text.prompt_tokens :]
 
+    def _is_idle(self) -> bool:
+        # vLLM before 0.22 may rest while blocks of requests that have ended are held, until the
+        # next request comes. Here the copies are seen to their end.
+        held = self.scheduler.requests
+        return not self.scheduler.has_requests() and not held and not self.steps
+
     def _run_workers(self) -> None:
         for step in self.steps:
             if step.result is None:
                 output = pickle.loads(pickle.dumps(step.output))
                 step.result = self.aggregator.aggregate(
-                    [self._run_rank(rank, output) for rank in self.ranks]
+                    [rank.run(output, self.texts, self.weights) for rank in self.ranks]
                 )
                 cached = output.scheduled_cached_reqs
                 for request_id, known in zip(cached.req_ids, cached.num_output_tokens, strict=True):
@@ -336,103 +326,24 @@ class World:
                     sampled = [0] if nonsense else self.texts[request_id].sample(computed)
                     step.result.sampled_token_ids[i] = sampled
 
-    def _run_rank(self, rank: Rank, output: SchedulerOutput) -> ModelRunnerOutput:
-        metadata = output.kv_connector_metadata
-        if self.fenced:
-            rank.adapter.fence(metadata)
-        self._follow_tables(rank, output)
-        rank.wrong.clear()
-        before = bool(metadata.layerwise or metadata.unfilled) if self.fenced else False
-        if before:
-            rank.adapter.start_loads(metadata)
-        for request_id, start, end in scheduled(output):
-            self._forward(rank, request_id, start, end)
-        if not before:
-            rank.adapter.start_loads(metadata)
-        rank.adapter.start_stores(metadata)
-        sent, received = rank.adapter.get_finished(metadata)
-        bad_blocks = rank.adapter.take_bad_blocks()
-        for block, message in rank.wrong.values():
-            assert block in bad_blocks, message
-        request_ids = [request_id for request_id, _, _ in scheduled(output)]
-        return ModelRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-            sampled_token_ids=[[] for _ in request_ids],
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=sent,
-                finished_recving=received,
-                invalid_block_ids=bad_blocks,
-                kv_connector_stats=rank.adapter.take_stats() if self.fenced else None,
-                kv_connector_worker_meta=rank.adapter.step_report(metadata),
-                **failed_requests(rank.adapter.take_failed_requests()),
-            ),
-        )
-
-    def _follow_tables(self, rank: Rank, output: SchedulerOutput) -> None:
-        for request_id in output.finished_req_ids:
-            rank.tables.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            rank.tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
-        cached = output.scheduled_cached_reqs
-        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                rank.tables[request_id] = [[] for _ in rank.tables[request_id]]
-            for table, more in zip(rank.tables[request_id], blocks or (), strict=False):
-                table.extend(more)
-
-    def _forward(self, rank: Rank, request_id: str, start: int, end: int) -> None:
-        for group, table in enumerate(rank.tables[request_id]):
-            self._forward_group(rank, request_id, group, torch.tensor(table), range(start, end))
-
-    def _forward_group(
-        self, rank: Rank, request_id: str, group: int, table: torch.Tensor, tokens: range
-    ) -> None:
-        heads = heads_of(rank.number, len(self.ranks))
-        start, end = tokens.start, tokens.stop
-        weights = self.weights + bytes(group)
-        expected = token_bytes(self.texts[request_id].upto(end), weights)[:, :, heads]
-        first = max(0, start - self.windows[group - 1] + 1) if group else 0
-        positions = torch.arange(end)
-        blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-        seen = slice(first, start)
-        for layer in range(LAYERS):
-            name = f"layer{group * LAYERS + layer}"
-            rank.adapter.wait_for_layer(name)
-            pages = rank.pages[name]
-            there = pages[blocks[seen], :, places[seen]]
-            if not torch.equal(there, expected[layer, seen]):
-                differs = (there != expected[layer, seen]).flatten(1).any(dim=1)
-                wrong = first + int(differs.nonzero()[0].item())
-                message = (
-                    f"rank {rank.number}, group {group}, layer {layer}: {request_id} computes on "
-                    f"at {start}, but its token {wrong} (block {blocks[wrong]}) has wrong bytes"
-                )
-                rank.wrong.setdefault(request_id, (int(blocks[wrong]), message))
-                expected = ~expected
-            self.checked_bytes += there.numel()
-            pages[blocks[start:], :, places[start:]] = expected[layer, start:]
-
 
 MakeWorld = Callable[..., World]
 """The fixture `make_world`: closes what it made."""
 
 
-def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
-    """The step's requests, each with the tokens computed before and after it."""
-    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    cached = output.scheduled_cached_reqs
-    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return [
-        (request_id, computed[request_id], computed[request_id] + count)
-        for request_id, count in output.num_scheduled_tokens.items()
-    ]
+def make_hasher(vllm_config: VllmConfig) -> Callable[[Request], list[Any]]:
+    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
-def failed_requests(request_ids: set[str]) -> dict[str, set[str]]:
-    """The field of a worker's output that tells of failed loads, where vLLM has it."""
-    known = "failed_recving" in KVConnectorOutput.__dataclass_fields__
-    return {"failed_recving": request_ids} if known else {}
+def run_together(actions: Sequence[Callable[[], object]]) -> None:
+    """What waits for one another, in a thread each."""
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -12,6 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from patience import PATIENCE_SECONDS
+
 from flexkv import Direction, Mover, Status
 
 
@@ -31,6 +33,11 @@ class LateMover:
     Args:
         polls: least and most times that a transfer is polled before it is begun.
         failure_rate: share of transfers refused with an error.
+
+    Attributes:
+        failure_rate: may be changed.
+        failing: directions of those that it is the share of; may be changed.
+        refused: how many were.
     """
 
     def __init__(
@@ -39,7 +46,8 @@ class LateMover:
         self._inner = inner
         self._rng = rng
         self._polls = polls
-        self._failure_rate = failure_rate
+        self.failure_rate = failure_rate
+        self.failing = frozenset(Direction)
         self._waiting: dict[int, Waiting] = {}
         self._tickets: dict[int, int] = {}
         self._next = 1
@@ -55,7 +63,7 @@ class LateMover:
         *,
         planes: range | None = None,
     ) -> int:
-        if self._rng.random() < self._failure_rate:
+        if direction in self.failing and self._rng.random() < self.failure_rate:
             self.refused += 1
             raise ValueError("refused by the test")
         ticket, self._next = self._next, self._next + 1
@@ -69,7 +77,7 @@ class LateMover:
             waiting.polls -= 1
             if waiting.polls >= 0:
                 return Status.PENDING
-        return self.wait(ticket, 10)
+        return self.wait(ticket, PATIENCE_SECONDS)
 
     def wait(self, ticket: int, timeout: float) -> Status:
         waiting = self._waiting.get(ticket)
@@ -90,7 +98,7 @@ class LateMover:
     def hold(self, ticket: int, stream: int) -> Status:
         if stream != 0:
             raise ValueError("the test's pages are in CPU memory")
-        return self.wait(ticket, 10)
+        return self.wait(ticket, PATIENCE_SECONDS)
 
     def close(self) -> None:
         self._inner.close()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import vllm
+from patience import PATIENCE_SECONDS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import EngineVersionError
@@ -39,7 +40,11 @@ def test_vllms_plugins_bring_our_connector_however_often_they_run() -> None:
         "print('class', cls.__module__)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert "class flexkv_vllm.connector\n" in result.stdout
 

@@ -66,7 +66,6 @@ def test_weights_that_are_not_here_are_not_kept(
 ) -> None:
     assert identity.outlives_process(config)
     (tmp_path / "model" / "model.safetensors").unlink()
-    logging.getLogger("flexkv").propagate = True
     with caplog.at_level(logging.WARNING, "flexkv.vllm"):
         assert not identity.outlives_process(config)
     assert "no block is kept on disk" in caplog.text
@@ -94,7 +93,6 @@ def test_random_hashes_are_told(
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config.cache_config.prefix_caching_hash_algo = "xxhash"
-    logging.getLogger("flexkv").propagate = True
     with caplog.at_level(logging.WARNING, "flexkv.vllm"):
         assert identity.outlives_process(config)
     assert "PYTHONHASHSEED" in caplog.text

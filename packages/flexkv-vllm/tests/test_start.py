@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,16 @@ def test_a_start_leaves_nothing_after_shutdown(vllm_config: VllmConfig) -> None:
     assert sockets(vllm_config) == []
 
 
+def threads_named(name: str) -> list[int]:
+    """The threads of this process with that name. Others may end meanwhile."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text().strip() == name:
+                found.append(int(task.name))
+    return found
+
+
 def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
     vllm_config: VllmConfig,
 ) -> None:
@@ -81,14 +92,10 @@ def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
     try:
         adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), rank=0)
         assert os.sched_getaffinity(0) == pinned
-        movers = [
-            task
-            for task in Path("/proc/self/task").iterdir()
-            if (task / "comm").read_text().strip() == "flexkv-mover"
-        ]
+        movers = threads_named("flexkv-mover")
         assert movers
-        for task in movers:
-            assert os.sched_getaffinity(int(task.name)) == allowed
+        for thread in movers:
+            assert os.sched_getaffinity(thread) == allowed
     finally:
         os.sched_setaffinity(0, allowed)
         adapter.shutdown()

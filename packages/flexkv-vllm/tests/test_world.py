@@ -7,28 +7,15 @@ import random
 from typing import Any
 
 import pytest
-from engine_world import MakeWorld, World, random_prompt
+from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
-from late_mover import LateMover
+from patience import PATIENCE_SECONDS
+from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE, PLUGIN
 
 from flexkv import Direction, Status
 
 BOTH = pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
-
-
-def slow_down(
-    world: World,
-    rng: random.Random,
-    polls: tuple[int, int] = (0, 6),
-    failure_rate: float = 0.0,
-) -> list[LateMover]:
-    movers = []
-    for rank in world.ranks:
-        side: Any = rank.adapter._worker
-        side._mover = LateMover(side._mover, rng, polls, failure_rate)
-        movers.append(side._mover)
-    return movers
 
 
 @BOTH
@@ -110,7 +97,7 @@ def test_a_tiny_arena_keeps_the_beginning_of_a_prefix(make_world: MakeWorld) -> 
 
 def test_abort_during_a_load_gives_everything_back(make_world: MakeWorld) -> None:
     world = make_world(num_blocks=32)
-    slow_down(world, random.Random(8))
+    world.slow_down(random.Random(8))
     prompt = random_prompt(random.Random(8), 300)
     world.generate(prompt)
     for _ in range(10):
@@ -122,14 +109,14 @@ def test_abort_during_a_load_gives_everything_back(make_world: MakeWorld) -> Non
         assert not world.cache.busy
     # Every engine block is free again: a request that needs nearly all of them runs.
     world.generate(random_prompt(random.Random(9), 31 * BLOCK_TOKENS - 8))
-    assert world.side.tracked_requests == 0
+    world.assert_untracked()
 
 
 def test_blocks_of_an_unfinished_load_are_not_stored(make_world: MakeWorld) -> None:
     """vLLM counts them as computed when the request is aborted, but they hold nothing yet."""
     world = make_world()
     rng = random.Random(14)
-    slow_down(world, rng, polls=(3, 6))
+    world.slow_down(rng, polls=(3, 6))
     for _ in range(10):
         prompt = random_prompt(rng, 300)
         world.generate(prompt)
@@ -150,7 +137,7 @@ def test_failed_loads_are_recomputed_or_fail_their_request_only(
     prompt = random_prompt(random.Random(10), 300)
     first = world.generate(prompt)
     world.forget()
-    slow_down(world, random.Random(10), failure_rate=1.0)
+    world.slow_down(random.Random(10), failure_rate=1.0)
     second = world.generate(prompt)
     assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
     assert world.cache.counters.failed_loads == 1
@@ -207,27 +194,10 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
         budget=96,
         lag=rng if asynchronous else None,
     )
-    movers = slow_down(world, rng, failure_rate=0.05)
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
-    for _ in range(120):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        world.add(prompt, max_tokens=rng.randrange(1, 40))
-        for _ in range(rng.randrange(4)):
-            world.step()
-        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-        if unfinished and rng.random() < 0.2:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < 0.05:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
-    world.run()
-    world.check_outputs()
-    assert world.checked_bytes > 0
-    assert world.preemptions > 0
-    assert world.cache.counters.loaded_blocks > 0
-    assert sum(mover.refused for mover in movers) > 0
+    world.slow_down(rng, failure_rate=0.05)
+    Traffic(world, rng, make_stems(rng, 4)).run(120, until=[preempted, loaded, refused])
     assert not world.cache.busy
-    assert world.side.tracked_requests == 0
+    world.assert_untracked()
 
 
 def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
@@ -236,8 +206,7 @@ def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
     world = make_world(ranks=2 * HEADS)
     prompt = random_prompt(random.Random(21), 6 * BLOCK_TOKENS + 3)
     world.generate(prompt)
-    while world.cache.busy:
-        world.side._poll()
+    world.settle()
     for rank in world.ranks:
         for pages in rank.pages.values():
             pages.fill_(0x55)
@@ -245,13 +214,13 @@ def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
     assert world.external_tokens[world.generate(prompt)] == 6 * BLOCK_TOKENS
     world.check_outputs()
     for rank in world.ranks:
-        worker: Any = rank.adapter._worker
+        worker: Any = rank.side
         for pages in rank.pages.values():
             pages.fill_(0x55)
         slot = worker._arena.slot_view(0)
         slot[:] = bytes(len(slot))
         offset = worker._arena.shard_offset(0, rank.number)
         ticket = worker._mover.submit(Direction.STORE, [0], [offset])
-        assert worker._mover.wait(ticket, 60) is Status.DONE
+        assert worker._mover.wait(ticket, PATIENCE_SECONDS) is Status.DONE
         assert bytes(slot).count(0x55) == BLOCK_TOKENS * LAYERS * HEAD_BYTES // 2
         slot.release()

@@ -3,57 +3,35 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 import random
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
+from disk_world import (
+    PROMPT_BLOCKS,
+    Hang,
+    delay_reads,
+    drive_of,
+    fill,
+    flip_a_byte,
+    hits,
+    prompts,
+    settle_fetches,
+    slabs,
+)
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
-from late_mover import LateMover
+from patience import wait_until
+from traffic import Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
+from world_config import DISK_TIMEOUT_SECONDS
 
 from flexkv_vllm import identity
 
-PROMPT_BLOCKS = 6
-
-
-def prompts(seed: int, count: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [random_prompt(rng, PROMPT_BLOCKS * BLOCK_TOKENS + 5) for _ in range(count)]
-
-
-def settle(world: World) -> None:
-    """Until no copy and no write to disk is under way."""
-    while world.cache.busy:
-        world.side._poll()
-
-
-def settle_fetches(world: World) -> None:
-    """Until nothing is read from disk, without a step of the engine."""
-    while world.cache._transfers._fetcher._reads:
-        world.side._poll()
-
-
-def fill(world: World, texts: list[list[int]]) -> None:
-    for text in texts:
-        world.generate(text)
-        settle(world)
-    world.forget()
-
-
-def hits(world: World, text: list[int]) -> int:
-    return world.external_tokens[world.generate(text)] // BLOCK_TOKENS
-
-
-def slabs(directory: Path) -> list[Path]:
-    return sorted((directory / "disk").glob("*/slab-*"))
+if TYPE_CHECKING:
+    from packages.conftest import Clock
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -69,7 +47,7 @@ def test_what_left_the_arena_comes_back_from_disk(
     fill(world, texts)
     for text in texts:
         assert hits(world, text) == PROMPT_BLOCKS
-        settle(world)
+        world.settle()
     assert world.cache.counters.fetched_blocks >= 4 * PROMPT_BLOCKS
     world.check_outputs()
 
@@ -104,7 +82,7 @@ def test_what_the_engine_has_itself_is_not_prefetched(make_world: MakeWorld) -> 
     texts = prompts(18, 5)
     for text in texts:
         world.generate(text)
-        settle(world)
+        world.settle()
     world.add(texts[0])
     assert world.side._fetches._early == {}
     world.run()
@@ -127,7 +105,7 @@ def test_an_adapter_of_the_same_name_with_other_weights_shares_nothing(
         world = make_world(slots=14, disk_slots=100)
         request_id = world.add(text, adapter=adapter)
         world.run()
-        settle(world)
+        world.settle()
         found.append(world.external_tokens[request_id] // BLOCK_TOKENS)
         world.close()
     assert found == [0, PROMPT_BLOCKS, 0]
@@ -138,7 +116,7 @@ def test_second_hit_writes_what_was_loaded_once(make_world: MakeWorld) -> None:
     once, twice = prompts(2, 2)
     fill(world, [once, twice])
     assert hits(world, twice) == PROMPT_BLOCKS
-    settle(world)
+    world.settle()
     fill(world, prompts(3, 4))
     assert hits(world, once) == 0
     world.forget()
@@ -187,31 +165,37 @@ def test_no_engine_block_is_held_while_the_disk_reads(make_world: MakeWorld) -> 
     texts = prompts(7, 3)
     fill(world, texts)
     free = world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    (drive,) = world.cache._transfers._tiers[0].drives
-    release = hang(drive)
+    hang = Hang(world)
     request_id = world.add(texts[0])
     for _ in range(5):
         world.step()
         assert world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
-    release()
+    hang.end()
     world.run()
     assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
 
 
-def test_a_disk_that_hangs_is_a_miss_and_is_left_alone(make_world: MakeWorld) -> None:
-    world = make_world(slots=14, disk_slots=100, settings={"ssd_timeout_seconds": 0.2})
+def let_time_out(world: World, hang: Hang, clock: Clock, loads: int = 0) -> None:
+    """Step until a read hangs and `loads` have begun in all, then let its time run out."""
+    wait_until(lambda: hang.begun and world.cache.counters.loads >= loads, world.step)
+    clock.skip(2 * DISK_TIMEOUT_SECONDS)
+
+
+def test_a_disk_that_hangs_is_a_miss_and_is_left_alone(make_world: MakeWorld, clock: Clock) -> None:
+    world = make_world(slots=14, disk_slots=100)
     texts = prompts(8, 4)
     fill(world, texts)
-    (drive,) = world.cache._transfers._tiers[0].drives
-    release = hang(drive)
-    assert hits(world, texts[0]) == 0
+    hang = Hang(world)
+    first = world.add(texts[0])
+    let_time_out(world, hang, clock)
+    world.run()
+    assert world.external_tokens[first] == 0
     assert world.cache.counters.stalled_fetches == 1
-    while drive.readable:  # its link waits as long as the fetch did, but from its own beginning
-        pass
+    assert not drive_of(world).readable
     assert hits(world, texts[1]) == 0
     assert world.cache.counters.stalled_fetches == 1
-    release()
-    settle(world)
+    hang.end()
+    world.settle()
     assert hits(world, texts[2]) == PROMPT_BLOCKS
     world.check_outputs()
 
@@ -220,16 +204,15 @@ def test_an_abort_while_the_disk_reads_gives_everything_back(make_world: MakeWor
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(9, 4)
     fill(world, texts)
-    (drive,) = world.cache._transfers._tiers[0].drives
-    release = hang(drive)
+    hang = Hang(world)
     for text, steps in zip(texts[:3], (1, 1, 0), strict=True):
         request_id = world.add(text)
         for _ in range(steps):
             world.step()
         world.abort(request_id)
-    release()
+    hang.end()
     world.run()
-    settle(world)
+    world.settle()
     assert hits(world, texts[3]) == PROMPT_BLOCKS
     assert world.side._fetches._early == world.side._fetches._waiting == {}
 
@@ -242,37 +225,9 @@ def test_damage_on_disk_is_a_miss(make_world: MakeWorld, tmp_path: Path) -> None
     slab.write_bytes(bytes(slab.stat().st_size))
     for text in texts[:4]:
         assert hits(world, text) == 0
-        settle(world)
+        world.settle()
     assert world.cache.counters.failed_fetches > 0
     world.check_outputs()
-
-
-def hang(drive: Any, free: int = 0) -> Callable[[], None]:
-    """Let `drive` read block by block, and every block but the first `free` wait until the returned
-    function is called."""
-    gate = threading.Event()
-    tickets = itertools.count()
-    read = type(drive._store).read.__get__(drive._store)
-
-    def waiting(*args: Any) -> Any:
-        if next(tickets) >= free:
-            gate.wait()
-        return read(*args)
-
-    drive._store.read = waiting
-    drive._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
-    return gate.set
-
-
-def delay_reads(world: World, rng: random.Random) -> None:
-    (drive,) = world.cache._transfers._tiers[0].drives
-    read = drive._store.read
-
-    def late(*args: Any) -> Any:
-        time.sleep(rng.choice([0.0, 0.0, 0.001, 0.003]))
-        return read(*args)
-
-    drive._store.read = late
 
 
 @pytest.mark.parametrize("admission", ["write_through", "second_hit", "on_evict"])
@@ -291,8 +246,12 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
     something is there, and the engine is started anew in between."""
     rng = random.Random(seed)
     monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(6)]
-    fetched = 0
+    stems = make_stems(rng, 6)
+
+    def disturb() -> None:
+        if rng.random() < 0.2:
+            flip_a_byte(rng, slabs(tmp_path))
+
     for life in range(3):
         world = make_world(
             ranks=1 + seed % 2,
@@ -303,32 +262,16 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
             lag=rng if asynchronous else None,
             settings={"ssd_admission": admission},
         )
-        for rank in world.ranks:
-            side: Any = rank.adapter._worker
-            side._mover = LateMover(side._mover, rng, (0, 6), 0.03)
+        world.slow_down(rng, failure_rate=0.03)
         delay_reads(world, random.Random(seed))
-        for _ in range(60):
-            stem = rng.choice(stems)
-            prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-            world.add(prompt, max_tokens=rng.randrange(1, 40))
-            for _ in range(rng.randrange(6)):
-                world.step()
-            unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-            if unfinished and rng.random() < 0.2:
-                world.abort(rng.choice(unfinished))
-            if rng.random() < 0.1:
-                world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.1)
-            if rng.random() < 0.2:
-                flip_a_byte(rng, slabs(tmp_path))
-        world.run()
-        world.check_outputs()
-        settle(world)
-        fetched += world.cache.counters.fetched_blocks
-        assert world.side.tracked_requests == 0
+        Traffic(
+            world, rng, stems, most_steps=5, reset_rate=0.1, clear_rate=0.1, disturb=disturb
+        ).run(60, until=[fetched])
+        world.settle()
+        world.assert_untracked()
         assert world.side._loads._loadings == {}
         assert world.side._fetches._early == world.side._fetches._waiting == {}
         world.close()
-    assert fetched > 0
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -339,56 +282,43 @@ def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed
     world = make_world(slots=14, disk_slots=100, policy=policy)
     texts = prompts(11, 4)
     fill(world, texts)
-    (drive,) = world.cache._transfers._tiers[0].drives
-    release = hang(drive, free=2)
+    hang = Hang(world, free=2)
     request_id = world.add(texts[0])
-    begun = False
-    for _ in range(300):
+    wait_until(lambda: hang.begun and world.cache.counters.fetched_blocks == 2, world.step)
+    for _ in range(10):
         world.step()
-        begun = begun or world.cache.counters.loads > 0
-        time.sleep(0.001)
-    assert begun == (policy == "recompute")
+    assert (world.cache.counters.loads > 0) == (policy == "recompute")
     assert world.outputs[request_id] == []
-    release()
+    hang.end()
     world.run()
     assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
     world.check_outputs()
 
 
 def test_the_rest_of_a_load_that_does_not_come_is_computed(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
-    world = make_world(slots=14, disk_slots=100, settings={"ssd_timeout_seconds": 0.2})
+    world = make_world(slots=14, disk_slots=100)
     texts = prompts(12, 4)
     fill(world, texts)
-    (drive,) = world.cache._transfers._tiers[0].drives
-    release = hang(drive, free=2)
-    again = world.generate(texts[0])
+    hang = Hang(world, free=2)
+    again = world.add(texts[0])
+    let_time_out(world, hang, clock, loads=1)
+    world.run()
+    assert world.cache.counters.stalled_fetches == 1
     assert len(world.outputs[again]) == 4
-    release()
-    settle(world)
+    hang.end()
+    world.settle()
     # An abort between two parts gives everything back.
     fill(world, prompts(13, 4))
-    release = hang(drive, free=2)
+    hang = Hang(world, free=2)
     request_id = world.add(texts[1])
-    while not world.cache.counters.loads > 1:
-        world.step()
+    wait_until(lambda: world.cache.counters.loads > 1, world.step)
     world.abort(request_id)
     world.run()
-    release()
-    settle(world)
+    hang.end()
+    world.settle()
     world.check_outputs()
     assert world.side._loads._loadings == {}
     assert world.side._fetches._waiting == {}
-
-
-def flip_a_byte(rng: random.Random, files: list[Path]) -> None:
-    path = rng.choice(files)
-    place = rng.randrange(path.stat().st_size)
-    fd = os.open(path, os.O_RDWR)
-    try:
-        byte = os.pread(fd, 1, place)[0]
-        os.pwrite(fd, bytes([byte ^ 0xFF]), place)
-    finally:
-        os.close(fd)

@@ -6,25 +6,21 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_world import MakeWorld, World, random_prompt
+from disk_world import PROMPT_BLOCKS, Hang, fill, prompts
+from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
-from test_world import slow_down
-from vllm.distributed.kv_events import BlockStored
+from patience import wait_until
+from subscriber import DISK, HOST, Subscriber, loadable
+from traffic import Traffic, loaded, make_stems, preempted, refused
 
+from flexkv import Presence
 from flexkv_vllm.compat import fails_by_request
-from flexkv_vllm.compat_events import event_hash
 
 pytestmark = pytest.mark.skipif(
     not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"
 )
 
 WINDOWS = pytest.mark.parametrize("windows", [(70,), (16, 200)], ids=str)
-
-
-def stored_blocks(world: World) -> int:
-    while world.cache.busy:
-        world.side._poll()
-    return int(world.cache.counters.stored_blocks)
 
 
 @WINDOWS
@@ -47,7 +43,8 @@ def test_only_what_a_window_needs_is_stored(make_world: MakeWorld) -> None:
     world = make_world(windows=(40,), num_blocks=128)
     world.generate(random_prompt(random.Random(2), 20 * BLOCK_TOKENS), max_tokens=1)
     # To go on behind block 20, or 19, a window of 40 tokens needs the blocks from 16 on.
-    assert stored_blocks(world) == 20 + 4
+    world.settle()
+    assert world.cache.counters.stored_blocks == 20 + 4
 
 
 def test_only_what_a_window_needs_is_loaded(make_world: MakeWorld) -> None:
@@ -56,7 +53,7 @@ def test_only_what_a_window_needs_is_loaded(make_world: MakeWorld) -> None:
     world.generate(prompt, max_tokens=1)
     world.forget()
     world.generate(prompt, max_tokens=1)
-    stored_blocks(world)
+    world.settle()
     assert world.cache.counters.loaded_blocks == 20 + 3
 
 
@@ -98,16 +95,47 @@ def test_windows_come_back_from_disk(make_world: MakeWorld, windows: tuple[int, 
     rng = random.Random(7)
     prompt = random_prompt(rng, 300)
     first = world.generate(prompt)
-    stored_blocks(world)
+    world.settle()
     for _ in range(4):
         world.generate(random_prompt(rng, 300))
-        stored_blocks(world)
+        world.settle()
     assert world.cache.lookup(world.requests[first].block_hashes[:1]) == 0
     world.forget()
     second = world.generate(prompt)
     assert world.outputs[second] == world.outputs[first]
     assert world.external_tokens[second] == 299 // BLOCK_TOKENS * BLOCK_TOKENS
     assert world.cache.counters.fetched_blocks > 0
+
+
+def test_while_the_disk_reads_a_request_is_not_looked_up_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for it in every step, and its prompt may be long."""
+    world = make_world(windows=(40,), num_blocks=128, slots=30, disk_slots=200)
+    texts = prompts(11, 6)
+    fill(world, texts)
+    hang = Hang(world)
+    looked: list[bytes] = []
+    presence = world.cache.presence
+
+    def counted(key: bytes) -> Presence:
+        looked.append(key)
+        return presence(key)
+
+    monkeypatch.setattr(world.cache, "presence", counted)
+    request_id = world.add(texts[0])
+    world.step()
+    wait_until(lambda: hang.begun, world.step)
+    assert looked
+    looked.clear()
+    for _ in range(5):
+        world.step()
+    assert world.outputs[request_id] == []
+    assert looked == []
+    hang.end()
+    world.run()
+    assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
+    assert world.side._matcher._plans == {}
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -121,12 +149,12 @@ def test_failed_loads_are_recomputed_or_fail_their_request_only(
     world.forget()
     # One rank alone fails.
     rank = world.ranks[-1]
-    late = slow_down(world, random.Random(8))[-1]
-    late._failure_rate = 1.0
+    late = world.slow_down(random.Random(8))[-1]
+    late.failure_rate = 1.0
     second = world.generate(prompt)
     assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
     assert world.cache.counters.failed_loads == 1
-    late._failure_rate = 0.0
+    late.failure_rate = 0.0
     third = world.generate(random_prompt(random.Random(9), 100))
     assert len(world.outputs[third]) == 4
     assert rank.adapter.take_failed_requests() == set()
@@ -138,45 +166,17 @@ def test_events_tell_each_groups_blocks(make_world: MakeWorld) -> None:
     prompts = [random_prompt(rng, 100 + 40 * n) for n in range(5)]
     for _ in range(2):
         world = make_world(windows=(40,), num_blocks=128, slots=24, disk_slots=100, events=True)
-        told: dict[str, set[tuple[int, object]]] = {"CPU": set(), "STORAGE": set()}
+        subscriber = Subscriber(world)
         for prompt in (*prompts, prompts[0]):
             world.generate(prompt)
-            stored_blocks(world)
+            world.settle()
             world.forget()
             world.recorder.events += world.side.take_events()
-            follow_events(world, told)
-            assert told["CPU"] == in_host(world)
-        assert {group for group, _ in told["CPU"]} == {0, 1}
-        assert {group for group, _ in told["STORAGE"]} == {0, 1}
+            subscriber.listen()
+            assert subscriber.told[HOST] == loadable(world)[HOST]
+        for medium in (HOST, DISK):
+            assert {group for group, _ in subscriber.told[medium]} == {0, 1}
         world.close()
-
-
-def follow_events(world: World, told: dict[str, set[tuple[int, object]]]) -> None:
-    """Keep up with what is told of each medium."""
-    events, world.recorder.events = world.recorder.events, []
-    for event in events:
-        if getattr(event, "medium", None) not in told:
-            continue  # vLLM's own
-        blocks = {(event.group_idx, each) for each in event.block_hashes}
-        if isinstance(event, BlockStored):
-            assert not told[event.medium] & blocks, "told twice"
-            told[event.medium] |= blocks
-        else:
-            assert told[event.medium] >= blocks, "never told"
-            told[event.medium] -= blocks
-
-
-def in_host(world: World) -> set[tuple[int, object]]:
-    """Group and hash of every block of a request that lookups find in host memory."""
-    return {
-        (group.index, event_hash(block_hash))
-        for request in world.requests.values()
-        for group in world.side._groups.members
-        for block_hash, key in zip(
-            request.block_hashes, world.side._keys.of(request, group), strict=True
-        )
-        if world.cache.lookup([key])
-    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -196,28 +196,10 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
         windows=rng.choice([(20,), (70,), (30, 100)]),
         lag=rng if asynchronous else None,
     )
-    movers = slow_down(world, rng, failure_rate=0.05)
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
-    for _ in range(120):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        world.add(prompt, max_tokens=rng.randrange(1, 40))
-        for _ in range(rng.randrange(4)):
-            world.step()
-        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-        if unfinished and rng.random() < 0.2:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < 0.05:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
-    world.run()
-    world.check_outputs()
-    assert world.checked_bytes > 0
-    assert world.preemptions > 0
-    assert world.cache.counters.loaded_blocks > 0
-    assert sum(mover.refused for mover in movers) > 0
-    while world.cache.busy:
-        world.side._poll()
-    assert world.side.tracked_requests == 0
+    world.slow_down(rng, failure_rate=0.05)
+    Traffic(world, rng, make_stems(rng, 4)).run(120, until=[preempted, loaded, refused])
+    world.settle()
+    world.assert_untracked()
     assert world.side._stores._held == {}
     # Nothing of vLLM's is held for good: all blocks but the null block are free.
     assert world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 60 - 1

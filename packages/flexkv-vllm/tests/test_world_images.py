@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import random
 
-from engine_world import MakeWorld, Text, World, random_prompt
+from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
-from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.request import Request
 
 BEFORE, IMAGE, AFTER = 4 * BLOCK_TOKENS, 3 * BLOCK_TOKENS, 5 * BLOCK_TOKENS
 PLACEHOLDER = 7
@@ -31,20 +29,9 @@ def with_encoder(world: World) -> World:
 
 def see(world: World, prompt: list[int], image: str) -> int:
     """Have `prompt` computed with `image` in it; how many tokens were loaded."""
-    request_id = f"r{len(world.outputs)}"
     where = PlaceholderRange(offset=BEFORE, length=IMAGE)
-    request = Request(
-        request_id,
-        prompt,
-        SamplingParams(max_tokens=2, ignore_eos=True),
-        None,
-        mm_features=[MultiModalFeatureSpec(None, "image", image, where)],
-        block_hasher=world.hasher,
-    )
-    world.outputs[request_id] = []
-    world.requests[request_id] = request
-    world.texts[request_id] = Text(prompt)
-    world.scheduler.add_request(request)
+    images = [MultiModalFeatureSpec(None, "image", image, where)]
+    request_id = world.add(prompt, max_tokens=2, images=images)
     world.run()
     world.forget()
     return world.external_tokens[request_id]

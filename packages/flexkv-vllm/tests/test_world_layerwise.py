@@ -7,10 +7,10 @@ import random
 
 import pytest
 from engine_world import MakeWorld, World, random_prompt
-from test_world import slow_down
+from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE
 
-from flexkv import ConfigError
+from flexkv import ConfigError, Direction
 
 LAYERWISE = {"load_mode": "layerwise"}
 MODES = pytest.mark.parametrize("mode", ["layerwise", "auto"])
@@ -75,11 +75,11 @@ def test_failed_loads_are_recomputed_or_fail_their_request_only(
     first = world.generate(prompt)
     world.forget()
     rng = random.Random(11)
-    late = slow_down(world, rng)[-1]
-    late._failure_rate = 1.0
+    late = world.slow_down(rng)[-1]
+    late.failure_rate = 1.0
     second = world.generate(prompt)
     assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
-    late._failure_rate = 0.0
+    late.failure_rate = 0.0
     assert world.cache.counters.failed_loads == 1
     third = world.generate(random_prompt(rng, 100))
     assert len(world.outputs[third]) == 4
@@ -93,11 +93,11 @@ def test_nothing_computed_on_a_failed_load_is_stored(make_world: MakeWorld) -> N
     world.generate(prompt)
     stored = world.cache.counters.stored_blocks
     world.forget()
-    late = slow_down(world, rng)[0]
-    late._failure_rate = 1.0
+    late = world.slow_down(rng)[0]
+    late.failing, late.failure_rate = frozenset({Direction.LOAD}), 1.0
     world.add(prompt + random_prompt(rng, 160))
     world.step()
-    late._failure_rate = 0.0
+    late.failure_rate = 0.0
     world.run()
     world.check_outputs()
     assert world.cache.counters.failed_loads == 1
@@ -111,15 +111,15 @@ def test_a_block_is_shared_only_when_it_is_loaded(make_world: MakeWorld) -> None
     prompt = random_prompt(rng, 300)
     world.generate(prompt)
     world.forget()
-    late = slow_down(world, rng)[0]
-    late._failure_rate = 1.0
+    late = world.slow_down(rng)[0]
+    late.failure_rate = 1.0
     first = world.add(prompt[:200])
     # Less than the budget of a step is left for what the first one has to compute anew.
     others = [world.add(prompt[:180] + random_prompt(rng, 10)) for _ in range(3)]
     world.step()
     assert world.scheduler.requests[first].num_computed_tokens == 0
     assert all(world.scheduler.requests[each].num_computed_tokens == 0 for each in others)
-    late._failure_rate = 0.0
+    late.failure_rate = 0.0
     world.run()
     world.check_outputs()
 
@@ -135,15 +135,15 @@ def test_what_a_failed_load_left_is_nobodys_hit(
     prompt = random_prompt(rng, 300)
     world.generate(prompt)
     world.forget()
-    late = slow_down(world, rng)[0]
-    late._failure_rate = 1.0
+    late = world.slow_down(rng)[0]
+    late.failure_rate = 1.0
     with monkeypatch.context() as patch:
         if way == "order":
             patch.setattr(world.cache, "load", lambda keys: None)
         request_id = world.add(prompt + random_prompt(rng, 100))
         world.step()
     world.abort(request_id)
-    late._failure_rate = 0.0
+    late.failure_rate = 0.0
     world.run()
     world.generate(prompt + random_prompt(rng, 10))
     world.check_outputs()
@@ -191,24 +191,7 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
         budget=96,
         settings={"load_mode": mode},
     )
-    movers = slow_down(world, rng, failure_rate=0.05)
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
-    for _ in range(120):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        world.add(prompt, max_tokens=rng.randrange(1, 40))
-        for _ in range(rng.randrange(4)):
-            world.step()
-        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-        if unfinished and rng.random() < 0.2:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < 0.05:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
-    world.run()
-    world.check_outputs()
-    assert world.preemptions > 0
-    assert world.cache.counters.loaded_blocks > 0
-    assert sum(mover.refused for mover in movers) > 0
-    while world.cache.busy:
-        world.side._poll()
-    assert world.side.tracked_requests == 0
+    world.slow_down(rng, failure_rate=0.05)
+    Traffic(world, rng, make_stems(rng, 4)).run(120, until=[preempted, loaded, refused])
+    world.settle()
+    world.assert_untracked()

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from disk_world import fill, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
-from test_world_disk import fill, prompts, settle
 
 
 def test_without_load_nothing_is_looked_for(make_world: MakeWorld) -> None:
@@ -27,7 +27,7 @@ def test_without_load_nothing_is_prefetched(make_world: MakeWorld) -> None:
     texts = prompts(2, 4)
     fill(world, texts)
     world.generate(texts[0], params={"flexkv.load": False})
-    settle(world)
+    world.settle()
     assert world.cache.counters.fetched_blocks == 0
 
 
@@ -73,7 +73,7 @@ def test_no_more_is_fetched_than_allowed(make_world: MakeWorld) -> None:
     texts = prompts(6, 4)
     fill(world, texts)
     world.generate(texts[0], params={"flexkv.max_load_tokens": 2 * BLOCK_TOKENS})
-    settle(world)
+    world.settle()
     assert world.cache.counters.fetched_blocks == 2
 
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from typing import Any
 
 import pytest
+from disk_world import Hang, fill, prompts
 from engine_world import MakeWorld, World, random_prompt
-from late_mover import LateMover
-from test_world_disk import fill, hang, prompts, settle
-from test_world_events import Subscriber, drain, loadable
-
-
-def slow_down(world: World, rng: random.Random, polls: tuple[int, int]) -> None:
-    for rank in world.ranks:
-        side: Any = rank.adapter._worker
-        side._mover = LateMover(side._mover, rng, polls, 0.0)
+from subscriber import Subscriber, drain, loadable
+from traffic import Traffic, loaded, make_stems
 
 
 def test_nothing_that_is_under_way_is_kept(make_world: MakeWorld) -> None:
@@ -26,7 +19,7 @@ def test_nothing_that_is_under_way_is_kept(make_world: MakeWorld) -> None:
     world = make_world(events=True, ranks=2)
     subscriber = Subscriber(world)
     rng = random.Random(1)
-    slow_down(world, rng, (5, 9))
+    world.slow_down(rng, polls=(5, 9))
     prompt = random_prompt(rng, 200)
     world.generate(prompt)
     world.forget()
@@ -37,7 +30,7 @@ def test_nothing_that_is_under_way_is_kept(make_world: MakeWorld) -> None:
     assert world.cache.transfers_under_way > 1
     assert world.connector.reset_cache()
     world.run()
-    drain(world, subscriber)
+    drain(subscriber)
     assert world.cache.ready_blocks == 0
     assert subscriber.told["CPU"] == set()
     world.check_outputs()
@@ -55,15 +48,14 @@ def test_a_reset_while_the_disk_reads(make_world: MakeWorld) -> None:
     subscriber = Subscriber(world)
     texts = prompts(2, 4)
     fill(world, texts)
-    (drive,) = world.cache._transfers.tiers[0].drives
-    release = hang(drive)
+    hang = Hang(world)
     waiting = world.add(texts[0])
     world.step()
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
-    release()
+    hang.end()
     world.run()
     assert world.external_tokens[waiting] == 0
-    drain(world, subscriber)
+    drain(subscriber)
     # It began to compute after the reset.
     assert subscriber.told == loadable(world)
     assert len(subscriber.told["CPU"]) == 6
@@ -89,33 +81,37 @@ def test_new_weights_never_meet_old_bytes(
         lag=rng if asynchronous else None,
     )
     subscriber = Subscriber(world)
-    slow_down(world, rng, (0, 6))
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
+    world.slow_down(rng)
     resets = stores_under_way = 0
-    for _ in range(150):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        world.add(prompt, max_tokens=rng.randrange(1, 40))
-        for _ in range(rng.randrange(5)):
-            world.step()
-        if rng.random() < 0.3:
-            while world.steps:
-                world.finish_step()  # vLLM pauses its engine before weights change
-            under_way = world.cache.transfers_under_way
-            # vLLM refuses while a load or a held block is under way.
-            with contextlib.suppress(RuntimeError):
-                if world.scheduler.reset_prefix_cache(
-                    reset_running_requests=True, reset_connector=True
-                ):
-                    resets += 1
-                    stores_under_way += under_way
-                    world.weights = bytes([resets])
-    world.run()
-    world.check_outputs()
-    drain(world, subscriber)
-    assert resets > 5
-    assert stores_under_way > 0
-    assert world.cache.counters.loaded_blocks > 0
+
+    def change_weights() -> None:
+        nonlocal resets, stores_under_way
+        if rng.random() >= 0.3:
+            return
+        while world.steps:
+            world.finish_step()  # vLLM pauses its engine before weights change
+        under_way = world.cache.transfers_under_way
+        # vLLM refuses while a load or a held block is under way.
+        with contextlib.suppress(RuntimeError):
+            if world.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            ):
+                resets += 1
+                stores_under_way += under_way
+                world.weights = bytes([resets % 256, resets // 256])
+
+    def enough(_: World) -> bool:
+        return resets > 5 and stores_under_way > 0
+
+    Traffic(
+        world,
+        rng,
+        make_stems(rng, 4),
+        most_steps=4,
+        abort_rate=0.0,
+        reset_rate=0.0,
+        disturb=change_weights,
+    ).run(150, until=[enough, loaded])
+    drain(subscriber)
     assert world.cache.counters.resets == resets
     assert subscriber.told == loadable(world)
-    settle(world)

@@ -8,11 +8,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from disk_world import PROMPT_BLOCKS, fill, flip_a_byte, prompts, slabs
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
-from late_mover import LateMover
 from prometheus_client import CollectorRegistry
-from test_stats import metrics, scrape
-from test_world_disk import PROMPT_BLOCKS, fill, flip_a_byte, prompts, settle, slabs
+from scraping import metrics, scrape
+from traffic import Traffic, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv_vllm.telemetry.stats import sample
@@ -23,8 +23,7 @@ TOKEN_BYTES = 2 * 4 * 16
 
 def collected(world: World) -> Counter[str]:
     """Sums of all samples that vLLM was given, the last value of gauges among them once."""
-    while world.cache.busy:
-        world.side._poll()
+    world.settle()
     world.step()
     total: Counter[str] = Counter()
     for samples in world.stats:
@@ -81,7 +80,7 @@ def test_a_disk_hit(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> N
     slot = 4096
     assert before[sample("copied_bytes", "disk", "write")] == 4 * PROMPT_BLOCKS * slot
     world.generate(texts[0])  # has left host memory
-    settle(world)
+    world.settle()
     world.forget()
     world.generate(texts[0])  # is there now
     total = collected(world)
@@ -121,9 +120,7 @@ def test_failures_have_causes(make_world: MakeWorld, tmp_path: Any) -> None:
     total = collected(world)
     assert total[sample("failures", "damaged")] == world.cache.counters.damaged_fetches > 0
     assert total[sample("failures", "read")] == 0
-    for rank in world.ranks:
-        side: Any = rank.adapter._worker
-        side._mover = LateMover(side._mover, random.Random(6), (0, 1), 1.0)
+    world.slow_down(random.Random(6), polls=(0, 1), failure_rate=1.0)
     world.forget()
     world.generate(texts[4])
     total = collected(world)
@@ -146,41 +143,44 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
         budget=96,
         lag=rng if asynchronous else None,
     )
-    for rank in world.ranks:
-        side: Any = rank.adapter._worker
-        side._mover = LateMover(side._mover, rng, (0, 6), 0.03)
+    world.slow_down(rng, failure_rate=0.03)
     registry = CollectorRegistry()
     prometheus = metrics(registry)
     seen = scrape(registry)
     observed = 0
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(6)]
-    for _ in range(80):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        params = {"flexkv.pin": rng.choice([True, "x"])} if rng.random() < 0.1 else None
-        world.add(prompt, max_tokens=rng.randrange(1, 40), params=params)
-        for _ in range(rng.randrange(6)):
-            world.step()
-        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-        if unfinished and rng.random() < 0.2:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < 0.1:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
-        if rng.random() < 0.2:
-            flip_a_byte(rng, slabs(tmp_path))
+
+    def observe() -> None:
+        nonlocal observed
         for samples in world.stats[observed:]:
             prometheus.observe(samples)
         observed = len(world.stats)
+
+    def disturb() -> None:
+        nonlocal seen
+        if rng.random() < 0.2:
+            flip_a_byte(rng, slabs(tmp_path))
+        observe()
         now = scrape(registry)
         assert all(now[n] >= value for n, value in seen.items() if n[0].endswith("_total"))
         seen = now
-    world.run()
+
+    def enough(world: World) -> bool:
+        return world.cache.counters.resets > 0 and world.side._wishes.ignored > 0
+
+    Traffic(
+        world,
+        rng,
+        make_stems(rng, 6),
+        most_steps=5,
+        reset_rate=0.1,
+        params=lambda: {"flexkv.pin": rng.choice([True, "x"])} if rng.random() < 0.1 else None,
+        disturb=disturb,
+    ).run(80, until=[enough])
     total = collected(world)
-    for samples in world.stats[observed:]:
-        prometheus.observe(samples)
+    observe()
     counters = world.cache.counters
-    assert total["resets"] == counters.resets > 0
-    assert total["ignored_parameters"] == world.side._wishes.ignored > 0
+    assert total["resets"] == counters.resets
+    assert total["ignored_parameters"] == world.side._wishes.ignored
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
     assert total[sample("failures", "load")] == counters.failed_loads

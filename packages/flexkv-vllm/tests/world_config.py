@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kv_pages import BLOCK_TOKENS, HEADS, LAYERS
+from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
+from patience import PATIENCE_SECONDS
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
@@ -23,6 +24,9 @@ from flexkv.tiers.disk.table import RECORD_BYTES
 
 PLUGIN = "flexkv_vllm.connector"
 IN_TREE = "vllm.distributed.kv_transfer.kv_connector.v1.flexkv_connector"
+OFFLOADING = "flexkv_vllm.offloading"
+DISK_TIMEOUT_SECONDS = 2 * PATIENCE_SECONDS
+"""A disk hangs for as long only where a test makes it."""
 DISK_OVERHEAD = 32768
 """Bytes of a disk cache that are not blocks: header, ledger, lock, folder, and rounding."""
 LLAMA = {
@@ -40,12 +44,15 @@ LLAMA = {
 }
 
 
-def make_kv_cache_config(num_blocks: int, windows: tuple[int, ...] = ()) -> KVCacheConfig:
+def make_kv_cache_config(
+    num_blocks: int, windows: tuple[int, ...] = (), ranks: int = 1
+) -> KVCacheConfig:
+    """The pages as `make_pages` makes them: K and V of a token and head, 8 bytes each."""
     shape: dict[str, Any] = {
         "block_size": BLOCK_TOKENS,
-        "num_kv_heads": 4,
-        "head_size": 16,
-        "dtype": torch.float32,
+        "num_kv_heads": max(1, HEADS // ranks),
+        "head_size": HEAD_BYTES // 2,
+        "dtype": torch.int8,
     }
     specs = [
         FullAttentionSpec(**shape),
@@ -66,7 +73,7 @@ def disk_settings(directory: Path, slots: int, slot_bytes: int) -> dict[str, Any
     return {
         "ssd_cache_gb": capacity / (1 << 30),
         "ssd_cache_dir": str(directory / "disk"),
-        "ssd_timeout_seconds": 30.0,
+        "ssd_timeout_seconds": DISK_TIMEOUT_SECONDS,
     }
 
 
@@ -91,20 +98,19 @@ def make_config(
     if not weights.exists():
         weights.write_bytes(b"weights that nobody loads")
     transfer = KVTransferConfig(
-        kv_connector="FlexKVConnectorV1",
         kv_role="kv_both",
-        kv_connector_module_path=entry,
         engine_id=str(uuid.uuid4()),
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={
-            "cpu_cache_gb": cache_bytes / (1 << 30),
-            "block_tokens": block_tokens,
-            "runtime_dir": str(directory / "run"),
-            "copy_threads": 2,
-            # What is loaded must not depend on how fast this machine is just now.
-            "always_load": True,
-            **(settings or {}),
-        },
+        **connector_of(
+            entry,
+            block_tokens,
+            {
+                "cpu_cache_gb": cache_bytes / (1 << 30),
+                "runtime_dir": str(directory / "run"),
+                "copy_threads": 2,
+                **(settings or {}),
+            },
+        ),
     )
     config = EngineArgs(
         model=str(model),
@@ -121,4 +127,27 @@ def make_config(
     ).create_engine_config()
     # Only now: vLLM would look for as many processors.
     config.parallel_config.tensor_parallel_size = ranks
+    config.parallel_config.world_size = ranks
     return config
+
+
+def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's connector with FlexKV behind it; the settings of both are in one place."""
+    if entry == OFFLOADING:
+        vllms = {
+            "spec_name": "FlexKVOffloadingSpec",
+            "spec_module_path": entry,
+            "blocks_per_chunk": block_tokens // BLOCK_TOKENS,
+            "offload_prompt_only": False,
+        }
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": vllms | settings,
+        }
+    # What is loaded must not depend on how fast this machine is just now.
+    ours = {"block_tokens": block_tokens, "always_load": True}
+    return {
+        "kv_connector": "FlexKVConnectorV1",
+        "kv_connector_module_path": entry,
+        "kv_connector_extra_config": ours | settings,
+    }

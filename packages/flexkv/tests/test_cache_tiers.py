@@ -33,7 +33,7 @@ from flexkv import (
     open_disk_tier,
 )
 from flexkv.eviction import LRUPolicy
-from packages.flexkv.tests.conftest import Clock
+from packages.conftest import Clock
 
 FORMAT = BlockFormat(1, (4096,))
 FINGERPRINT = "0123456789abcdef" * 2

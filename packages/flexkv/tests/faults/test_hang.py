@@ -12,7 +12,7 @@ from faults.faulty_files import HangingFiles
 
 from flexkv.tiers.disk import drive, open_disk_tier
 from flexkv.transfer.job import Outcome, Priority
-from packages.flexkv.tests.conftest import Clock
+from packages.conftest import Clock
 
 SLOTS = 40
 KEYS = names(30)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import open_disk_tier, slabs
 from flexkv.transfer.job import Outcome, Priority
-from packages.flexkv.tests.conftest import Clock
+from packages.conftest import Clock
 
 DONE = Outcome.DONE
 OTHER = "cd" * 32

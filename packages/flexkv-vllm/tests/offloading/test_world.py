@@ -9,13 +9,11 @@ import random
 import pytest
 from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import MakeOffloadingWorld, OffloadingWorld
-
-WINDOW = 40
-HYBRID = pytest.mark.parametrize("window", [None, WINDOW], ids=["full", "hybrid"])
+from offloading_world import HYBRID, WINDOW, MakeOffloadingWorld, OffloadingWorld
+from traffic import Traffic, loaded, make_stems, preempted, refused
 
 
-def hits(world: OffloadingWorld, prompt: list[int]) -> int:
+def hit_tokens(world: OffloadingWorld, prompt: list[int]) -> int:
     return world.external_tokens[world.generate(prompt)]
 
 
@@ -41,14 +39,14 @@ def test_groups_of_a_hybrid_model_come_back(
     make_offloading_world: MakeOffloadingWorld, ranks: int
 ) -> None:
     """The full layer as a whole, of the sliding one as much as its window needs."""
-    world = make_offloading_world(ranks=ranks, window=WINDOW)
+    world = make_offloading_world(ranks=ranks, windows=(WINDOW,))
     prompt = random_prompt(random.Random(2), 300)
     world.generate(prompt)
     blocks = 300 // BLOCK_TOKENS
     world.settle()
     assert blocks < world.cache.counters.stored_blocks < 2 * blocks
     world.forget()
-    assert hits(world, prompt) == blocks * BLOCK_TOKENS
+    assert hit_tokens(world, prompt) == blocks * BLOCK_TOKENS
     assert world.cache.counters.loaded_blocks == blocks + -(-(WINDOW - 1) // BLOCK_TOKENS)
     world.check_outputs()
 
@@ -64,7 +62,7 @@ def test_partial_hits_of_every_length_class(
     world.generate(prompt)
     world.forget()
     block = chunk * BLOCK_TOKENS
-    assert hits(world, prompt[:length] + random_prompt(rng, 100)) == length // block * block
+    assert hit_tokens(world, prompt[:length] + random_prompt(rng, 100)) == length // block * block
 
 
 def test_a_load_may_begin_inside_a_block(make_offloading_world: MakeOffloadingWorld) -> None:
@@ -73,7 +71,7 @@ def test_a_load_may_begin_inside_a_block(make_offloading_world: MakeOffloadingWo
     world.generate(prompt)
     world.forget()
     world.generate(prompt[:40], max_tokens=1)
-    assert hits(world, prompt) == 256 - 32
+    assert hit_tokens(world, prompt) == 256 - 32
 
 
 def test_salts_share_nothing(make_offloading_world: MakeOffloadingWorld) -> None:
@@ -103,7 +101,7 @@ def test_wishes_of_requests(make_offloading_world: MakeOffloadingWorld) -> None:
     elsewhere = world.generate(prompt, params={"kv_load_tiers": [{"medium": "storage"}]})
     assert world.external_tokens[elsewhere] == 0
     world.forget()
-    assert hits(world, prompt) == 192
+    assert hit_tokens(world, prompt) == 192
 
 
 def test_a_tiny_arena_keeps_the_beginning_of_a_prefix(
@@ -115,7 +113,7 @@ def test_a_tiny_arena_keeps_the_beginning_of_a_prefix(
     world.settle()
     assert world.cache.counters.refused_blocks > 0
     world.forget()
-    assert hits(world, prompt) == 4 * BLOCK_TOKENS
+    assert hit_tokens(world, prompt) == 4 * BLOCK_TOKENS
 
 
 def test_abort_during_a_load_gives_everything_back(
@@ -134,19 +132,20 @@ def test_abort_during_a_load_gives_everything_back(
         world.settle()
     # Every engine block is free again: a request that needs nearly all of them runs.
     world.generate(random_prompt(random.Random(9), 31 * BLOCK_TOKENS - 8))
-    assert world.manager._requests == {}
+    world.assert_untracked()
 
 
 @HYBRID
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_failed_loads_are_recomputed_or_fail_their_request_only(
-    make_offloading_world: MakeOffloadingWorld, policy: str, window: int | None
+    make_offloading_world: MakeOffloadingWorld, policy: str, windows: tuple[int, ...]
 ) -> None:
-    world = make_offloading_world(policy=policy, window=window, ranks=2)
+    world = make_offloading_world(policy=policy, windows=windows, ranks=2)
     prompt = random_prompt(random.Random(10), 300)
     first = world.generate(prompt)
     world.forget()
-    world.slow_down(random.Random(10), failure_rate=0.9)
+    # The rest of the load may be copied.
+    world.slow_down(random.Random(10))[-1].failure_rate = 1.0
     second = world.generate(prompt)
     assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
     assert world.cache.counters.failed_loads == 1
@@ -164,7 +163,7 @@ def test_a_failed_store_is_a_miss(make_offloading_world: MakeOffloadingWorld) ->
     assert movers[0].refused == world.cache.counters.failed_stores > 0
     assert world.cache.ready_blocks == 0
     world.forget()
-    assert hits(world, prompt) == 0
+    assert hit_tokens(world, prompt) == 0
 
 
 def test_errors_of_the_cache_stop_nothing(
@@ -192,10 +191,10 @@ def test_errors_of_the_cache_stop_nothing(
 
 @HYBRID
 def test_what_is_under_way_at_a_reset_is_not_kept(
-    make_offloading_world: MakeOffloadingWorld, window: int | None
+    make_offloading_world: MakeOffloadingWorld, windows: tuple[int, ...]
 ) -> None:
     """Nor what requests that go on compute on top of it: a reset tells of other weights."""
-    world = make_offloading_world(ranks=2, window=window)
+    world = make_offloading_world(ranks=2, windows=windows)
     rng = random.Random(14)
     world.slow_down(rng, polls=(5, 9))
     prompt = random_prompt(rng, 200)
@@ -212,9 +211,9 @@ def test_what_is_under_way_at_a_reset_is_not_kept(
     assert world.cache.ready_blocks == 0
     world.check_outputs()
     world.forget()
-    assert hits(world, prompt) == 0
+    assert hit_tokens(world, prompt) == 0
     world.forget()
-    assert hits(world, prompt) == 192
+    assert hit_tokens(world, prompt) == 192
 
 
 def test_turned_off_it_does_nothing(
@@ -225,7 +224,7 @@ def test_turned_off_it_does_nothing(
     prompt = random_prompt(random.Random(15), 300)
     world.generate(prompt)
     world.forget()
-    assert hits(world, prompt) == 0
+    assert hit_tokens(world, prompt) == 0
 
 
 @HYBRID
@@ -237,38 +236,21 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
     ranks: int,
     asynchronous: bool,
     seed: int,
-    window: int | None,
+    windows: tuple[int, ...],
 ) -> None:
     """Shared prefixes, few engine blocks (preemptions), few slots (evictions), aborts, resets,
     late and failing copies, all at once."""
     rng = random.Random(seed)
     world = make_offloading_world(
         ranks=ranks,
-        num_blocks=30 if window is None else 44,
+        num_blocks=44 if windows else 30,
         slots=(30, 100)[seed % 2],
-        chunk=rng.choice([1, 2]) if window is None else 1,
-        window=window,
+        chunk=1 if windows else rng.choice([1, 2]),
+        windows=windows,
         budget=96,
         lag=rng if asynchronous else None,
     )
-    movers = world.slow_down(rng, failure_rate=0.05)
-    stems = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(4)]
-    for _ in range(60):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        world.add(prompt, max_tokens=rng.randrange(1, 40))
-        for _ in range(rng.randrange(4)):
-            world.step()
-        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-        if unfinished and rng.random() < 0.2:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < 0.05:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.3)
-    world.run()
-    world.check_outputs()
-    assert world.checked_bytes > 0
-    assert world.preemptions > 0
-    assert world.cache.counters.loaded_blocks > 0
-    assert sum(mover.refused for mover in movers) > 0
+    world.slow_down(rng, failure_rate=0.05)
+    Traffic(world, rng, make_stems(rng, 4)).run(60, until=[preempted, loaded, refused])
     world.settle()
-    assert world.manager._requests == {}
+    world.assert_untracked()

@@ -14,9 +14,9 @@ import pytest
 import torch
 from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import MakeOffloadingWorld, OffloadingWorld
+from offloading_world import HYBRID, MakeOffloadingWorld
 from prometheus_client import Counter, Gauge, Histogram
-from test_offloading import HYBRID
+from subscriber import DISK, HOST, Subscriber
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -34,7 +34,7 @@ from flexkv_vllm.offloading.pages import describe_groups
     [
         ({"settings": {"cpu_cache_gib": 1}}, ConfigError, ["'cpu_cache_gib'", "cpu_cache_gb"]),
         ({"settings": {"block_tokens": 64}}, ConfigError, ["block_tokens is 64", "block_size"]),
-        ({"chunk": 2, "window": 40}, ConfigError, ["blocks_per_chunk is 2", "allowed: 1"]),
+        ({"chunk": 2, "windows": (40,)}, ConfigError, ["blocks_per_chunk is 2", "allowed: 1"]),
         ({"settings": {"canonical_layout": True}}, ConfigError, ["'canonical_layout'"]),
     ],
     ids=["unknown key", "two block sizes", "chunks of a hybrid model", "another layout"],
@@ -89,37 +89,29 @@ def test_pages_that_cannot_be_described(kv_caches: CanonicalKVCaches) -> None:
         describe_groups(kv_caches)
 
 
-def loadable(world: OffloadingWorld, medium: str) -> set[tuple[int, bytes | int]]:
-    """What a subscriber to the events believes: group and hash of blocks."""
-    known: set[tuple[int, bytes | int]] = set()
-    for event in world.recorder.events:
-        if getattr(event, "medium", None) != medium:
-            continue
-        names = {(event.group_idx, name) for name in event.block_hashes}
-        known = known | names if type(event).__name__ == "BlockStored" else known - names
-    return known
-
-
 @HYBRID
 def test_events_say_what_can_be_loaded(
-    make_offloading_world: MakeOffloadingWorld, window: int | None
+    make_offloading_world: MakeOffloadingWorld, windows: tuple[int, ...]
 ) -> None:
-    world = make_offloading_world(slots=24, disk_slots=60, events=True, window=window)
+    world = make_offloading_world(slots=24, disk_slots=60, events=True, windows=windows)
+    subscriber = Subscriber(world)
     rng = random.Random(1)
     for _ in range(8):
         world.generate(random_prompt(rng, 6 * BLOCK_TOKENS))
         world.settle()
     world.generate([1], max_tokens=1)  # a step more, which tells the last
+    subscriber.listen()
     index = world.cache._index._ready
     assert len(index) > 12
-    assert loadable(world, "CPU") == {
+    assert subscriber.told[HOST] == {
         (int.from_bytes(key[-4:], "big"), event_hash(key[:-4])) for key in index
     }
     (drive,) = world.cache._transfers.tiers[0].drives
-    assert len(loadable(world, "STORAGE")) == len(drive.index) > len(index)
+    assert len(subscriber.told[DISK]) == len(drive.index) > len(index)
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate([1], max_tokens=1)
-    assert loadable(world, "CPU") == loadable(world, "STORAGE") == set()
+    subscriber.listen()
+    assert subscriber.told == {HOST: set(), DISK: set()}
 
 
 def test_metrics_are_those_of_flexkvs_own_connector(

@@ -5,35 +5,27 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from disk_world import PROMPT_BLOCKS, Hang, fill, hits, prompts
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import MakeOffloadingWorld, OffloadingWorld
-from test_offloading import HYBRID, hits
-from test_world_disk import hang
+from offloading_world import HYBRID, MakeOffloadingWorld
+from patience import wait_until
+from traffic import Traffic, fetched, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from world_config import DISK_TIMEOUT_SECONDS
 
-PROMPT_BLOCKS = 6
-
-
-def prompts(seed: int, count: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [random_prompt(rng, PROMPT_BLOCKS * BLOCK_TOKENS + 5) for _ in range(count)]
-
-
-def fill(world: OffloadingWorld, texts: list[list[int]]) -> None:
-    for text in texts:
-        world.generate(text)
-        world.settle()
-    world.forget()
+if TYPE_CHECKING:
+    from packages.conftest import Clock
 
 
 @HYBRID
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("admission", ["write_through", "on_evict"])
 def test_what_left_the_arena_comes_back_from_disk(
-    make_offloading_world: MakeOffloadingWorld, ranks: int, admission: str, window: int | None
+    make_offloading_world: MakeOffloadingWorld, ranks: int, admission: str, windows: tuple[int, ...]
 ) -> None:
     # With the latter, as many as a prompt stores are kept free by writing.
     slots = {"write_through": 24, "on_evict": 96}[admission]
@@ -41,13 +33,13 @@ def test_what_left_the_arena_comes_back_from_disk(
         slots=slots,
         disk_slots=400,
         ranks=ranks,
-        window=window,
+        windows=windows,
         settings={"ssd_admission": admission},
     )
     texts = prompts(1, 24)
     fill(world, texts)
     for text in texts:
-        assert hits(world, text) == PROMPT_BLOCKS * BLOCK_TOKENS
+        assert hits(world, text) == PROMPT_BLOCKS
         world.settle()
         world.forget()
     assert world.cache.counters.fetched_blocks >= 4 * PROMPT_BLOCKS
@@ -60,7 +52,7 @@ def test_a_prompt_larger_than_the_arena_comes_as_far_as_there_is_room(
     world = make_offloading_world(slots=12, disk_slots=100)
     long = random_prompt(random.Random(2), 20 * BLOCK_TOKENS + 5)
     fill(world, [long[: blocks * BLOCK_TOKENS] for blocks in (6, 12)] + prompts(3, 4))
-    assert hits(world, long) == 12 * BLOCK_TOKENS
+    assert hits(world, long) == 12
     world.check_outputs()
 
 
@@ -71,10 +63,8 @@ def test_where_a_hit_came_from(make_offloading_world: MakeOffloadingWorld) -> No
     sources = world.connector.get_external_cache_hit_sources
     for text, source in ((texts[0], CacheHitSource.DISK), (texts[0], CacheHitSource.HOST)):
         request = world.requests[world.add(text)]
-        tokens = 0
-        while not tokens:
-            world.step()
-            tokens = request.num_computed_tokens
+        wait_until(lambda request=request: request.num_computed_tokens, world.step)
+        tokens = request.num_computed_tokens
         assert sources(request, tokens) == {source: PROMPT_BLOCKS * BLOCK_TOKENS}
         world.run()
         world.settle()
@@ -88,7 +78,7 @@ def test_blocks_are_found_after_a_restart(make_offloading_world: MakeOffloadingW
     world.close()
     again = make_offloading_world(slots=30, disk_slots=100)
     for text in texts:
-        assert hits(again, text) == PROMPT_BLOCKS * BLOCK_TOKENS
+        assert hits(again, text) == PROMPT_BLOCKS
     again.check_outputs()
 
 
@@ -97,7 +87,7 @@ def test_blocks_of_other_sizes_and_other_connectors_never_meet(
 ) -> None:
     make_world(slots=30, disk_slots=100)
     names = {path.name for path in (tmp_path / "disk").iterdir() if path.is_dir()}
-    for options in ({}, {"chunk": 2}, {"window": 40}, {"ranks": 2}):
+    for options in ({}, {"chunk": 2}, {"windows": (40,)}, {"ranks": 2}):
         world = make_offloading_world(slots=30, disk_slots=100, **options)
         names |= {path.name for path in (tmp_path / "disk").iterdir() if path.is_dir()}
         world.close()
@@ -120,25 +110,26 @@ def test_a_damaged_block_ends_the_prefix(
 
 
 def test_a_hanging_disk_holds_no_request_up_for_long(
-    make_offloading_world: MakeOffloadingWorld,
+    make_offloading_world: MakeOffloadingWorld, clock: Clock
 ) -> None:
-    world = make_offloading_world(slots=14, disk_slots=100, settings={"ssd_timeout_seconds": 0.2})
+    world = make_offloading_world(slots=14, disk_slots=100)
     texts = prompts(7, 4)
     fill(world, texts)
-    (drive,) = world.cache._transfers.tiers[0].drives
-    release = hang(drive)
+    hang = Hang(world)
     waiting = world.add(texts[0])
-    world.run(limit=10_000_000)
+    wait_until(lambda: hang.begun, world.step)
+    clock.skip(2 * DISK_TIMEOUT_SECONDS)
+    world.run()
     assert world.external_tokens[waiting] == 0
     assert world.cache.counters.stalled_fetches == 1
-    release()
+    hang.end()
     world.check_outputs()
 
 
 @pytest.mark.parametrize("seed", range(2))
 @HYBRID
 def test_random_traffic_over_a_disk(
-    make_offloading_world: MakeOffloadingWorld, seed: int, window: int | None
+    make_offloading_world: MakeOffloadingWorld, seed: int, windows: tuple[int, ...]
 ) -> None:
     rng = random.Random(seed)
     world = make_offloading_world(
@@ -146,34 +137,28 @@ def test_random_traffic_over_a_disk(
         slots=24,
         disk_slots=80,
         ranks=1 + seed,
-        window=window,
+        windows=windows,
         budget=96,
         settings={"ssd_admission": rng.choice(["write_through", "on_evict"])},
     )
     movers = world.slow_down(rng, failure_rate=0.05)
-    stems = [random_prompt(rng, rng.randrange(20, 200)) for _ in range(6)]
-    for _ in range(60):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(1, len(stem) + 1)] + random_prompt(rng, rng.randrange(30))
-        world.add(prompt, max_tokens=rng.randrange(1, 20))
-        for _ in range(rng.randrange(6)):
-            world.step()
-        unfinished = [r for r in world.outputs if r in world.scheduler.requests]
-        if unfinished and rng.random() < 0.2:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < 0.1:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.2)
-    world.run(limit=10_000_000)
+    Traffic(
+        world,
+        rng,
+        make_stems(rng, 6, longest=199),
+        most_tokens=19,
+        most_steps=5,
+        reset_rate=0.1,
+        clear_rate=0.2,
+    ).run(60, until=[fetched])
     world.settle()
-    world.check_outputs()
-    assert world.cache.counters.fetched_blocks > 0
-    assert world.manager._requests == {}
+    world.assert_untracked()
     # Nothing is held: the arena takes a prompt of as many blocks as it has.
     world.forget()
     for mover in movers:
-        mover._failure_rate = 0.0
+        mover.failure_rate = 0.0
     long = random_prompt(rng, 10 * BLOCK_TOKENS + 3)
     world.generate(long)
     world.settle()
     world.forget()
-    assert hits(world, long) == 10 * BLOCK_TOKENS
+    assert hits(world, long) == 10

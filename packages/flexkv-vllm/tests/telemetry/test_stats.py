@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from patience import PATIENCE_SECONDS
+from prometheus_client import CollectorRegistry
+from scraping import metrics, scrape
 
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.telemetry.stats import METRICS, FlexKVStats, Kind, sample
@@ -18,30 +16,6 @@ HITS = sample("hit_tokens", "host")
 BLOCKS = sample("blocks", "host")
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")
-
-
-def scrape(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Values by name and labels, without vLLM's own labels."""
-    text = generate_latest(registry).decode()
-    return {
-        (each.name, tuple(sorted(p for p in each.labels.items() if p[0] != "model_name"))): (
-            each.value
-        )
-        for family in text_string_to_metric_families(text)
-        for each in family.samples
-        if not each.name.endswith("_created")
-    }
-
-
-def metrics(registry: CollectorRegistry, engines: int = 1) -> Any:
-    types: Any = {
-        Counter: functools.partial(Counter, registry=registry),
-        Gauge: functools.partial(Gauge, registry=registry),
-        Histogram: None,  # vLLM gives all three
-    }
-    values: dict[int, list[object]] = {i: ["model", str(i)] for i in range(engines)}
-    config: Any = SimpleNamespace(kv_transfer_config=None)
-    return FlexKVConnectorV1.build_prom_metrics(config, types, ["model_name", "engine"], values)
 
 
 def test_ranks_and_steps_add_up_and_gauges_are_the_latest() -> None:
@@ -117,6 +91,10 @@ def test_the_frontend_needs_no_kernels() -> None:
         "print('cuda', torch.cuda.is_initialized())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert "cuda False" in done.stdout

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv_vllm.scheduler.paces import LinkPace, PrefillPace, Span
@@ -10,7 +10,6 @@ from flexkv_vllm.scheduler.paces import LinkPace, PrefillPace, Span
 RATES = st.floats(1e-7, 1e-2)
 
 
-@settings(deadline=None)
 @given(RATES, st.floats(0, 1e-6), st.lists(st.integers(64, 8192), min_size=4, max_size=40))
 def test_both_rates_are_found(per_token: float, per_pair: float, sizes: list[int]) -> None:
     pace, start = PrefillPace(), 0
@@ -41,7 +40,6 @@ def test_steps_that_are_alike_give_their_own_rate() -> None:
     assert pace.seconds(Span(0, 1000)) == pytest.approx(1.0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(64, 5000), st.floats(1e-4, 10)), min_size=1, max_size=30))
 def test_no_rate_is_negative(steps: list[tuple[int, float]]) -> None:
     pace = PrefillPace()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv_vllm.groups import Group, Groups, Reach
@@ -48,7 +48,6 @@ def is_hit(groups: Groups, there: set[tuple[int, int]], local: int, end: int) ->
     return True
 
 
-@settings(deadline=None)
 @given(models(), st.data())
 def test_it_is_the_longest_that_has_all_that_is_looked_at(
     groups: Groups, data: st.DataObject
@@ -74,7 +73,6 @@ def test_it_is_the_longest_that_has_all_that_is_looked_at(
     assert all(local <= b * sizes[g] and (b + 1) * sizes[g] <= limit for g, b in asked)
 
 
-@settings(deadline=None)
 @given(models(), st.integers(0, 60))
 def test_full_reach_looks_at_full_attention_only(groups: Groups, limit: int) -> None:
     reach = full_reach(groups, lambda group, _: group.reach is Reach.ALL, 0, limit)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv import KVLayout, TensorView, share_of
@@ -38,7 +38,6 @@ def layouts(draw: st.DrawFn) -> KVLayout:
     return KVLayout.from_tensors(views, BLOCKS)
 
 
-@settings(deadline=None)
 @given(layouts(), st.integers(1, 3), st.integers(1, 9))
 def test_no_byte_of_a_layer_lies_behind_its_part(
     layout: KVLayout, replicas: int, parts: int

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds with a disk below a small arena: how they are filled, and what happens to their disk."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_world import World, random_prompt
+from kv_pages import BLOCK_TOKENS
+from patience import wait_until
+
+PROMPT_BLOCKS = 6
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [random_prompt(rng, PROMPT_BLOCKS * BLOCK_TOKENS + 5) for _ in range(count)]
+
+
+def fill(world: World, texts: Sequence[list[int]]) -> None:
+    """Have `texts` stored, as far as there is room, and written; vLLM itself has nothing then."""
+    for text in texts:
+        world.generate(text)
+        world.settle()
+    world.forget()
+
+
+def hits(world: World, text: list[int]) -> int:
+    """Blocks of `text` that are loaded for it."""
+    return world.external_tokens[world.generate(text)] // BLOCK_TOKENS
+
+
+def settle_fetches(world: World) -> None:
+    """Until nothing is read from disk, without a step of the engine."""
+    fetcher = world.cache._transfers._fetcher
+    wait_until(lambda: not fetcher._reads, world.poll)
+
+
+def drive_of(world: World) -> Any:
+    (drive,) = world.cache._transfers.tiers[0].drives
+    return drive
+
+
+def slabs(directory: Path) -> list[Path]:
+    """The files that the blocks are in."""
+    return sorted((directory / "disk").glob("*/slab-*"))
+
+
+def flip_a_byte(rng: random.Random, files: Sequence[Path]) -> None:
+    path = rng.choice(files)
+    place = rng.randrange(path.stat().st_size)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, place)[0]
+        os.pwrite(fd, bytes([byte ^ 0xFF]), place)
+    finally:
+        os.close(fd)
+
+
+def delay_reads(world: World, rng: random.Random) -> None:
+    store = drive_of(world)._store
+    read = store.read
+
+    def late(*args: Any) -> Any:
+        time.sleep(rng.choice([0.0, 0.0, 0.001, 0.003]))
+        return read(*args)
+
+    store.read = late
+
+
+class Hang:
+    """From now on a world's disk reads block by block, and gives no more than the first `free`
+    until `end`; that of an earlier hang ends here."""
+
+    def __init__(self, world: World, free: int = 0) -> None:
+        self._ended = threading.Event()
+        self._begun = threading.Event()
+        drive = drive_of(world)
+        read = type(drive._store).read.__get__(drive._store)
+        numbers = itertools.count()
+
+        def hanging(*args: Any) -> Any:
+            if next(numbers) >= free:
+                self._begun.set()
+                self._ended.wait()
+            return read(*args)
+
+        drive._store.read = hanging
+        drive._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
+        world.closing.callback(self.end)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a read hangs."""
+        return self._begun.is_set()
+
+    def end(self) -> None:
+        """Everything is read again."""
+        self._ended.set()

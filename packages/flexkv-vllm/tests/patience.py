@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for what other threads do, so that no test depends on how fast this machine is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_SECONDS = 120.0
+"""What has not happened by then never will, however busy the machine is."""
+
+
+def wait_until(condition: Callable[[], object], act: Callable[[], object]) -> None:
+    """Do `act` again and again until `condition` holds.
+
+    Raises:
+        AssertionError: it never does.
+    """
+    end = time.perf_counter() + PATIENCE_SECONDS
+    while not condition():
+        assert time.perf_counter() < end, "what is waited for does not happen"
+        act()
+        time.sleep(0)  # lets others run

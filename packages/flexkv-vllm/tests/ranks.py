@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of the engine without a model: they write recognisable bytes where attention would
+write KV, and compare what they find where attention would read it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from kv_pages import BLOCK_TOKENS, LAYERS, heads_of, token_bytes
+from late_mover import LateMover
+from texts import Text
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from flexkv_vllm.adapter import Adapter
+
+
+@dataclass(slots=True)
+class Rank:
+    """One worker of `ranks`: its KV pages, and its copy of the block tables."""
+
+    number: int
+    ranks: int
+    windows: tuple[int, ...]
+    pages: dict[str, torch.Tensor]
+    tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Requests that the running step computes on wrong bytes, with the first such block."""
+    checked_bytes: int = 0
+
+    def run(
+        self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
+    ) -> ModelRunnerOutput:
+        """Run a step. The result has no tokens yet."""
+        raise NotImplementedError
+
+    def slow_down(
+        self, rng: random.Random, polls: tuple[int, int], failure_rate: float
+    ) -> list[LateMover]:
+        """Put late movers before this rank's; returns those."""
+        raise NotImplementedError
+
+    def wait_for_layer(self, name: str) -> None:
+        """The forward is about to compute this layer."""
+
+    def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def follow_tables(self, output: SchedulerOutput) -> None:
+        """Keep up with the blocks that vLLM gave in this step."""
+        for request_id in output.finished_req_ids:
+            self.tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = [[] for _ in self.tables[request_id]]
+            for table, more in zip(self.tables[request_id], blocks or (), strict=False):
+                table.extend(more)
+
+    def forward(self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes) -> None:
+        """Compute what was scheduled. `wrong` has the requests that could not be."""
+        self.wrong.clear()
+        for request_id, start, end in scheduled(output):
+            tokens = texts[request_id].upto(end)
+            for group in range(len(self.tables[request_id])):
+                self._forward_group(request_id, group, tokens, start, weights + bytes(group))
+
+    def _forward_group(
+        self, request_id: str, group: int, tokens: list[int], start: int, weights: bytes
+    ) -> None:
+        heads = heads_of(self.number, self.ranks)
+        expected = token_bytes(tokens, weights)[:, :, heads]
+        table = torch.tensor(self.tables[request_id][group], dtype=torch.int64)
+        first = max(0, start - self.windows[group - 1] + 1) if group else 0
+        positions = torch.arange(len(tokens))
+        blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        seen = slice(first, start)
+        for layer in range(LAYERS):
+            name = f"layer{group * LAYERS + layer}"
+            self.wait_for_layer(name)
+            pages = self.pages[name]
+            there = pages[blocks[seen], :, places[seen]]
+            if not torch.equal(there, expected[layer, seen]):
+                differs = (there != expected[layer, seen]).flatten(1).any(dim=1)
+                wrong = first + int(differs.nonzero()[0].item())
+                message = (
+                    f"rank {self.number}, group {group}, layer {layer}: {request_id} computes on "
+                    f"at {start}, but its token {wrong} (block {blocks[wrong]}) has wrong bytes"
+                )
+                self.wrong.setdefault(request_id, (int(blocks[wrong]), message))
+                expected = ~expected
+            self.checked_bytes += there.numel()
+            pages[blocks[start:], :, places[start:]] = expected[layer, start:]
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterRank(Rank):
+    """A rank with FlexKV's own connector. `fenced` if vLLM hands it the orders before it reuses
+    blocks."""
+
+    adapter: Adapter
+    fenced: bool
+
+    @property
+    def side(self) -> Any:
+        return self.adapter._worker
+
+    def run(
+        self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
+    ) -> ModelRunnerOutput:
+        adapter, metadata = self.adapter, output.kv_connector_metadata
+        if self.fenced:
+            adapter.fence(metadata)
+        self.follow_tables(output)
+        before = bool(metadata.layerwise or metadata.unfilled) if self.fenced else False
+        if before:
+            adapter.start_loads(metadata)
+        self.forward(output, texts, weights)
+        if not before:
+            adapter.start_loads(metadata)
+        adapter.start_stores(metadata)
+        sent, received = adapter.get_finished(metadata)
+        bad_blocks = adapter.take_bad_blocks()
+        for block, message in self.wrong.values():
+            assert block in bad_blocks, message
+        return step_result(
+            output,
+            finished_sending=sent,
+            finished_recving=received,
+            invalid_block_ids=bad_blocks,
+            kv_connector_stats=adapter.take_stats() if self.fenced else None,
+            kv_connector_worker_meta=adapter.step_report(metadata),
+            **failed_requests(adapter.take_failed_requests()),
+        )
+
+    def slow_down(
+        self, rng: random.Random, polls: tuple[int, int], failure_rate: float
+    ) -> list[LateMover]:
+        self.side._mover = LateMover(self.side._mover, rng, polls, failure_rate)
+        return [self.side._mover]
+
+    def wait_for_layer(self, name: str) -> None:
+        self.adapter.wait_for_layer(name)
+
+    def shutdown(self) -> None:
+        self.adapter.shutdown()
+
+
+def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    """The step's requests, each with the tokens computed before and after it."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [
+        (request_id, computed[request_id], computed[request_id] + count)
+        for request_id, count in output.num_scheduled_tokens.items()
+    ]
+
+
+def step_result(output: SchedulerOutput, **told: Any) -> ModelRunnerOutput:
+    """What a worker returns, without tokens; `told` by its connector."""
+    request_ids = [request_id for request_id, _, _ in scheduled(output)]
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+        sampled_token_ids=[[] for _ in request_ids],
+        kv_connector_output=KVConnectorOutput(**told),
+    )
+
+
+def failed_requests(request_ids: set[str]) -> dict[str, set[str]]:
+    """The field of a worker's output that tells of failed loads, where vLLM has it."""
+    known = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+    return {"failed_recving": request_ids} if known else {}

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A subscriber to KV events, and what it should have been told."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from engine_world import World
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from flexkv_vllm.compat_events import event_hash
+
+HOST, DISK = "CPU", "STORAGE"
+
+Blocks: TypeAlias = dict[str, set[tuple[int, Any]]]
+"""By medium: KV cache group and hash of vLLM's blocks."""
+
+
+class Subscriber:
+    """Keeps what it was told can be loaded, for each medium of FlexKV's."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.told: Blocks = {HOST: set(), DISK: set()}
+        self.stored: list[BlockStored] = []
+
+    def listen(self) -> None:
+        """Take the events since the last call."""
+        events, self.world.recorder.events = self.world.recorder.events, []
+        for event in events:
+            if getattr(event, "medium", None) not in self.told:
+                continue  # vLLM's own
+            told = self.told[event.medium]
+            blocks = {(event.group_idx, name) for name in event.block_hashes}
+            assert blocks
+            assert len(blocks) == len(event.block_hashes)
+            if isinstance(event, BlockStored):
+                assert not told & blocks, "told twice"
+                told |= blocks
+                self.stored.append(event)
+            else:
+                assert isinstance(event, BlockRemoved)
+                assert told >= blocks, "never told"
+                told -= blocks
+
+
+def drain(subscriber: Subscriber) -> None:
+    """Let an idle engine tell what has happened since its last step."""
+    subscriber.world.settle()
+    subscriber.world.step()
+    subscriber.listen()
+
+
+def loadable(world: World, whole: bool = True) -> Blocks:
+    """What lookups find of every FlexKV block that a request can have had: all of vLLM's blocks in
+    it, or only the last one."""
+    found: Blocks = {HOST: set(), DISK: set()}
+    tiers = world.cache._transfers.tiers
+    side = world.side
+    for request in world.requests.values():
+        names = [event_hash(each) for each in request.block_hashes]
+        for group in side._groups.members:
+            step = group.engine_blocks
+            for position, key in enumerate(side._keys.of(request, group)):
+                stop = (position + 1) * step
+                first = stop - step if whole else stop - 1
+                blocks = {(group.index, name) for name in names[first:stop]}
+                if world.cache.lookup([key]):
+                    found[HOST] |= blocks
+                if tiers and tiers[0].contains([key])[0]:
+                    found[DISK] |= blocks
+    return found
