@@ -104,7 +104,7 @@ def _try_compiler(name: str, environ: Mapping[str, str]) -> str | None:
                 text=True,
                 errors="replace",
                 env=dict(environ),
-                timeout=60,
+                timeout=600,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:

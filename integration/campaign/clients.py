@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from integration.campaign.prompts import Question
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 300.0
 """Of each request. Far beyond what one takes on a busy machine: whatever takes longer hangs."""
 _ABORTED_SHARE = 0.12
 _ABORT_WITHIN_SECONDS = 1.0

@@ -17,8 +17,9 @@ _MOST_CALLS = 4
 that did it all the time would test a disk that is not used."""
 _HANG_SECONDS = 2.5
 """Longer than FlexKV waits for a disk, which is a second."""
-_PATIENCE_SECONDS = 10.0
-"""How long an order waits for its first call: disks are read all the time under load."""
+_PATIENCE_SECONDS = 300.0
+"""How long an order waits for its first call. Under load it comes within a second or two; later
+where FlexKV leaves the disk alone, has to fill it anew, or the machine is slow."""
 _FOREVER = 1 << 30
 
 
@@ -69,13 +70,21 @@ class Injector:
     def _inject(self, kind: Kind) -> None:
         count, seconds = self._rng.randint(1, _MOST_CALLS), self._rng.uniform(1, 2)
         if kind is Kind.DISK_HANGS:
-            self._book.give(kind, _FOREVER, _HANG_SECONDS)
-            self._pause(_HANG_SECONDS)
+            self._let_hang()
         elif kind in IN_ENGINE:
             self._let_happen(kind, count, seconds)
         else:
             self._book.give(kind, 1, 0.0)
             self._do(kind, seconds)
+
+    def _let_hang(self) -> None:
+        """The disk hangs, and somebody notices."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        met = False
+        while not met and time.monotonic() < deadline and self._server.alive:
+            order = self._book.give(Kind.DISK_HANGS, _FOREVER, _HANG_SECONDS)
+            self._pause(_HANG_SECONDS)
+            met = self._hits(order.number) > 0
 
     def _let_happen(self, kind: Kind, count: int, seconds: float) -> None:
         """Until it has happened `count` times, or once in this time. One kind after the other, so
@@ -83,14 +92,14 @@ class Injector:
         order = self._book.give(kind, count, _PATIENCE_SECONDS)
         begun = time.monotonic()
         while (hits := self._hits(order.number)) < count and time.monotonic() < order.until:
-            if hits and time.monotonic() - begun > seconds:
+            if (hits and time.monotonic() - begun > seconds) or not self._server.alive:
                 break
             self._pause(0.05)
         self._book.withdraw()
 
     def _do(self, kind: Kind, seconds: float) -> None:
         if kind is Kind.RESET:
-            self._server.reset_prefix_cache(external=True)
+            self._server.try_reset(external=True)
         elif kind in damage.AT_ONCE:
             files = damage.find_open_files(self._root, self._server.session, self._slot_bytes)
             files.damage(kind, self._rng)

@@ -25,7 +25,7 @@ from integration.harness.server import Server
 Say = Callable[[str], None]
 
 _PROGRESS_SECONDS = 5.0
-_QUIET_SECONDS = 60.0
+_QUIET_SECONDS = 300.0
 _ALWAYS = 1 << 30
 _CLEAN = 8
 """Questions at the end, when nothing is wrong any more."""
@@ -154,7 +154,7 @@ class Campaign:
         number = max(range(_CLEAN), key=lambda i: len(self._questions[i].prompt))
         ask(server.address, number, self._questions[number])
         server.reset_prefix_cache(external=False)
-        self._book.give(Kind.LOAD_WRONG, _ALWAYS, 60)
+        self._book.give(Kind.LOAD_WRONG, _ALWAYS, LIMIT_SECONDS)
         wrong = ask(server.address, number, self._questions[number])
         self._book.withdraw()
         server.reset_prefix_cache(external=False)

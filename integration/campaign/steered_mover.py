@@ -15,7 +15,7 @@ _KINDS = {
     Direction.LOAD: (Kind.LOAD_REFUSED, Kind.LOAD_FAILED, Kind.LOAD_LATE, Kind.LOAD_WRONG),
     Direction.STORE: (Kind.STORE_REFUSED, Kind.STORE_FAILED, Kind.STORE_LATE),
 }
-_LATE_SECONDS = 0.2
+LATE_SECONDS = 0.2
 """Some steps of the engine: it goes on meanwhile, and may want the blocks for others."""
 _POISON = 0x41
 """Makes each float32 about 12: finite, because attention may multiply rows that it does not use by
@@ -95,7 +95,7 @@ class SteeredMover:
             self._poison_slots(offsets)
         ticket, self._next = self._next, self._next - 1
         self._held[ticket] = _Held(
-            time.monotonic() + _LATE_SECONDS, flag_address, None if fails else begin
+            time.monotonic() + LATE_SECONDS, flag_address, None if fails else begin
         )
         return ticket
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from integration.campaign.clients import Outcome, Request
 from integration.campaign.counts import Counts
@@ -19,6 +19,10 @@ from integration.campaign.faults import (
     Hit,
     Kind,
 )
+
+_HEARD_SECONDS = 5.0
+"""Within which a server has heard that a client hung up: its engine may begin the request's load
+until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,11 @@ def check_requests(
         not unexplained,
         f"{len(failed)} failed, {len(failures)} loads: {'; '.join(map(str, unexplained[:3]))}",
     )
-    ended = [request for request in requests if request.outcome is Outcome.ABORTED]
+    ended = [
+        replace(request, ended=request.ended + _HEARD_SECONDS)
+        for request in requests
+        if request.outcome is Outcome.ABORTED
+    ]
     _, unanswered = match([*failed, *ended], failures)
     yield Check(
         "a request whose load failed got no answer",

@@ -30,7 +30,7 @@ MAX_LINE = 1 << 30
 
 # vLLM gives its processes 5 s to end and kills them then. On a busy machine some need longer, and
 # an engine that was told to stop must not be killed before its connector has heard of it.
-STOP_SECONDS = 30.0
+STOP_SECONDS = 120.0
 
 
 class Events:
@@ -139,6 +139,17 @@ class Driver:
         """Abort a generation; False when it is not (or no longer) running."""
         task = self._generations.get(command["target"])
         return task is not None and task.cancel()
+
+    async def op_pause(self, command: Message) -> None:
+        """Begin with no further request; they gather in the queue of vLLM's scheduler."""
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def op_resume(self, command: Message) -> None:
+        """Go on, once all generations that were asked for have been sent to the scheduler."""
+        sent = self._llm.output_processor.get_num_unfinished_requests
+        while sent() < len(self._generations):
+            await asyncio.sleep(0.001)
+        await self._llm.resume_generation()
 
     async def op_reset_prefix_cache(self, command: Message) -> bool:
         """vLLM's own reset; True when it (and the connector, if asked) did it."""

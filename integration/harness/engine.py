@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 from integration.harness import processes
 from integration.harness.checkpoint import Dtype
 from integration.harness.connector import NONE, Connector
+from integration.harness.cores import cores_of_ranks
 
 if TYPE_CHECKING:
     from integration.harness.adapter import Adapter
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _DRIVER = Path(__file__).with_name("driver.py")
 _LOG_TAIL_LINES = 60
-# A tiny model starts in 25 to 45 s on two cores of its own; leave room for a loaded machine.
-START_TIMEOUT = 300.0
-CALL_TIMEOUT = 300.0
-STOP_TIMEOUT = 60.0
+# A tiny model starts in 25 to 45 s on two cores of its own. These bounds are for what hangs, and
+# leave room for a machine that is many times slower or stands still for a while.
+START_TIMEOUT = 900.0
+CALL_TIMEOUT = 600.0
+STOP_TIMEOUT = 180.0
 # vLLM's processes catch SIGTERM and give back their shared memory.
 _TERM_SECONDS = 5.0
 
@@ -123,7 +125,7 @@ class EngineConfig:
         # vLLM's CPU build keeps one core free of computing threads, and one more as soon as there
         # is any KV connector: engines with and without would not compute with the same number.
         env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
-        env["VLLM_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tensor_parallel_size)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(self.tensor_parallel_size)
         return env | self.connector.env | self.env
 
 
@@ -278,27 +280,40 @@ class Engine:
         return self.submit(prompt, **options).result()
 
     def generate_many(
-        self, prompts: Iterable[Sequence[int]], *, timeout: float = CALL_TIMEOUT, **options: Any
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        all_queued: bool = False,
+        timeout: float = CALL_TIMEOUT,
+        **options: Any,
     ) -> list[Completion]:
-        """Generate for all prompts at once; results in their order."""
-        generations = [self.submit(prompt, **options) for prompt in prompts]
+        """Generate for all prompts at once; results in their order. ``all_queued`` has vLLM begin
+        with none before all are in its queue, however slowly they get there."""
+        with self._paused() if all_queued else contextlib.nullcontext():
+            generations = [self.submit(prompt, **options) for prompt in prompts]
         wait([generation.future for generation in generations], timeout)
         return [generation.result(timeout=1.0) for generation in generations]
 
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self.call("pause")
+        try:
+            yield
+        finally:
+            self.call("resume")
+
     # The engine -----------------------------------------------------------------------------------
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False, timeout: float = 30.0) -> None:
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Empty vLLM's prefix cache (and the connector's cache, if asked).
 
         vLLM refuses while blocks are in use, also those that a connector still holds, so this asks
-        again until ``timeout`` seconds have passed, then raises EngineError.
+        again until ``CALL_TIMEOUT`` seconds have passed, then raises EngineError.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + CALL_TIMEOUT
         while not self.call("reset_prefix_cache", reset_connector=reset_connector):
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the prefix cache could not be reset for {timeout:.0f} s: blocks are in use"
-                )
+                raise EngineError("the prefix cache could not be reset: blocks are in use")
             time.sleep(0.05)
 
     def forget(self) -> None:
@@ -481,20 +496,3 @@ def await_answer(future: Future[Any], what: str, timeout: float) -> Any:
         return future.result(timeout)
     except TimeoutError as error:
         raise EngineError(f"no answer to {what} within {timeout:.0f} s") from error
-
-
-def _cores_of_ranks(ranks: int) -> str:
-    """Which cores compute, for vLLM's CPU build: "0,1|2,3" are two ranks with two cores each.
-
-    Left to itself vLLM keeps one core free for its other processes, and another one as soon as
-    there is a connector, unless none is left then: on two cores an engine with a connector
-    computes on two and one without on one. Engines must differ in nothing but the connector, so
-    one core is always kept free if there is one. Two ranks it would refuse on one NUMA node.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    computing = cores[:-1] if len(cores) > ranks else cores
-    share = max(1, len(computing) // ranks)
-    return "|".join(
-        ",".join(str(computing[(rank * share + i) % len(computing)]) for i in range(share))
-        for rank in range(ranks)
-    )

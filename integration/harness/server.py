@@ -27,12 +27,13 @@ from integration.harness.engine import (
 )
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def reserve_port() -> socket.socket:
+    """A socket that is bound to a TCP port and does not listen: while it is open nobody is given
+    that port, but one who asks for it by number, as vLLM does with SO_REUSEADDR, can have it."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 class Server:
@@ -52,7 +53,8 @@ class Server:
 
     def __init__(self, config: EngineConfig, log_path: Path, events: str | None) -> None:
         self.log_path = log_path
-        port = free_port()
+        self._reserved = reserve_port()
+        port: int = self._reserved.getsockname()[1]
         self.address = ("127.0.0.1", port)
         self._url = f"http://127.0.0.1:{port}"
         arguments = config.engine_args() | {"host": "127.0.0.1", "port": port, "tokens_only": True}
@@ -132,8 +134,21 @@ class Server:
         return self._ask("/metrics")
 
     def reset_prefix_cache(self, external: bool) -> None:
-        """Empty vLLM's own cache, and FlexKV's if `external`."""
-        self._ask(f"/reset_prefix_cache?reset_external={str(external).lower()}", {})
+        """Empty vLLM's own cache, once none of its blocks is in use, and then FlexKV's if
+        `external`. EngineError if they stay in use."""
+        deadline = time.monotonic() + CALL_TIMEOUT
+        while not self.try_reset(external=False):
+            if time.monotonic() > deadline:
+                raise EngineError("the prefix cache could not be reset: blocks are in use")
+            time.sleep(0.05)
+        if external:
+            self.try_reset(external=True)
+
+    def try_reset(self, external: bool) -> bool:
+        """Empty vLLM's own cache, which needs none of its blocks to be in use, and FlexKV's if
+        `external`, in any case. Returns whether both are done."""
+        answer = self._ask(f"/reset_prefix_cache?reset_external={str(external).lower()}", {})
+        return bool(json.loads(answer)["success"])
 
     def log(self) -> str:
         """All that it has printed so far."""
@@ -145,6 +160,7 @@ class Server:
         processes.wait_until_gone(self._process.pid, STOP_TIMEOUT)
         processes.kill_session(self._process.pid)
         self._process.wait()
+        self._reserved.close()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT

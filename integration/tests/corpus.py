@@ -93,6 +93,10 @@ SALTED = tokens("salted", 400)
 # Blocks of this one are damaged: 15 whole engine blocks, 7 FlexKV blocks and a rest.
 DAMAGED = tokens("damaged", 500)
 
+SHORT = tokens("short", ENGINE_BLOCK // 2)
+"""Fills no block: with it an idle engine makes some steps, and tells what happened since the
+last."""
+
 # A conversation grows by the answer and by what the user says next.
 TURNS = (tokens("turn 1", 300), tokens("turn 2", 111), tokens("turn 3", 75))
 

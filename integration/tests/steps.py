@@ -31,10 +31,22 @@ def ask_each(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[Completio
 
 
 def ask_together(
-    engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int = corpus.NEW_TOKENS
+    engine: Engine,
+    prompts: Iterable[Sequence[int]],
+    max_tokens: int = corpus.NEW_TOKENS,
+    *,
+    all_queued: bool = False,
 ) -> list[Completion]:
-    """All prompts at once."""
-    return engine.generate_many(prompts, max_tokens=max_tokens, logprobs=True)
+    """All prompts at once. What must happen because they run together needs ``all_queued``: on a
+    slow machine the first may have ended before the last is there."""
+    return engine.generate_many(
+        prompts, max_tokens=max_tokens, logprobs=True, all_queued=all_queued
+    )
+
+
+def have_told(engine: Engine) -> None:
+    """Have an engine that was idle tell in its metrics what is and what has happened."""
+    engine.generate(corpus.SHORT, max_tokens=3)
 
 
 def whole_blocks(tokens: int, block: int = corpus.FLEXKV_BLOCK) -> int:

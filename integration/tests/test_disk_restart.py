@@ -15,7 +15,7 @@ from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
 from integration.tests import disks
 from integration.tests.corpus import LONG, SALTED, WARM, Tokens
-from integration.tests.disks import PROMPTS, restorable, restored
+from integration.tests.disks import PROMPTS, ask_and_settle, restorable, restored
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each
 
@@ -24,6 +24,9 @@ from integration.tests.steps import ask_each
 LATE = LONG + WARM + (SALTED,)
 LATE_TOKENS = 400
 KILL_WITHIN = 1.0
+
+MOST_DAMAGED = 10
+"""Blocks of one prompt: one in twenty of 51 at most."""
 
 
 def _kill_at_work(rng: random.Random, engine: Engine) -> None:
@@ -49,7 +52,7 @@ class Lives:
     ) -> tuple[Engine, list[int]]:
         """Start an engine and ask it for prompts; returns it, and the tokens restored of each."""
         engine = self.host.start(config)
-        answers = ask_each(engine, prompts)
+        answers = ask_and_settle(engine, prompts)
         self.reference.check_all(prompts, answers, what=what)
         rate = sum(restored(answers)) / sum(restorable(prompts))
         self.record("hit rate after the restart", rate)
@@ -64,17 +67,14 @@ def lives(
     return Lives(host, reference, record_property)
 
 
-def _fill(engine: Engine, directory: Path) -> None:
+def _fill(engine: Engine) -> None:
     """Have all prompts on disk."""
-    ask_each(engine, PROMPTS)
+    ask_and_settle(engine, PROMPTS)
     engine.forget()
-    disks.settle(directory)
 
 
-def test_a_kill_loses_nothing_that_was_written(
-    lives: Lives, disk_engine: Engine, disk_dir: Path
-) -> None:
-    _fill(disk_engine, disk_dir)
+def test_a_kill_loses_nothing_that_was_written(lives: Lives, disk_engine: Engine) -> None:
+    _fill(disk_engine)
     _kill_at_work(random.Random(1), disk_engine)
     engine, found = lives.check(disk_engine.config, "after a kill")
     assert found == restorable(PROMPTS)
@@ -84,7 +84,7 @@ def test_a_kill_loses_nothing_that_was_written(
 def test_bytes_that_changed_on_disk_are_misses(
     lives: Lives, disk_engine: Engine, disk_dir: Path
 ) -> None:
-    _fill(disk_engine, disk_dir)
+    _fill(disk_engine)
     rng = random.Random(2)
     _kill_at_work(rng, disk_engine)
     assert disks.damage(rng, disk_dir, share=0.05) > 0
@@ -95,10 +95,14 @@ def test_bytes_that_changed_on_disk_are_misses(
     engine, found = lives.check(disk_engine.config, "over damage")
     assert 0 < sum(found) < sum(restorable(PROMPTS))
     assert "is damaged: it counts as a miss" in engine.log()
-    engine.forget()
-    # What was damaged was computed and written anew.
-    again = ask_each(engine, PROMPTS)
-    lives.reference.check_all(PROMPTS, again, what="after the damage")
+    # What was damaged is computed and written anew. A request does not wait for blocks behind one
+    # that is damaged, so that others there may be found by the next one only.
+    for _ in range(MOST_DAMAGED):
+        engine.forget()
+        again = ask_and_settle(engine, PROMPTS)
+        lives.reference.check_all(PROMPTS, again, what="after the damage")
+        if restored(again) == restorable(PROMPTS):
+            break
     assert restored(again) == restorable(PROMPTS)
 
 
@@ -106,7 +110,7 @@ def test_a_clean_restart_loses_nothing(
     lives: Lives, disk_engine: Engine, disk_config: Callable[..., EngineConfig], disk_dir: Path
 ) -> None:
     """Not even if the new engine has another number of blocks and of requests at once."""
-    _fill(disk_engine, disk_dir)
+    _fill(disk_engine)
     lives.host.close()
     changed = disk_config(disk_dir, num_blocks=150, max_model_len=4096, max_num_seqs=3)
     _, found = lives.check(changed, "after a clean restart")
@@ -119,7 +123,7 @@ def test_a_kill_among_writes_over_older_blocks(
     """The disk holds a third of the prompts, so every slot is written again and again."""
     config = disk_config(disk_dir, disks.TIGHT)
     engine = lives.host.get(config)
-    ask_each(engine, PROMPTS)
+    ask_and_settle(engine, PROMPTS)
     _kill_at_work(random.Random(3), engine)
     # The last prompts were written last: asked for first, before others take their place.
     _, found = lives.check(config, "after a kill among writes", PROMPTS[::-1])

@@ -11,7 +11,7 @@ from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
 from integration.tests import disks
 from integration.tests.corpus import ABORTED, ENGINE_BLOCK, FLEXKV_BLOCK
-from integration.tests.disks import PROMPTS, restorable, restored
+from integration.tests.disks import PROMPTS, ask_and_settle, restorable, restored
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, blocks_of, whole_blocks
 
@@ -25,12 +25,12 @@ def test_a_restart_after_a_kill(
     directory = work_dir / "disk of two ranks"
     config = disk_config(directory, tensor_parallel_size=2)
     engine = host.start(config)
-    reference.check_all(PROMPTS, ask_each(engine, PROMPTS), what="cold")
+    reference.check_all(PROMPTS, ask_and_settle(engine, PROMPTS), what="cold")
     engine.forget()
     written = _shards(engine)
     assert written[0] != written[1]
     engine.forget()
-    disks.settle(directory)
+    disks.settle(engine)
     engine.kill()
 
     engine = host.start(config)
@@ -65,14 +65,12 @@ def test_a_restart_with_another_number_of_ranks(
     half = len(PROMPTS) // 2
 
     engine = host.start(one)
-    ask_each(engine, PROMPTS[:half])
-    disks.settle(directory)
+    ask_and_settle(engine, PROMPTS[:half])
 
     engine = host.start(two)
-    answers = ask_each(engine, PROMPTS)
+    answers = ask_and_settle(engine, PROMPTS)
     reference.check_all(PROMPTS, answers, what="two ranks over what one wrote")
     assert restored(answers[:half]) == restorable(PROMPTS[:half])
-    disks.settle(directory)
 
     engine = host.start(one)
     answers = ask_each(engine, PROMPTS)

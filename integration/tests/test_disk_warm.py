@@ -15,9 +15,9 @@ from integration.tests.corpus import (
     NEW_TOKENS,
     WARM,
 )
-from integration.tests.disks import SLOTS, restorable, restored
+from integration.tests.disks import SLOTS, ask_and_settle, restorable, restored
 from integration.tests.reference import Reference
-from integration.tests.steps import ask_each, ask_together, external_hits
+from integration.tests.steps import ask_each, ask_together, external_hits, have_told
 
 ROTATION = ABORTED + EVICTED + LONG
 # Delays in seconds around the time that the disk takes for one of these prompts (10 ms), fine
@@ -29,7 +29,7 @@ BUSY_TOKENS = 600
 
 def _leave_host_memory(engine: Engine) -> None:
     """Ask for so much else that nothing that was known before is in memory any more."""
-    ask_each(engine, ABORTED)
+    ask_and_settle(engine, ABORTED)
     engine.forget()
 
 
@@ -37,7 +37,7 @@ def test_what_left_host_memory_comes_back(disk_engine: Engine, reference: Refere
     """Prompts in rotation, of which host memory holds less than half at any time."""
     expected = restorable(ROTATION)
     assert sum(expected) > 2 * SLOTS * FLEXKV_BLOCK
-    reference.check_all(ROTATION, ask_each(disk_engine, ROTATION), what="cold")
+    reference.check_all(ROTATION, ask_and_settle(disk_engine, ROTATION), what="cold")
     for what in ("warm", "warm again"):
         disk_engine.forget()
         before = external_hits(disk_engine)
@@ -51,7 +51,7 @@ def test_a_disk_hit_while_others_compute(disk_engine: Engine, reference: Referen
     """Requests that compute go on while the disk reads, and neither disturbs the other: some hits
     come with them, some while they decode."""
     known, computed = EVICTED[:6], CONCURRENT[8:12]
-    ask_each(disk_engine, known)
+    ask_and_settle(disk_engine, known)
     _leave_host_memory(disk_engine)
     busy = [disk_engine.submit(prompt, max_tokens=BUSY_TOKENS) for prompt in computed]
     warm = ask_together(disk_engine, known[:2])
@@ -70,7 +70,7 @@ def test_sixteen_requests_share_a_prefix_on_disk(disk_engine: Engine, reference:
     even more in vLLM's own cache, which counts smaller blocks."""
     prompts = CONCURRENT[-4:] * 4
     expected = restorable(prompts)
-    ask_each(disk_engine, CONCURRENT)
+    ask_and_settle(disk_engine, CONCURRENT)
     for what in ("from disk", "from disk again"):
         _leave_host_memory(disk_engine)
         warm = ask_together(disk_engine, prompts)
@@ -80,7 +80,7 @@ def test_sixteen_requests_share_a_prefix_on_disk(disk_engine: Engine, reference:
 
 def test_sixteen_prefixes_at_once(disk_engine: Engine, reference: Reference) -> None:
     """Together they fill most of host memory."""
-    ask_each(disk_engine, CONCURRENT)
+    ask_and_settle(disk_engine, CONCURRENT)
     _leave_host_memory(disk_engine)
     warm = ask_together(disk_engine, CONCURRENT)
     reference.check_all(CONCURRENT, warm, what="warm")
@@ -88,7 +88,7 @@ def test_sixteen_prefixes_at_once(disk_engine: Engine, reference: Reference) -> 
 
 
 def test_aborts_while_the_disk_reads(disk_engine: Engine, reference: Reference) -> None:
-    ask_each(disk_engine, ABORTED + WARM)
+    ask_and_settle(disk_engine, ABORTED + WARM)
     disk_engine.forget()
     outcomes: set[str | None] = set()
     for number, delay in enumerate(DELAYS):
@@ -101,6 +101,7 @@ def test_aborts_while_the_disk_reads(disk_engine: Engine, reference: Reference) 
         disk_engine.forget()
     assert "abort" in outcomes
 
+    have_told(disk_engine)
     assert disk_engine.counter("vllm:num_requests_running") == 0
     assert disk_engine.counter("vllm:num_requests_waiting") == 0
     warm = ask_each(disk_engine, ABORTED)

@@ -12,7 +12,14 @@ from integration.harness import connector
 from integration.harness.connector import Connector
 from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
-from integration.tests.corpus import CONCURRENT, LONG, PREEMPTED, PREEMPTED_NEW_TOKENS, WARM
+from integration.tests.corpus import (
+    CONCURRENT,
+    ENGINE_BLOCK,
+    LONG,
+    PREEMPTED,
+    PREEMPTED_NEW_TOKENS,
+    WARM,
+)
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, ask_together, external_hits, whole_blocks
 
@@ -52,10 +59,15 @@ def test_an_entry_path(entered: Engine, reference: Reference) -> None:
     reference.check_all(CONCURRENT, ask_together(entered, CONCURRENT), what="concurrent, warm")
     assert external_hits(entered) > hits
 
+    # They begin together, and so outgrow the blocks before one ends, though two of the same prompt
+    # share what it fills.
+    crowd = PREEMPTED * 2
+    filled = len(crowd[0]) // ENGINE_BLOCK
+    grown = (len(crowd[0]) + PREEMPTED_NEW_TOKENS) // ENGINE_BLOCK
+    assert len(PREEMPTED) * (2 * grown - filled) > BLOCKS
     for what in ("preempted", "preempted, warm"):
         entered.forget()
         preemptions = entered.counter("vllm:num_preemptions")
-        crowd = PREEMPTED * 2
-        answers = ask_together(entered, crowd, max_tokens=PREEMPTED_NEW_TOKENS)
+        answers = ask_together(entered, crowd, PREEMPTED_NEW_TOKENS, all_queued=True)
         reference.check_all(crowd, answers, PREEMPTED_NEW_TOKENS, what)
         assert entered.counter("vllm:num_preemptions") > preemptions

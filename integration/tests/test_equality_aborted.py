@@ -6,7 +6,7 @@ from __future__ import annotations
 from integration.harness.engine import Engine
 from integration.tests.corpus import ABORTED, NEW_TOKENS, WARM
 from integration.tests.reference import Reference
-from integration.tests.steps import ask_each, ask_together, whole_blocks
+from integration.tests.steps import ask_each, ask_together, have_told, whole_blocks
 
 # Delays in seconds around the time that a load of these prompts takes (some milliseconds), fine
 # enough that some aborts fall into it whatever the machine.
@@ -31,6 +31,7 @@ def test_aborts_during_loads(engine: Engine, reference: Reference) -> None:
         engine.forget()
     assert "abort" in outcomes
 
+    have_told(engine)
     assert engine.counter("vllm:num_requests_running") == 0
     assert engine.counter("vllm:num_requests_waiting") == 0
     assert engine.counter("vllm:kv_cache_usage_perc") == 0

@@ -36,7 +36,8 @@ def test_preempted_requests(host: EngineHost, small_engine: Engine, reference: R
     for what in ("cold", "warm", "warm again"):
         preemptions = small_engine.counter("vllm:num_preemptions")
         hits = external_hits(small_engine)
-        answers = ask_together(small_engine, PREEMPTED, max_tokens=PREEMPTED_NEW_TOKENS)
+        # They begin together, so that they outgrow the blocks long before one ends.
+        answers = ask_together(small_engine, PREEMPTED, PREEMPTED_NEW_TOKENS, all_queued=True)
         reference.check_all(PREEMPTED, answers, PREEMPTED_NEW_TOKENS, what)
         assert small_engine.counter("vllm:num_preemptions") > preemptions
         assert (external_hits(small_engine) > hits) == (what != "cold")

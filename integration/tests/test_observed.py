@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,17 +19,18 @@ from integration.harness.engine import EngineConfig
 from integration.harness.host import EngineHost
 from integration.harness.server import Server
 from integration.tests import disks
-from integration.tests.corpus import ENGINE_BLOCK, FLEXKV_BLOCK, Tokens, tokens
+from integration.tests.corpus import ENGINE_BLOCK, FLEXKV_BLOCK, SHORT, Tokens, tokens
 from integration.tests.disks import SLOTS
 from integration.tests.steps import whole_blocks
 
 PROMPTS = tuple(tokens(f"observed {i}", 15 * FLEXKV_BLOCK + 7) for i in range(12))
 """More than host memory holds, and no block twice."""
 BLOCKS = sum(len(prompt) // FLEXKV_BLOCK for prompt in PROMPTS)
-SHORT = tokens("short", ENGINE_BLOCK // 2)
-"""Fills no block: with it the engine makes some steps, and tells what happened since the last."""
 NAMES_PER_BLOCK = FLEXKV_BLOCK // ENGINE_BLOCK
 HOST, DISK = "CPU", "STORAGE"
+WAIT_SECONDS = 600.0
+"""For what hangs."""
+_marks = itertools.count()
 
 
 class Router:
@@ -39,14 +41,16 @@ class Router:
         self.endpoint = endpoint
         self.told: dict[str, dict[Any, Tokens]] = {HOST: {}, DISK: {}}
         self._batches = 0
+        self._computed: set[Tokens] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
 
-    def listen(self) -> None:
-        """Take in all that has come, until nothing has for a while."""
-        while self._socket.poll(timeout=1000):
+    def listen(self, mark: Tokens) -> None:
+        """Take in all that the engine told up to when it computed the one block `mark`."""
+        while mark not in self._computed:
+            assert self._socket.poll(timeout=int(1000 * WAIT_SECONDS)), "nothing more is told"
             _, number, payload = self._socket.recv_multipart()
             assert int.from_bytes(number, "big") == self._batches, "a batch is missing"
             self._batches += 1
@@ -55,8 +59,10 @@ class Router:
 
     def _take(self, event: dict[str, Any]) -> None:
         told = self.told.get(event.get("medium") or "")
-        if told is None:
-            return  # of vLLM's own cache
+        if told is None:  # of vLLM's own cache
+            if event["type"] == "BlockStored":
+                self._computed.add(tuple(event["token_ids"]))
+            return
         hashes = event["block_hashes"]
         if event["type"] == "BlockRemoved":
             for each in hashes:
@@ -83,12 +89,15 @@ class Scrape:
         ]
 
     def value(self, name: str, **labels: str) -> float:
-        (found,) = [
+        (found,) = self.values(name, **labels)
+        return found
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        return [
             float(each.value)
             for each in self._samples
             if each.name == f"vllm:{name}" and labels.items() <= each.labels.items()
         ]
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +121,19 @@ def server(
         yield made
 
 
-def settle(server: Server, router: Router, work_dir: Path) -> Scrape:
-    """Wait for the disk, and let the idle engine tell."""
-    disks.settle(work_dir / "observed-disk")
-    server.generate(SHORT)
-    server.generate(SHORT)
-    router.listen()
-    time.sleep(0.5)  # what the frontend counts comes after the answer
+def settle(server: Server, router: Router) -> Scrape:
+    """Wait until nothing is on its way any more, and all that was is told."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    queues = [1.0]
+    while any(queues):
+        assert time.monotonic() < deadline, queues
+        server.generate(SHORT, 3)
+        queues = Scrape(server.metrics()).values("flexkv_queue_length")
+        assert queues
+    # Workers tell what they copied a step later. And one block of vLLM's own, told after the rest.
+    mark = tokens(f"mark {next(_marks)}", ENGINE_BLOCK + 1)
+    server.generate(mark, 3)
+    router.listen(mark[:ENGINE_BLOCK])
     return Scrape(server.metrics())
 
 
@@ -128,13 +143,10 @@ def engine_blocks(prompt: Tokens) -> set[Tokens]:
     return {prompt[i : i + ENGINE_BLOCK] for i in range(0, stop, ENGINE_BLOCK)}
 
 
-def test_a_router_and_an_operator_see_what_is_there(
-    server: Server, router: Router, work_dir: Path
-) -> None:
+def test_a_router_and_an_operator_see_what_is_there(server: Server, router: Router) -> None:
     for prompt in PROMPTS:
         server.generate(prompt)
-        disks.settle(work_dir / "observed-disk")
-    seen = settle(server, router, work_dir)
+        seen = settle(server, router)
     all_blocks = set().union(*map(engine_blocks, PROMPTS))
     assert set(router.told[DISK].values()) == all_blocks
     assert set(router.told[HOST].values()) < all_blocks
@@ -158,7 +170,7 @@ def test_a_router_and_an_operator_see_what_is_there(
     server.reset_prefix_cache(external=False)
     server.generate(last)
     server.generate(first)
-    seen = settle(server, router, work_dir)
+    seen = settle(server, router)
     assert engine_blocks(first) <= set(router.told[HOST].values())
     assert set(router.told[DISK].values()) == all_blocks
     assert seen.value("flexkv_hit_tokens_total", tier="host") == whole_blocks(len(last))
@@ -171,18 +183,18 @@ def test_a_router_and_an_operator_see_what_is_there(
         assert seen.value("flexkv_failures_total", cause=cause) == 0
 
 
-def test_parameters_of_requests(server: Server, router: Router, work_dir: Path) -> None:
-    before = settle(server, router, work_dir)
+def test_parameters_of_requests(server: Server, router: Router) -> None:
+    before = settle(server, router)
     told = {medium: dict(blocks) for medium, blocks in router.told.items()}
     new = tokens("not stored", 5 * FLEXKV_BLOCK)
     server.reset_prefix_cache(external=False)
     answer = server.generate(PROMPTS[3], 8)
     server.reset_prefix_cache(external=False)
     params = {"flexkv.load": False, "flexkv.store": False, "flexkv.typo": 1, "other": {}}
-    after_first = settle(server, router, work_dir)
+    after_first = settle(server, router)
     assert server.generate(PROMPTS[3], 8, params) == answer
     server.generate(new, params=params)
-    after = settle(server, router, work_dir)
+    after = settle(server, router)
     hits = "external_prefix_cache_hits_total"
     assert after_first.value(hits) > before.value(hits)
     assert after.value(hits) == after_first.value(hits)
@@ -193,16 +205,16 @@ def test_parameters_of_requests(server: Server, router: Router, work_dir: Path) 
     assert set(told[DISK]) == set(router.told[DISK])
 
 
-def test_a_reset_over_http(server: Server, router: Router, work_dir: Path) -> None:
+def test_a_reset_over_http(server: Server, router: Router) -> None:
     server.generate(PROMPTS[0])
     server.reset_prefix_cache(external=True)
-    seen = settle(server, router, work_dir)
+    seen = settle(server, router)
     assert router.told == {HOST: {}, DISK: {}}
     assert seen.value("flexkv_resets_total") == 1
     assert seen.value("flexkv_blocks", tier="host") == 0
     assert seen.value("flexkv_blocks", tier="disk") == 0
     hits = seen.value("external_prefix_cache_hits_total")
     server.generate(PROMPTS[0])
-    seen = settle(server, router, work_dir)
+    seen = settle(server, router)
     assert seen.value("external_prefix_cache_hits_total") == hits
     assert set(router.told[HOST].values()) == engine_blocks(PROMPTS[0])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from flexkv import Direction, PlacedPlane, Status
 from flexkv_kernels import CpuMover
 from integration.campaign.faults import Kind, OrderBook, Steering
-from integration.campaign.steered_mover import SteeredMover
+from integration.campaign.steered_mover import LATE_SECONDS, SteeredMover
 
 BLOCKS, ROW = 4, 256
 Memory = npt.NDArray[np.uint8]
@@ -42,6 +43,17 @@ class Rig:
         return self.mover.submit(
             direction, [block], [block * 2 * ROW], 0, ctypes.addressof(self.flag)
         )
+
+    def copy_late(self, direction: Direction, block: int, source: Memory | None = None) -> int:
+        """As `copy`, for one that must not end at once; `source` changes before it does."""
+        begun = time.monotonic()
+        ticket = self.copy(direction, block)
+        if source is not None:
+            source ^= 0xFF
+        status = self.mover.poll(ticket)
+        late = time.monotonic() - begun >= LATE_SECONDS  # this machine, not the mover
+        assert status is Status.PENDING or late
+        return ticket
 
     def finish(self, ticket: int) -> Status:
         while (status := self.mover.wait(ticket, 1.0)) is Status.PENDING:
@@ -88,8 +100,7 @@ def test_a_failed_copy_poisons_its_destination_only(
 ) -> None:
     pages, arena = rig.pages.copy(), rig.arena.copy()
     rig.book.give(kind, 1, 60)
-    ticket = rig.copy(direction, 1)
-    assert rig.mover.poll(ticket) is Status.PENDING
+    ticket = rig.copy_late(direction, 1)
     assert rig.finish(ticket) is Status.FAILED
     loads = direction is Direction.LOAD
     written = rig.pages[:, 1] if loads else rig.arena[1]
@@ -107,10 +118,8 @@ def test_a_failed_copy_poisons_its_destination_only(
 )
 def test_a_late_copy_copies_what_is_there_then(rig: Rig, direction: Direction, kind: Kind) -> None:
     rig.book.give(kind, 1, 60)
-    ticket = rig.copy(direction, 1)
-    assert rig.mover.poll(ticket) is Status.PENDING
     source = rig.arena[1] if direction is Direction.LOAD else rig.pages[:, 1]
-    source ^= 0xFF
+    ticket = rig.copy_late(direction, 1, source)
     assert rig.finish(ticket) is Status.DONE
     assert rig.same(1)
 

@@ -113,7 +113,10 @@ def test_writes_go_wrong_as_ordered(book: OrderBook, files: SteeredFiles, file: 
 def test_a_disk_that_hangs_goes_on_when_the_order_ends(
     book: OrderBook, files: SteeredFiles, file: int, call: Callable[[SteeredFiles, int], int]
 ) -> None:
-    order = book.give(Kind.DISK_HANGS, 1 << 30, 0.3)
-    assert call(files, file) == PAGE
+    for seconds in (0.3, 3, 30):  # it may have ended before a slow machine makes the call
+        order = book.give(Kind.DISK_HANGS, 1 << 30, seconds)
+        assert call(files, file) == PAGE
+        if book.hits():
+            break
     assert time.monotonic() >= order.until
     assert [hit.kind for hit in book.hits()] == [Kind.DISK_HANGS]

@@ -102,6 +102,12 @@ def test_fail_demands_an_error_for_each_failed_load() -> None:
     ]
     gone = Request(0, 4.0, 6.0, Outcome.ABORTED)
     assert requests_broken("fail", gone, hits=(HIT,)) == []
+    heard_late = Request(0, 3.0, 4.0, Outcome.ABORTED)
+    assert requests_broken("fail", heard_late, hits=(HIT,)) == []
+    long_gone = Request(0, -60.0, -50.0, Outcome.ABORTED)
+    assert requests_broken("fail", long_gone, hits=(HIT,)) == [
+        "a request whose load failed got no answer"
+    ]
 
 
 def test_requests_and_loads_are_paired_as_well_as_possible() -> None:
