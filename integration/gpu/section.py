@@ -20,10 +20,18 @@ SECTIONS = {
     "both-ways": "Both ways at once",
     "matmul": "Beside a matrix product",
     "submit": "What a transfer costs the engine's thread",
+    "serving": "A model that serves",
 }
 """Names on the command line, and in the report."""
 
-SECONDS = {"tests": 360, "one-way": 300, "both-ways": 90, "matmul": 90, "submit": 60}
+SECONDS = {
+    "tests": 360,
+    "one-way": 300,
+    "both-ways": 90,
+    "matmul": 90,
+    "submit": 60,
+    "serving": 1200,
+}
 """After which a section is ended, so that one that hangs leaves time for the others."""
 
 
@@ -33,6 +41,11 @@ def measure(name: str, quick: bool, log: Log) -> Iterator[Row]:
         from integration.gpu.gpu_tests import test_rows
 
         yield from test_rows(quick, log)
+        return
+    if name == "serving":
+        from integration.gpu.serving import serving_rows
+
+        yield from serving_rows(quick, log)
         return
     from integration.gpu.both_ways import both_ways_rows
     from integration.gpu.lab import open_lab

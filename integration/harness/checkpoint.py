@@ -109,6 +109,14 @@ def write_checkpoint(spec: ModelSpec, root: Path) -> Path:
     return target
 
 
+def write_config(spec: ModelSpec, root: Path) -> Path:
+    """Write a model without weights under ``root``, for vLLM's dummy ones; return its directory."""
+    target = root / f"{spec.name}-dummy"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(_hf_config(spec), indent=2))
+    return target
+
+
 def _hf_config(spec: ModelSpec) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],

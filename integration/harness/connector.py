@@ -57,7 +57,7 @@ def module_path(**extra: Any) -> Connector:
 def slow_disk(megabytes_per_second: float, **extra: Any) -> Connector:
     """FlexKV over a disk that reads no faster than that."""
     config = _flexkv(extra) | {"kv_connector_module_path": "integration.harness.slow_disk"}
-    env = {"VLLM_PLUGINS": "", "FLEXKV_TEST_READ_MBPS": str(megabytes_per_second)}
+    env = {"VLLM_PLUGINS": "", "SLOW_DISK_MBPS": str(megabytes_per_second)}
     return Connector("slow_disk", config, env)
 
 
@@ -75,6 +75,19 @@ def offloading(*, blocks_per_chunk: int, **extra: Any) -> Connector:
                 "offload_prompt_only": False,
                 **extra,
             },
+        },
+        holds_blocks=False,
+    )
+
+
+def native_offloading(gigabytes: float) -> Connector:
+    """vLLM's OffloadingConnector with vLLM's own cache in so many GiB of host memory."""
+    return Connector(
+        "native_offloading",
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": int(gigabytes * (1 << 30))},
         },
         holds_blocks=False,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's connector over a disk that reads no faster than `FLEXKV_TEST_READ_MBPS` megabytes per
+"""FlexKV's connector over a disk that reads no faster than `SLOW_DISK_MBPS` megabytes per
 second: for `kv_connector_module_path`, which has vLLM import this in all of its processes."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Drive:
         time.sleep(max(0.0, done - time.monotonic()))
 
 
-_drive = _Drive(float(os.environ["FLEXKV_TEST_READ_MBPS"]) * 1e6)
+_drive = _Drive(float(os.environ["SLOW_DISK_MBPS"]) * 1e6)
 _read = OsFiles.preadv
 
 

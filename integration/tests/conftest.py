@@ -47,6 +47,7 @@ ORDER = (
     "test_multi_connector",
     "test_speculative",
     "test_adapters",
+    "test_gpu_serving",
     "test_entry_paths",
     "test_lifecycle",
     "test_bad_input",

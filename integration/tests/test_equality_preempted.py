@@ -19,14 +19,20 @@ from integration.tests.steps import ask_together, external_hits, flexkv_counters
 BLOCKS = 45
 
 
-@pytest.fixture
+@pytest.fixture(params=["async", "layerwise", "auto"])
 def small_engine(
+    request: pytest.FixtureRequest,
     host: EngineHost,
     reference: Reference,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    config = engine_config(connector.plugin(**flexkv()), num_blocks=BLOCKS, max_model_len=1024)
+    config = engine_config(
+        connector.plugin(**flexkv(load_mode=request.param)),
+        async_scheduling=None if request.param == "async" else False,
+        num_blocks=BLOCKS,
+        max_model_len=1024,
+    )
     return host.get(config)
 
 

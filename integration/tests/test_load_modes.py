@@ -12,12 +12,18 @@ from integration.harness import connector
 from integration.harness.engine import Engine, EngineConfig
 from integration.harness.host import EngineHost
 from integration.tests import corpus
-from integration.tests.corpus import CONCURRENT, LONG, PARTIAL, PREFIX, WARM
+from integration.tests.corpus import ABORTED, CONCURRENT, LONG, NEW_TOKENS, PARTIAL, PREFIX, WARM
 from integration.tests.reference import Reference
 from integration.tests.steps import ask, ask_each, ask_together, external_hits
 
+# Loads of these prompts take some milliseconds.
+DELAYS = [0.001 * step for step in range(12)]
 
-@pytest.fixture(params=["layerwise", "auto"])
+
+@pytest.fixture(
+    params=[("layerwise", 1), ("auto", 1), ("layerwise", 2), ("auto", 2)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def engine(
     request: pytest.FixtureRequest,
     host: EngineHost,
@@ -25,9 +31,11 @@ def engine(
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    """An engine of the load mode, with nothing cached anywhere."""
-    settings = flexkv(load_mode=request.param)
-    found = host.get(engine_config(connector.plugin(**settings), async_scheduling=False))
+    """An engine of the load mode with so many ranks, with nothing cached anywhere."""
+    load_mode, ranks = request.param
+    chosen = connector.plugin(**flexkv(load_mode=load_mode))
+    config = engine_config(chosen, async_scheduling=False, tensor_parallel_size=ranks)
+    found = host.get(config)
     found.reset_prefix_cache(reset_connector=True)
     return found
 
@@ -63,3 +71,19 @@ def test_together(engine: Engine, reference: Reference) -> None:
         before = external_hits(engine)
         reference.check_all(CONCURRENT, ask_together(engine, CONCURRENT), what="together")
         assert external_hits(engine) > before
+
+
+def test_aborts_during_loads(engine: Engine, reference: Reference) -> None:
+    ask_each(engine, ABORTED)
+    ask_each(engine, WARM)
+    for delay in DELAYS:
+        engine.forget()
+        aborted = [
+            engine.submit(prompt, max_tokens=NEW_TOKENS, abort_after=delay) for prompt in ABORTED
+        ]
+        survivors = ask_together(engine, WARM)
+        reference.check_all(WARM, survivors, what=f"beside aborts after {delay} s")
+        for generation in aborted:
+            generation.result()
+    engine.forget()
+    reference.check_all(ABORTED, ask_each(engine, ABORTED), what="after the aborts")

@@ -27,15 +27,20 @@ GUESSES = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(params=["async", "layerwise"])
 def guessing_engine(
+    request: pytest.FixtureRequest,
     host: EngineHost,
     reference: Reference,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    chosen = connector.plugin(**flexkv())
-    engine = host.get(engine_config(chosen, extra_args={"speculative_config": GUESSES}))
+    config = engine_config(
+        connector.plugin(**flexkv(load_mode=request.param)),
+        async_scheduling=None if request.param == "async" else False,
+        extra_args={"speculative_config": GUESSES},
+    )
+    engine = host.get(config)
     engine.reset_prefix_cache(reset_connector=True)
     return engine
 
