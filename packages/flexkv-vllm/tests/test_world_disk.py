@@ -28,7 +28,9 @@ from traffic import Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
+from flexkv import Fetch
 from flexkv_vllm import identity
+from flexkv_vllm.scheduler.paces import Span
 
 if TYPE_CHECKING:
     from packages.conftest import Clock
@@ -60,6 +62,26 @@ def test_a_prompt_may_fill_the_arena(make_world: MakeWorld) -> None:
     fill(world, [long[: 6 * BLOCK_TOKENS], long])
     fill(world, prompts(15, 4))
     assert hits(world, long) == 12
+
+
+def test_a_fetch_is_worth_no_more_than_it_brings(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is computed behind it in any case: for that no slow disk need be waited for."""
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(20, 4)
+    fill(world, texts)
+    spans = []
+    is_worth_waiting = world.side._chooser.is_worth_waiting
+
+    def noted(fetch: Fetch, span: Span) -> bool:
+        spans.append(span)
+        return is_worth_waiting(fetch, span)
+
+    monkeypatch.setattr(world.side._chooser, "is_worth_waiting", noted)
+    known = texts[0][: PROMPT_BLOCKS * BLOCK_TOKENS]
+    assert hits(world, known + random_prompt(random.Random(21), 100)) == PROMPT_BLOCKS
+    assert set(spans) == {Span(0, len(known))}
 
 
 def test_blocks_of_a_queued_request_are_fetched_before_its_turn(make_world: MakeWorld) -> None:

@@ -190,6 +190,7 @@ def make_scheduler_side(
         config.always_load,
         sum(spec.format.shard_bytes),
         spec.ranks,
+        on_cores=vllm_config.device_config.device_type == "cpu",
     )
     side = SchedulerSide(
         cache,

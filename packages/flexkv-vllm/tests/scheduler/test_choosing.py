@@ -29,9 +29,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def make(
+    mode: LoadMode,
+    min_tokens: int = 0,
+    *,
+    always: bool = False,
+    ranks: int = 1,
+    on_cores: bool = False,
+) -> LoadChooser:
+    return LoadChooser(mode, min_tokens, always, BLOCK_BYTES, ranks, on_cores=on_cores)
+
+
 @pytest.fixture
 def chooser() -> LoadChooser:
-    return LoadChooser(LoadMode.AUTO, 0, False, block_bytes=BLOCK_BYTES, ranks=1)
+    return make(LoadMode.AUTO)
 
 
 def computes(chooser: LoadChooser, seconds: float) -> None:
@@ -55,14 +66,14 @@ def test_what_is_not_known_is_loaded_and_waited_for(chooser: LoadChooser) -> Non
 
 
 def test_a_floor(chooser: LoadChooser) -> None:
-    floor = LoadChooser(LoadMode.ASYNC, 500, False, block_bytes=BLOCK_BYTES, ranks=1)
+    floor = make(LoadMode.ASYNC, 500)
     assert not floor.is_worth_loading(Span(100, 599), 5)
     assert floor.is_worth_loading(Span(100, 600), 5)
 
 
 @pytest.mark.parametrize(("ranks", "worth"), [(1, False), (2, True)])
 def test_a_load_that_takes_longer_than_computing_is_left(ranks: int, worth: bool) -> None:
-    chooser = LoadChooser(LoadMode.ASYNC, 0, False, block_bytes=BLOCK_BYTES, ranks=ranks)
+    chooser = make(LoadMode.ASYNC, ranks=ranks)
     computes(chooser, 1.0)
     # Of each rank: 10 blocks take 1.5 s, or half as long with two.
     chooser.loaded(6667)
@@ -114,7 +125,7 @@ def test_what_takes_no_time_is_loaded_in_any_case(chooser: LoadChooser) -> None:
 
 
 def test_told_to_it_loads_always() -> None:
-    always = LoadChooser(LoadMode.ASYNC, 500, True, block_bytes=BLOCK_BYTES, ranks=1)
+    always = make(LoadMode.ASYNC, 500, always=True)
     computes(always, 0.1)
     always.loaded(1.0)
     assert always.is_worth_loading(SPAN, 10)
@@ -136,10 +147,26 @@ def test_a_tier_that_gives_nothing_costs_a_small_share_of_computing(chooser: Loa
     assert not chooser.is_worth_waiting(fetch(0.05), SPAN)
 
 
-def test_layerwise_only_if_nobody_else_waits(chooser: LoadChooser) -> None:
-    assert chooser.is_layerwise(running=0)
-    assert not chooser.is_layerwise(running=1)
-    always = LoadChooser(LoadMode.LAYERWISE, 0, False, BLOCK_BYTES, 1)
-    never = LoadChooser(LoadMode.ASYNC, 0, False, BLOCK_BYTES, 1)
-    assert always.is_layerwise(running=9)
-    assert not never.is_layerwise(running=0)
+def test_on_a_gpu_others_wait_for_short_loads_only(chooser: LoadChooser) -> None:
+    chooser.loaded(1e6)
+    assert chooser.is_layerwise(blocks=100, running=0)
+    assert chooser.is_layerwise(blocks=5, running=1)
+    assert not chooser.is_layerwise(blocks=6, running=1)
+
+
+def test_on_cores_that_compute_only_short_loads_are_worth_it_alone() -> None:
+    chooser = make(LoadMode.AUTO, on_cores=True)
+    assert chooser.is_layerwise(blocks=100, running=0), "nothing is known"
+    chooser.loaded(1e6)
+    assert chooser.is_layerwise(blocks=33, running=0)
+    assert not chooser.is_layerwise(blocks=34, running=0)
+    assert chooser.is_layerwise(blocks=100, running=1)
+
+
+def test_a_mode_that_was_set_is_kept() -> None:
+    for on_cores in (False, True):
+        always = make(LoadMode.LAYERWISE, on_cores=on_cores)
+        never = make(LoadMode.ASYNC, on_cores=on_cores)
+        always.loaded(1.0)
+        assert always.is_layerwise(blocks=100, running=9)
+        assert not never.is_layerwise(blocks=1, running=0)

@@ -183,7 +183,8 @@ class CacheConfig:
             "How blocks come back from host memory into the engine: `async`, before the request is "
             "computed on, while others compute; `layerwise`, beside the forward of the same step, "
             "which waits for them layer by layer, and all requests of that step with it; `auto`, "
-            "layerwise where no other request would have to wait. Layer by layer needs vLLM's "
+            "whichever is sooner by what loads were measured to take, and on a GPU not layerwise "
+            "where others would wait longer than for a step. Layer by layer needs vLLM's "
             "`--no-async-scheduling`, and has vLLM use PIECEWISE CUDA graphs; models with several "
             "kinds of attention are loaded `async` in any case."
         ),

@@ -54,19 +54,22 @@ class Fetches:
         request_id: str,
         keys: Sequence[bytes],
         start: int,
-        is_worth_waiting: Callable[[Fetch], bool],
+        is_worth_waiting: Callable[[Fetch, int], bool],
     ) -> int | None:
         """How many of the request's blocks from `start` on, `keys`, can be loaded now or are about
         to be; None while it should ask again later.
 
         What has come stays in host memory until `end`. Where waiting for the rest is not worth it,
-        what has come is all.
+        what has come is all. `is_worth_waiting` is told the fetch and the position in the request
+        that it ends at: host memory may have no room for more.
         """
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.start > start:
             # It is its turn, or the engine has lost what it had when the fetch began.
             waiting = self._begin(request_id, keys, start)
-        if waiting is None or waiting.fetch.done or not is_worth_waiting(waiting.fetch):
+        if waiting is None or waiting.fetch.done:
+            return self._cache.lookup(keys)
+        if not is_worth_waiting(waiting.fetch, waiting.start + waiting.fetch.stop):
             return self._cache.lookup(keys)
         if self._ahead and waiting.fetch.seconds_left < LOOKAHEAD_SECONDS:
             return waiting.start + waiting.fetch.stop - start

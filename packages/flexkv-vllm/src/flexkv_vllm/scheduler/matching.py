@@ -118,8 +118,12 @@ class Matcher:
         (group,) = self._groups.members
         first = local_tokens // group.block_tokens
         keys = self._keys.of(request, group, first, limit // group.block_tokens)
-        span = Span(local_tokens, (first + len(keys)) * group.block_tokens)
-        hits = self._fetches.offer(request.request_id, keys, first, self._patience(span))
+
+        def is_worth_waiting(fetch: Fetch, end: int) -> bool:
+            span = Span(local_tokens, end * group.block_tokens)
+            return self._chooser.is_worth_waiting(fetch, span)
+
+        hits = self._fetches.offer(request.request_id, keys, first, is_worth_waiting)
         self._describe_awaited(request, [_Wanted(group, first, keys)])
         if hits is None:
             return None
@@ -141,8 +145,14 @@ class Matcher:
         keys = _flat(plan.wanted)
         hit = plan.hit
         if keys:
-            patience = self._patience(Span(local_tokens, hit))
-            found = self._fetches.offer(request_id, keys, local_tokens, patience)
+
+            def is_worth_waiting(fetch: Fetch, _: int) -> bool:
+                # A part of what a window needs is of no use.
+                complete = fetch.stop == len(keys)
+                span = Span(local_tokens, plan.hit)
+                return complete and self._chooser.is_worth_waiting(fetch, span)
+
+            found = self._fetches.offer(request_id, keys, local_tokens, is_worth_waiting)
             self._describe_awaited(request, plan.wanted)
             if found is None:
                 self._plans[request_id] = plan
@@ -167,10 +177,6 @@ class Matcher:
         reach = full_reach(self._groups, obtainable, local_tokens, limit)
         junction = reach if reach > hit else 0
         return _Plan(local_tokens, limit, hit, junction, self._needed(request, local_tokens, hit))
-
-    def _patience(self, span: Span) -> Callable[[Fetch], bool]:
-        """Whether to wait for a fetch of `span`, or of what it begins with."""
-        return lambda fetch: self._chooser.is_worth_waiting(fetch, span)
 
     def _limit(self, request: Request, local_tokens: int, max_tokens: int | None) -> int:
         last: int = request.num_tokens if self._groups.plain else request.num_tokens - 1

@@ -142,7 +142,8 @@ class SchedulerSide:
             return None, False
         tokens, match = found
         in_host = not self._fetches.is_waiting(request_id)
-        if tokens and in_host and self._chooser.is_layerwise(self._running):
+        blocks = -(-tokens // self._groups.members[0].block_tokens)
+        if tokens and in_host and self._chooser.is_layerwise(blocks, self._running):
             tokens, match = self._for_this_step(request, tokens, match)
         self._matches[request_id] = match
         if tokens == 0:
