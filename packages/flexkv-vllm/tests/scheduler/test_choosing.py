@@ -147,6 +147,38 @@ def test_a_tier_that_gives_nothing_costs_a_small_share_of_computing(chooser: Loa
     assert not chooser.is_worth_waiting(fetch(0.05), SPAN)
 
 
+def test_a_tier_that_was_faster_is_not_waited_for_twice(chooser: LoadChooser, clock: Clock) -> None:
+    computes(chooser, 1.0)
+    before = fetch(0.1, arrived=10)
+    chooser.fetched(before)  # ten blocks in 0.1 s
+    slow = fetch(0.0)
+    clock.now += 0.2
+    assert chooser.is_worth_waiting(slow, SPAN)
+    clock.now += 0.1
+    assert not chooser.is_worth_waiting(slow, SPAN)
+    chooser.fetched(slow)
+    assert not chooser.is_worth_waiting(fetch(0.0), SPAN)
+
+
+def test_a_fetch_behind_others_is_not_late(chooser: LoadChooser, clock: Clock) -> None:
+    computes(chooser, 1.0)
+    chooser.fetched(fetch(0.1, arrived=10))
+    queued = fetch(0.0)
+    for _ in range(9):
+        clock.now += 0.2
+        chooser.fetched(fetch(0.2, arrived=10))
+        assert chooser.is_worth_waiting(queued, SPAN)
+    clock.now += 0.5
+    assert not chooser.is_worth_waiting(queued, SPAN)
+
+
+def test_who_hangs_up_early_says_nothing_of_the_tier(chooser: LoadChooser) -> None:
+    computes(chooser, 1.0)
+    chooser.fetched(fetch(0.1, arrived=10))
+    chooser.fetched(fetch(0.2))
+    assert chooser.is_worth_waiting(fetch(0.2), SPAN)
+
+
 def test_on_a_gpu_others_wait_for_short_loads_only(chooser: LoadChooser) -> None:
     chooser.loaded(1e6)
     assert chooser.is_layerwise(blocks=100, running=0)

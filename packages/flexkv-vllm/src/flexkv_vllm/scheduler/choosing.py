@@ -19,6 +19,10 @@ _PROBE_SECONDS = 0.02
 engine without work, after which the drive is asked again, about as long; on a busy machine some
 times that."""
 
+_LATE = 2
+"""A tier is expected to be as fast as it ever was lately. If nothing has come in so many times as
+long, it is not."""
+
 _SLACK_SECONDS = 0.005
 """Loads as short as this are made whatever computing takes: about a step of an engine, by which
 both are measured."""
@@ -78,6 +82,7 @@ class LoadChooser:
         self._steps: dict[int, tuple[float, list[Span]]] = {}
         self._next_step = 1
         self._last_end = 0.0
+        self._last_arrival = 0.0
 
     def step_begins(self, spans: Sequence[Span]) -> int:
         """A step that computes `spans` is given out. Returns the number that its report bears, or 0
@@ -106,11 +111,11 @@ class LoadChooser:
     def fetched(self, fetch: Fetch) -> None:
         """A fetch has ended."""
         came = fetch.arrived - fetch.first
+        waited = self._waited(fetch)
         if came:
             self._disk.observe(came * self._block_bytes, fetch.progressed - fetch.begun)
-        elif not fetch.done and (waited := time.monotonic() - fetch.begun) > _PROBE_SECONDS:
-            # Nothing in this time: it is as slow as this at best.
-            self._disk.observe(self._block_bytes, waited)
+        elif not fetch.done and waited > self._latest(fetch):
+            self._disk.contradict(self._block_bytes, waited)
 
     def is_worth_loading(self, span: Span, blocks: int) -> bool:
         """Whether to load `span`, which is in host memory, in so many blocks."""
@@ -135,14 +140,16 @@ class LoadChooser:
         whole = self._prefill.seconds(span)
         if self._always or gain is None or whole is None:
             return True
+        waited = self._waited(fetch)
         rest: float | None = fetch.seconds_left
         if fetch.arrived == fetch.first:
             # Nothing has come yet that would tell.
             rest = self._disk.seconds((total - fetch.arrived) * self._block_bytes)
+            if rest is not None and waited > self._latest(fetch):
+                return False
         if rest is not None and rest < max(gain, _SLACK_SECONDS):
             self._skips = 0
             return True
-        waited = time.monotonic() - fetch.begun
         if rest is not None and self._skips < _SKIPS:
             self._skips += 1
             return False
@@ -164,6 +171,17 @@ class LoadChooser:
         if self._on_cores:
             return running > 0 or loading * _CONTENTION <= _SLACK_SECONDS
         return running == 0 or loading <= _SLACK_SECONDS
+
+    def _waited(self, fetch: Fetch) -> float:
+        """Seconds in which neither this fetch nor another one has got anything."""
+        if fetch.arrived > fetch.first:
+            self._last_arrival = max(self._last_arrival, fetch.progressed)
+        return time.monotonic() - max(fetch.begun, self._last_arrival)
+
+    def _latest(self, fetch: Fetch) -> float:
+        """Seconds in which some of a fetch of which nothing has come should have."""
+        whole = self._disk.seconds((fetch.stop - fetch.arrived) * self._block_bytes)
+        return _LATE * (whole or 0.0) + _PROBE_SECONDS
 
     def _loading(self, blocks: int) -> float | None:
         """Seconds that so many blocks take from host memory; None as long as nothing is known."""

@@ -93,6 +93,13 @@ class LinkPace:
         if size > 0 and seconds > 0:
             self._rates.append(size / seconds)
 
+    def contradict(self, size: float, seconds: float) -> None:
+        """Not even `size` bytes came in this time, where more was to be expected: the fastest
+        measurement counts no more."""
+        if self._rates:
+            self._rates.remove(max(self._rates))
+        self.observe(size, seconds)
+
     def seconds(self, size: int) -> float | None:
         """How long `size` bytes would take; None as long as nothing is known."""
         return size / max(self._rates) if self._rates else None
