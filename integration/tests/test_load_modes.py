@@ -21,18 +21,26 @@ DELAYS = [0.001 * step for step in range(12)]
 
 
 @pytest.fixture(
-    params=[("layerwise", 1), ("auto", 1), ("layerwise", 2), ("auto", 2)],
+    scope="module",  # all tests of one engine together
+    params=[("layerwise", 1), ("auto", 1), ("layerwise", 2)],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
+def mode(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """A load mode, and how many ranks."""
+    load_mode, ranks = request.param
+    return load_mode, ranks
+
+
+@pytest.fixture
 def engine(
-    request: pytest.FixtureRequest,
+    mode: tuple[str, int],
     host: EngineHost,
     reference: Reference,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    """An engine of the load mode with so many ranks, with nothing cached anywhere."""
-    load_mode, ranks = request.param
+    """With nothing cached anywhere."""
+    load_mode, ranks = mode
     chosen = connector.plugin(**flexkv(load_mode=load_mode))
     config = engine_config(chosen, async_scheduling=False, tensor_parallel_size=ranks)
     found = host.get(config)

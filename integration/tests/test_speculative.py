@@ -27,17 +27,22 @@ GUESSES = {
 }
 
 
-@pytest.fixture(params=["async", "layerwise"])
+@pytest.fixture(scope="module", params=["async", "layerwise"])
+def load_mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
 def guessing_engine(
-    request: pytest.FixtureRequest,
+    load_mode: str,
     host: EngineHost,
     reference: Reference,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
     config = engine_config(
-        connector.plugin(**flexkv(load_mode=request.param)),
-        async_scheduling=None if request.param == "async" else False,
+        connector.plugin(**flexkv(load_mode=load_mode)),
+        async_scheduling=None if load_mode == "async" else False,
         extra_args={"speculative_config": GUESSES},
     )
     engine = host.get(config)
