@@ -17,6 +17,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 @pytest.fixture(autouse=True)
+def one_thread_computes() -> None:
+    """Threads that share a tensor wait for one another: with other processes on the cores a step
+    of the tests' engine takes a hundred times as long."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def log_reaches_pytest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Else the first test that starts FlexKV gives its log a handler, and keeps it from `caplog` in
     all later ones."""
