@@ -44,6 +44,9 @@ class OffloadingRank(Rank):
         assert connector_worker is not None
         return connector_worker.worker
 
+    def wait_for_layer(self, name: str) -> None:
+        """vLLM's connector loads before the forward."""
+
     def run(
         self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
     ) -> ModelRunnerOutput:

@@ -5,6 +5,7 @@ write KV, and compare what they find where attention would read it."""
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from flexkv_vllm.adapter import Adapter
 
 
 @dataclass(slots=True)
-class Rank:
+class Rank(ABC):
     """One worker of `ranks`: its KV pages, and its copy of the block tables."""
 
     number: int
@@ -32,23 +33,25 @@ class Rank:
     """Requests that the running step computes on wrong bytes, with the first such block."""
     checked_bytes: int = 0
 
+    @abstractmethod
     def run(
         self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
     ) -> ModelRunnerOutput:
         """Run a step. The result has no tokens yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slow_down(
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float
     ) -> list[LateMover]:
         """Put late movers before this rank's; returns those."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait_for_layer(self, name: str) -> None:
         """The forward is about to compute this layer."""
 
+    @abstractmethod
     def shutdown(self) -> None:
-        raise NotImplementedError
+        """End it."""
 
     def follow_tables(self, output: SchedulerOutput) -> None:
         """Keep up with the blocks that vLLM gave in this step."""

@@ -148,7 +148,7 @@ class Matcher:
 
             def is_worth_waiting(fetch: Fetch, _: int) -> bool:
                 # A part of what a window needs is of no use.
-                complete = fetch.stop == len(keys)
+                complete = fetch.stop == len(fetch.keys)
                 span = Span(local_tokens, plan.hit)
                 return complete and self._chooser.is_worth_waiting(fetch, span)
 
