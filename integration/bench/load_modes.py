@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token of host hits by load mode, alone and beside requests that decode.
 
-Engines of the three modes take turns, one alive at a time. vLLM schedules no step ahead in any of
-them, which is what loading layer by layer needs.
+Starts of one and the same engine differ by more than the modes do, so the modes take turns in each:
+every request says how it is to be loaded. vLLM schedules no step ahead, which is what loading layer
+by layer needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from integration.bench.rows import Goal, Row, milliseconds, ratio_row
 from integration.bench.setup import Bench
@@ -20,8 +21,9 @@ MODES = ("async", "layerwise", "auto")
 LENGTHS = (8192, 21000)
 DECODING = 8
 DECODING_PROMPT = 256
-# They decode until all hits of a length have been measured.
-DECODING_TOKENS = 500
+# They decode until all hits of a round have been measured.
+DECODING_TOKENS = 200
+HITS_IN_A_ROUND = 3
 ALONE, BESIDE = "alone", f"beside {DECODING} decoding"
 
 Samples = dict[tuple[str, str, int], list[float]]
@@ -32,14 +34,20 @@ def load_mode_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
     ttft: Samples = defaultdict(list)
     gaps: Samples = defaultdict(list)
     for start in range(1, bench.pairs + 1):
-        for mode in MODES:
-            say(f"start {start} of {bench.pairs}: load_mode {mode}")
-            chosen = bench.flexkv(load_mode=mode)
-            with bench.engine(chosen, async_scheduling=False) as engine:
-                for length in LENGTHS:
-                    alone, beside, between = _measure(bench, engine, length)
-                    ttft[ALONE, mode, length] += alone
-                    ttft[BESIDE, mode, length] += beside
+        say(f"start {start} of {bench.pairs}: an engine with load_mode auto")
+        chosen = bench.flexkv(load_mode="auto")
+        with bench.engine(chosen, async_scheduling=False) as engine:
+            for length in LENGTHS:
+                prompts = [bench.fresh_prompt(length) for _ in range(HITS_IN_A_ROUND)]
+                for prompt in prompts:
+                    engine.generate(prompt, max_tokens=1)
+                for mode in _turns(2):  # warms up, and `auto` learns what loading takes
+                    _alone(engine, prompts, mode)
+                    _beside(bench, engine, prompts, mode)
+                for mode in _turns(bench.samples):
+                    ttft[ALONE, mode, length] += _alone(engine, prompts, mode)
+                    hits, between = _beside(bench, engine, prompts, mode)
+                    ttft[BESIDE, mode, length] += hits
                     gaps[BESIDE, mode, length] += between
     rows = []
     for where, length in itertools.product((ALONE, BESIDE), LENGTHS):
@@ -47,17 +55,25 @@ def load_mode_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
     return rows + [_gap_row(length, gaps) for length in LENGTHS]
 
 
-def _measure(
-    bench: Bench, engine: Engine, length: int
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds to the first token of hits alone and beside others, and between tokens of these."""
+def _turns(rounds: int) -> Iterator[str]:
+    """The modes, each `rounds` times, in an order that favours none."""
+    for number in range(rounds):
+        first = number % len(MODES)
+        yield from MODES[first:] + MODES[:first]
+
+
+def _alone(engine: Engine, prompts: Sequence[list[int]], mode: str) -> list[float]:
+    """Seconds to the first token of each prompt's hit while nothing else runs."""
+    engine.reset_prefix_cache()
+    return [_hit(engine, prompt, mode) for prompt in prompts]
+
+
+def _beside(
+    bench: Bench, engine: Engine, prompts: Sequence[list[int]], mode: str
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of each prompt's hit beside requests that decode, and between the
+    tokens of these."""
     # vLLM's own cache can be emptied only while nothing runs, so each hit has its own prompt.
-    prompts = [bench.fresh_prompt(length) for _ in range(bench.samples)]
-    for prompt in prompts:
-        engine.generate(prompt, max_tokens=1)
-    for _ in range(2):  # the first round warms up
-        engine.reset_prefix_cache()
-        alone = [_hit(engine, prompt) for prompt in prompts]
     engine.reset_prefix_cache()
     others = [
         engine.submit(bench.fresh_prompt(DECODING_PROMPT), max_tokens=DECODING_TOKENS)
@@ -65,16 +81,16 @@ def _measure(
     ]
     for other in others:
         other.wait_first_token()
-    beside = [_hit(engine, prompt) for prompt in prompts]
+    hits = [_hit(engine, prompt, mode) for prompt in prompts]
     if any(other.future.done() for other in others):
         raise RuntimeError("requests that should have been decoding had ended")
     times = [other.result().times for other in others]
-    return alone, beside, [b - a for each in times for a, b in itertools.pairwise(each)]
+    return hits, [b - a for each in times for a, b in itertools.pairwise(each)]
 
 
-def _hit(engine: Engine, prompt: list[int]) -> float:
+def _hit(engine: Engine, prompt: list[int], mode: str) -> float:
     before = engine.counter("vllm:external_prefix_cache_hits")
-    answer = engine.generate(prompt, max_tokens=1)
+    answer = engine.generate(prompt, max_tokens=1, transfer_params={"flexkv.load_mode": mode})
     hits = engine.counter("vllm:external_prefix_cache_hits") - before
     if hits < 0.9 * len(prompt):
         raise RuntimeError(f"only {hits:g} of {len(prompt)} tokens were restored")

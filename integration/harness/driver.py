@@ -96,6 +96,7 @@ class Driver:
         prompt: Message = {"prompt_token_ids": command["prompt"]}
         if command["cache_salt"] is not None:
             prompt["cache_salt"] = command["cache_salt"]
+        wishes = command["transfer_params"]
         params = SamplingParams(
             temperature=0.0,
             max_tokens=command["max_tokens"],
@@ -103,6 +104,7 @@ class Driver:
             detokenize=False,
             logprobs=0 if command["logprobs"] else None,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=None if wishes is None else {"kv_transfer_params": wishes},
         )
         adapter = None if command["adapter"] is None else LoRARequest(*command["adapter"])
         tokens: list[int] = []

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,12 +249,13 @@ class Engine:
         ignore_eos: bool = True,
         abort_after: float | None = None,
         adapter: Adapter | None = None,
+        transfer_params: Mapping[str, Any] | None = None,
     ) -> Generation:
         """Start a greedy generation and return at once, with a LoRA ``adapter`` or without.
 
         ``logprobs`` asks for those of the tokens that were chosen. ``abort_after`` seconds after
         the request was handed to vLLM it is aborted, if it still runs; the clock is the driver's,
-        so short delays are kept.
+        so short delays are kept. ``transfer_params`` are the request's ``kv_transfer_params``.
         """
         with self._lock:
             number = next(self._numbers)
@@ -272,6 +273,7 @@ class Engine:
             ignore_eos=ignore_eos,
             abort_after=abort_after,
             adapter=None if adapter is None else [adapter.name, adapter.number, str(adapter.path)],
+            transfer_params=None if transfer_params is None else dict(transfer_params),
         )
         return generation
 

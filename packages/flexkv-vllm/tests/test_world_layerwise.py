@@ -68,6 +68,21 @@ def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, rate: float) -> 
     assert world.external_tokens[second] == 192
 
 
+@pytest.mark.parametrize("setting", ["async", "layerwise", "auto"])
+def test_a_request_says_how_it_is_loaded(make_world: MakeWorld, setting: str) -> None:
+    world = make_world(settings={"load_mode": setting}, budget=512)
+    prompt = random_prompt(random.Random(2), 200)
+    world.generate(prompt)
+    for mode in ("async", "layerwise"):
+        world.forget()
+        again = world.add(prompt, params={"flexkv.load_mode": mode})
+        world.step()
+        assert layerwise_loads(world) == (mode == "layerwise" and setting != "async")
+        world.run()
+        assert world.external_tokens[again] == 192
+    world.check_outputs()
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_failed_loads_are_recomputed_or_fail_their_request_only(

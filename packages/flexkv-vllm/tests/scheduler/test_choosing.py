@@ -202,3 +202,13 @@ def test_a_mode_that_was_set_is_kept() -> None:
         always.loaded(1.0)
         assert always.is_layerwise(blocks=100, running=9)
         assert not never.is_layerwise(blocks=1, running=0)
+
+
+def test_a_request_chooses_where_the_engine_can_do_both() -> None:
+    wishes = (LoadMode.ASYNC, LoadMode.LAYERWISE)
+    for mode in LoadMode:
+        chosen = [make(mode).is_layerwise(blocks=1, running=0, wanted=each) for each in wishes]
+        assert chosen == [False, mode is not LoadMode.ASYNC]
+    auto = make(LoadMode.LAYERWISE)
+    auto.loaded(1.0)
+    assert not auto.is_layerwise(blocks=100, running=9, wanted=LoadMode.AUTO)

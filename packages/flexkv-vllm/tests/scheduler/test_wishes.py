@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexkv_vllm.scheduler.choosing import LoadMode
 from flexkv_vllm.scheduler.wishes import NONE, WishBook, Wishes
+
+WISHES = [f"flexkv.{each.name}" for each in dataclasses.fields(Wishes)]
 
 
 def request(params: Any, request_id: str = "r") -> Any:
@@ -21,9 +25,10 @@ def test_all_parameters() -> None:
         "flexkv.store": False,
         "flexkv.max_load_tokens": 100,
         "flexkv.pin": True,
+        "flexkv.load_mode": "layerwise",
     }
     book = WishBook()
-    assert book.of(request(params)) == Wishes(False, False, 100, True)
+    assert book.of(request(params)) == Wishes(False, False, 100, True, LoadMode.LAYERWISE)
     assert book.ignored == 0
 
 
@@ -43,6 +48,8 @@ def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFi
         ({"flexkv.pin": "yes"}, ["flexkv.pin: 'yes'", "allowed: true or false"]),
         ({"flexkv.max_load_tokens": -1}, ["max_load_tokens: -1", "a whole number from 0 on"]),
         ({"flexkv.max_load_tokens": True}, ["max_load_tokens: True", "a whole number"]),
+        ({"flexkv.load_mode": "fast"}, ["load_mode: 'fast'", "async, layerwise, auto"]),
+        ({"flexkv.load_mode": ["auto"]}, ["load_mode: ['auto']", "async, layerwise, auto"]),
         ({"flexkv.max_load_tokens": 1.5}, ["max_load_tokens: 1.5", "a whole number"]),
         ({"flexkv.store": "x" * 9999}, ["flexkv.store: 'xxx", "...", "true or false"]),
         ({"flexkv.\n": 0}, ["'flexkv.\\n': 0"]),
@@ -85,7 +92,7 @@ def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
         lambda each: st.lists(each) | st.dictionaries(st.text(), each),
     )
     | st.dictionaries(
-        st.sampled_from(["flexkv.load", "flexkv.pin", "flexkv.max_load_tokens", "flexkv.", "x"]),
+        st.sampled_from([*WISHES, "flexkv.", "x"]),
         st.none() | st.booleans() | st.integers() | st.text(),
     )
 )
@@ -93,3 +100,4 @@ def test_nothing_raises(params: Any) -> None:
     wishes = WishBook().of(request(params))
     assert isinstance(wishes.load, bool)
     assert wishes.max_load_tokens is None or wishes.max_load_tokens >= 0
+    assert wishes.load_mode is None or wishes.load_mode in LoadMode

@@ -158,15 +158,18 @@ class LoadChooser:
         self._skips = 0
         return False
 
-    def is_layerwise(self, blocks: int, running: int) -> bool:
+    def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
         """Whether to load so many blocks beside the forward of the same step, in which `running`
         other requests compute.
 
         That saves a step, which is long where others compute. They wait for the load, too: on a
         GPU only then. Where the cores that compute copy, they are slower with any load.
+
+        The request may have `wanted` a mode, which counts where the engine is ready for both.
         """
-        if self._mode is not LoadMode.AUTO:
-            return self._mode is LoadMode.LAYERWISE
+        mode = self._mode if wanted is None or self._mode is LoadMode.ASYNC else wanted
+        if mode is not LoadMode.AUTO:
+            return mode is LoadMode.LAYERWISE
         loading = self._loading(blocks) or 0.0
         if self._on_cores:
             return running > 0 or loading * _CONTENTION <= _SLACK_SECONDS

@@ -135,7 +135,8 @@ class SchedulerSide:
             return 0, False
         self._poll()
         request_id = request.request_id
-        most = self._wishes.of(request).max_load_tokens
+        wishes = self._wishes.of(request)
+        most = wishes.max_load_tokens
         limit = request.num_tokens if most is None else local_tokens + most
         found = self._matcher.match(request, local_tokens, self._loads.limit(request_id, limit))
         if found is None:
@@ -143,7 +144,11 @@ class SchedulerSide:
         tokens, match = found
         in_host = not self._fetches.is_waiting(request_id)
         blocks = -(-tokens // self._groups.members[0].block_tokens)
-        if tokens and in_host and self._chooser.is_layerwise(blocks, self._running):
+        if (
+            tokens
+            and in_host
+            and self._chooser.is_layerwise(blocks, self._running, wishes.load_mode)
+        ):
             tokens, match = self._for_this_step(request, tokens, match)
         self._matches[request_id] = match
         if tokens == 0:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexkv_vllm.scheduler.choosing import LoadMode
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -33,31 +35,40 @@ class Wishes:
         store: whether its blocks are cached.
         max_load_tokens: tokens to load at most; None for no limit.
         pin: whether its blocks stay in host memory; see `KVCache.pin`.
+        load_mode: in place of the setting, which it cannot turn on; None for the setting's.
     """
 
     load: bool = True
     store: bool = True
     max_load_tokens: int | None = None
     pin: bool = False
+    load_mode: LoadMode | None = None
 
 
 NONE = Wishes()
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
+def _read_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _read_count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError
 
 
-_ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "load": (_is_bool, "true or false"),
-    "store": (_is_bool, "true or false"),
-    "max_load_tokens": (_is_count, "a whole number from 0 on"),
-    "pin": (_is_bool, "true or false"),
+_FLAG = "true or false"
+_PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "load": (_read_flag, _FLAG),
+    "store": (_read_flag, _FLAG),
+    "max_load_tokens": (_read_count, "a whole number from 0 on"),
+    "pin": (_read_flag, _FLAG),
+    "load_mode": (LoadMode, ", ".join(mode.value for mode in LoadMode)),
 }
+"""What reads the value, with a ValueError where it cannot, and what is allowed."""
 
 
 class WishBook:
@@ -97,14 +108,14 @@ class WishBook:
             if not isinstance(key, str) or not key.startswith(PREFIX):
                 continue
             name = key.removeprefix(PREFIX)
-            if name not in _ALLOWED:
-                keys = ", ".join(PREFIX + each for each in _ALLOWED)
+            if name not in _PARAMETERS:
+                keys = ", ".join(PREFIX + each for each in _PARAMETERS)
                 self._ignore(request_id, f"has {_shown(key)}: {_shown(value)}", keys)
                 continue
-            fits, allowed = _ALLOWED[name]
-            if fits(value):
-                wishes[name] = value
-            else:
+            read, allowed = _PARAMETERS[name]
+            try:
+                wishes[name] = read(value)
+            except ValueError:
                 self._ignore(request_id, f"has {key}: {_shown(value)}", allowed)
         return Wishes(**wishes)
 
