@@ -11,6 +11,7 @@ import hashlib
 import pathlib
 import shutil
 import sys
+from collections.abc import Iterable
 
 import nox
 
@@ -21,7 +22,7 @@ from compat_ci import matrix  # noqa: E402  (needs the path above)
 from integration import preflight  # noqa: E402
 
 VLLM_VERSION = "0.32.0"
-PACKAGES = ["./kernels", "-e", "./packages/flexkv", "-e", "./packages/flexkv-vllm"]
+PACKAGES = ["-e", "./packages/flexkv", "-e", "./packages/flexkv-vllm"]
 STATIC_TOOLS = ["pyrefly==1.4.1", "packaging>=24"]
 TOOLS = [
     "pytest>=8.4,<10",
@@ -181,27 +182,44 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
         session.log("Engine and packages are installed already.")
         return
     stamp.unlink(missing_ok=True)
-    session.install("packaging")
+    session.install("packaging", "uv>=0.9")
     session.run("python", "integration/harness/install_vllm.py", version, "--flavor", flavor)
-    session.install(*TOOLS)
-    session.install(*PACKAGES, env={"CXX": cxx})
+    ours = [*TOOLS, _kernels_wheel(session, cxx), *PACKAGES]
+    session.run("python", "-m", "uv", "pip", "install", *ours)
     stamp.write_text(inputs, encoding="utf-8")
 
 
-def _digest_of_inputs(engine: str) -> str:
-    """Digest of every file whose change makes the environment stale.
+def _kernels_wheel(session: nox.Session, cxx: str) -> str:
+    """The kernels, compiled once for all environments until they change."""
+    folder = session.cache_dir / "kernels" / _digest_of_kernels(f"{sys.version} {cxx}")
+    if not any(folder.glob("*.whl")):
+        making = folder.with_suffix(".part")
+        make = ["python", "-m", "pip", "wheel", "--no-deps", "-w", str(making), "./kernels"]
+        session.run(*make, env={"CXX": cxx})
+        making.rename(folder)
+    return str(next(folder.glob("*.whl")))
 
-    Python code is installed editable, the kernels are compiled: of the former only the metadata
-    counts, of the latter everything.
-    """
+
+def _digest_of_inputs(engine: str) -> str:
+    """Digest of every file whose change makes the environment stale: our Python code is installed
+    editable, so only its metadata counts."""
     files = [ROOT / "noxfile.py", ROOT / "integration/harness/install_vllm.py"]
     files += sorted((ROOT / "packages").glob("*/pyproject.toml"))
+    return _digest(f"{engine} {_digest_of_kernels('')}", files)
+
+
+def _digest_of_kernels(builder: str) -> str:
+    """Digest of all that the kernels are made from."""
     kernels = ROOT / "kernels"
-    files += [kernels / "pyproject.toml", kernels / "CMakeLists.txt"]
+    files = [kernels / "pyproject.toml", kernels / "CMakeLists.txt"]
     for folder in ("cmake", "cuda", "include", "src", "python"):
         files += sorted(path for path in (kernels / folder).rglob("*") if path.suffix != ".pyc")
-    # With nvcc at hand the kernels are built for GPUs too.
-    digest = hashlib.blake2b(f"{engine} {shutil.which('nvcc')}".encode())
+    # With nvcc at hand they are built for GPUs too.
+    return _digest(f"{builder} {shutil.which('nvcc')}", files)
+
+
+def _digest(said: str, files: Iterable[pathlib.Path]) -> str:
+    digest = hashlib.blake2b(said.encode(), digest_size=16)
     for path in files:
         if path.is_file():
             digest.update(f"\0{path.relative_to(ROOT)}\0".encode())

@@ -4,6 +4,7 @@ write KV, and compare what they find where attention would read it."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,8 +17,13 @@ from late_mover import LateMover
 from texts import Text
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from flexkv_vllm.adapter import Adapter
+
+_STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
+SAVES_IDLE = "wait_for_save" not in _STEP.parameters
+"""Whether this vLLM calls `wait_for_save` in steps that compute nothing."""
 
 
 @dataclass(slots=True)
@@ -105,10 +111,11 @@ class Rank(ABC):
 @dataclass(slots=True, kw_only=True)
 class AdapterRank(Rank):
     """A rank with FlexKV's own connector. `fenced` if vLLM hands it the orders before it reuses
-    blocks."""
+    blocks; `saves_idle` if it waits for saves in steps that compute nothing, too."""
 
     adapter: Adapter
     fenced: bool
+    saves_idle: bool = SAVES_IDLE
 
     @property
     def side(self) -> Any:
@@ -127,7 +134,8 @@ class AdapterRank(Rank):
         self.forward(output, texts, weights)
         if not before:
             adapter.start_loads(metadata)
-        adapter.start_stores(metadata)
+        if self.saves_idle or output.total_num_scheduled_tokens:
+            adapter.start_stores(metadata)
         sent, received = adapter.get_finished(metadata)
         bad_blocks = adapter.take_bad_blocks()
         for block, message in self.wrong.values():

@@ -157,10 +157,12 @@ class WorkerSide:
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores, behind the engine's work so far: the forward that computes
-        what they copy."""
+        what they copy. Those that were started before are left alone."""
         self._end_layerwise()
         after = work_so_far(self._device)
         for order in orders.stores:
+            if order.transfer_id <= self._last_store:
+                continue
             if order.built_on in self._failed_layerwise:
                 # It was computed on what is not there.
                 self._arena.board.report(order.cell, self._rank, Status.FAILED)
@@ -172,6 +174,8 @@ class WorkerSide:
         """Requests whose blocks are read no more, and requests whose loads have ended."""
         self._releases.update(orders.releases)
         if not orders.has_forward:
+            # Up to 0.30 vLLM lets no stores begin in such a step.
+            self.start_stores(orders)
             self._wait_a_little()
         return self._poll_stores(), self._poll_loads()
 
