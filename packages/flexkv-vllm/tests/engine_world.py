@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
 from late_mover import LateMover
 from patience import wait_until
@@ -40,7 +41,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from world_config import LLAMA, PLUGIN, disk_settings, make_config, make_kv_cache_config
+from world_config import (
+    DRAFT_LAYER,
+    LLAMA,
+    PLUGIN,
+    Drafts,
+    disk_settings,
+    make_config,
+    make_kv_cache_config,
+)
 
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler.side import StoreTime
@@ -71,7 +80,8 @@ class Step:
 class World:
     """Requests go in with `add`; `step` runs one engine step; `run` steps until all have ended.
 
-    Beside full attention the model may have sliding windows, of so many tokens each.
+    Beside full attention the model may have sliding windows, of so many tokens each. What a draft
+    model has computed is not checked.
 
     With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
     is known, and the workers run it now or later, as `lag` decides.
@@ -97,6 +107,7 @@ class World:
         settings: dict[str, Any] | None = None,
         events: bool = False,
         windows: tuple[int, ...] = (),
+        drafts: Drafts = Drafts.NONE,
     ) -> None:
         slot_bytes = 4096 * -(-block_tokens * HEAD_BYTES * HEADS * LAYERS // 4096)
         self.vllm_config = make_config(
@@ -115,10 +126,11 @@ class World:
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.entry = entry
         self.windows = windows
+        self.drafts = drafts
         self.num_blocks = num_blocks
         self.lag = lag
         self.closing = contextlib.ExitStack()
-        kv_cache_config = make_kv_cache_config(num_blocks, windows, ranks)
+        kv_cache_config = make_kv_cache_config(num_blocks, windows, ranks, drafts)
         self.ranks = self._start_ranks(ranks, kv_cache_config)
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler: Scheduler = scheduler_class(
@@ -152,7 +164,7 @@ class World:
                 number,
                 ranks,
                 self.windows,
-                make_pages(self.num_blocks, ranks, 1 + len(self.windows)),
+                self._make_pages(ranks),
                 adapter=Adapter(self.vllm_config, time),
                 fenced=fenced,
             )
@@ -167,6 +179,14 @@ class World:
             ]
         )
         return made
+
+    def _make_pages(self, ranks: int) -> dict[str, torch.Tensor]:
+        pages = make_pages(self.num_blocks, ranks, 1 + len(self.windows))
+        if self.drafts is Drafts.OWN_GROUP:
+            pages[DRAFT_LAYER] = pages["layer0"]
+        elif self.drafts is Drafts.SHARED_GROUP:
+            pages[DRAFT_LAYER] = pages["layer0"].clone()
+        return pages
 
     @property
     def connector(self) -> Any:

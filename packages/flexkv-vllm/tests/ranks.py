@@ -77,7 +77,7 @@ class Rank(ABC):
         self.wrong.clear()
         for request_id, start, end in scheduled(output):
             tokens = texts[request_id].upto(end)
-            for group in range(len(self.tables[request_id])):
+            for group in range(1 + len(self.windows)):
                 self._forward_group(request_id, group, tokens, start, weights + bytes(group))
 
     def _forward_group(

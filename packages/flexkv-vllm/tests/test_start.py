@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_pages import make_pages
+from kv_pages import LAYERS, make_pages
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from world_config import PLUGIN, make_config, make_kv_cache_config
@@ -18,7 +18,7 @@ from world_config import PLUGIN, make_config, make_kv_cache_config
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
 from flexkv_vllm import compat
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.groups import read_groups
+from flexkv_vllm.groups import Groups, read_groups
 from flexkv_vllm.scheduler.choosing import LoadMode
 from flexkv_vllm.scheduler.side import StoreTime
 from flexkv_vllm.start import load_mode_of
@@ -40,6 +40,12 @@ def vllm_config(tmp_path: Path) -> VllmConfig:
     )
     config.cache_config.num_gpu_blocks = BLOCKS
     return config
+
+
+def read(kv_cache_config: KVCacheConfig | None) -> Groups:
+    return read_groups(
+        kv_cache_config, 16, 1, model_layers=LAYERS, fails_by_request=True, tells_states=True
+    )
 
 
 def start(
@@ -175,7 +181,7 @@ def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
 @pytest.mark.parametrize("mode", ["layerwise", "auto"])
 def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, mode: str) -> None:
     config = CacheConfig(load_mode=mode)
-    groups = read_groups(None, 16, 1, fails_by_request=True, tells_states=True)
+    groups = read(None)
     vllm_config.scheduler_config.async_scheduling = False
     assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode(mode)
     vllm_config.scheduler_config.async_scheduling = True
@@ -185,6 +191,6 @@ def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, m
 
 def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig) -> None:
     kv_cache_config = make_kv_cache_config(BLOCKS, windows=(32,))
-    groups = read_groups(kv_cache_config, 16, 1, fails_by_request=True, tells_states=True)
+    groups = read(kv_cache_config)
     config = CacheConfig(load_mode="layerwise")
     assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode.ASYNC

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import uuid
 from pathlib import Path
@@ -44,8 +45,19 @@ LLAMA = {
 }
 
 
+class Drafts(enum.Enum):
+    """Where vLLM keeps the KV of a draft model."""
+
+    NONE = "nowhere"
+    OWN_GROUP = "in a group of its own"
+    SHARED_GROUP = "with the model's full attention"
+
+
+DRAFT_LAYER = f"draft.layers.{LAYERS}.attn"
+
+
 def make_kv_cache_config(
-    num_blocks: int, windows: tuple[int, ...] = (), ranks: int = 1
+    num_blocks: int, windows: tuple[int, ...] = (), ranks: int = 1, drafts: Drafts = Drafts.NONE
 ) -> KVCacheConfig:
     """The pages as `make_pages` makes them: K and V of a token and head, 8 bytes each."""
     shape: dict[str, Any] = {
@@ -62,6 +74,12 @@ def make_kv_cache_config(
         KVCacheGroupSpec([f"layer{number * LAYERS + i}" for i in range(LAYERS)], spec)
         for number, spec in enumerate(specs)
     ]
+    if drafts is Drafts.OWN_GROUP:
+        groups.append(KVCacheGroupSpec([DRAFT_LAYER], FullAttentionSpec(**shape)))
+    elif drafts is Drafts.SHARED_GROUP:
+        groups[0].layer_names.append(DRAFT_LAYER)
+    if drafts is not Drafts.NONE:
+        next(group for group in groups if DRAFT_LAYER in group.layer_names).is_eagle_group = True
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

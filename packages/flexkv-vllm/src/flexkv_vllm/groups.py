@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from vllm.v1 import kv_cache_interface as interface
 from flexkv import LayoutError
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 class Reach(enum.Enum):
@@ -77,15 +78,19 @@ class Groups:
     Attributes:
         members: one at least.
         hash_tokens: tokens that one of vLLM's block hashes stands for.
+        all_of_vllms: whether vLLM has no groups beside these, as a draft model's.
     """
 
     members: tuple[Group, ...]
     hash_tokens: int
+    all_of_vllms: bool = True
 
     @property
     def plain(self) -> bool:
-        """Whether there is only full attention, so that any prefix of blocks is worth loading."""
-        return len(self.members) == 1 and self.members[0].reach is Reach.ALL
+        """Whether there is only full attention, so that any prefix of blocks is worth loading, and
+        vLLM has one group, so that it takes one that failed in part."""
+        only = self.members[0]
+        return len(self.members) == 1 and only.reach is Reach.ALL and self.all_of_vllms
 
     @property
     def alignment(self) -> int:
@@ -105,6 +110,7 @@ def read_groups(
     engine_block_tokens: int,
     engine_blocks: int,
     *,
+    model_layers: int,
     fails_by_request: bool,
     tells_states: bool,
 ) -> Groups:
@@ -115,6 +121,7 @@ def read_groups(
             full attention.
         engine_block_tokens: of that one.
         engine_blocks: vLLM blocks of a FlexKV block.
+        model_layers: layers of the model without a draft model's.
         fails_by_request: whether a failed load can be told by request (vLLM from 0.30 on). Told
             by block, vLLM would compute on behind a window that is not there.
         tells_states: whether vLLM tells which block has which recurrent state (from 0.32 on).
@@ -128,8 +135,7 @@ def read_groups(
     cached = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     members = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        # A draft model's cache only helps to guess: without it nothing is wrong.
-        if getattr(group, "is_eagle_group", False) or (cached is not None and index not in cached):
+        if (cached is not None and index not in cached) or _only_drafts(group, model_layers):
             continue
         reach, span = _reach(group.kv_cache_spec)
         tokens = group.kv_cache_spec.block_size
@@ -140,6 +146,7 @@ def read_groups(
     groups = Groups(
         tuple(members),
         hash_tokens or math.gcd(*(group.engine_block_tokens for group in members)),
+        all_of_vllms=len(members) == len(kv_cache_config.kv_cache_groups),
     )
     kinds = [group.reach.value for group in members]
     if not groups.plain and not fails_by_request:
@@ -153,6 +160,20 @@ def read_groups(
             f"recurrent states (from 0.32 on it tells which block has which)"
         )
     return groups
+
+
+def _only_drafts(group: KVCacheGroupSpec, model_layers: int) -> bool:
+    """Whether all layers of a group are a draft model's, whose cache only helps to guess: without
+    it nothing is wrong.
+
+    vLLM marks a group as a draft's also where the draft's layers share it with the model's own
+    (`_annotate_eagle_groups`, vllm.v1.core.kv_cache_utils). Draft layers that are numbered count
+    on from the model's; what cannot be told apart is cached.
+    """
+    if not getattr(group, "is_eagle_group", False):
+        return False
+    numbers = [re.search(r"\blayers\.(\d+)\.", name) for name in group.layer_names]
+    return all(number is not None and int(number[1]) >= model_layers for number in numbers)
 
 
 def _reach(spec: KVCacheSpec) -> tuple[Reach, int]:

@@ -348,6 +348,7 @@ def _read_groups(
         kv_cache_config,
         vllm_config.cache_config.block_size,
         engine_blocks,
+        model_layers=vllm_config.model_config.get_total_num_hidden_layers(),
         fails_by_request=fails_by_request(),
         tells_states=tells_states(),
     )
