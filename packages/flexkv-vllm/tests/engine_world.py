@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -358,12 +358,12 @@ def make_hasher(vllm_config: VllmConfig) -> Callable[[Request], list[Any]]:
 
 
 def run_together(actions: Sequence[Callable[[], object]]) -> None:
-    """What waits for one another, in a thread each."""
-    threads = [threading.Thread(target=action) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """What waits for one another, in a thread each. Raises what one of them raised, once all have
+    ended."""
+    with ThreadPoolExecutor(max_workers=len(actions)) as threads:
+        futures = [threads.submit(action) for action in actions]
+    for future in futures:
+        future.result()
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     SlidingWindowSpec,
 )
 
@@ -80,7 +81,19 @@ def make_kv_cache_config(
         groups[0].layer_names.append(DRAFT_LAYER)
     if drafts is not Drafts.NONE:
         next(group for group in groups if DRAFT_LAYER in group.layer_names).is_eagle_group = True
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=_make_tensors(groups), kv_cache_groups=groups
+    )
+
+
+def _make_tensors(groups: list[KVCacheGroupSpec]) -> list[Any]:
+    """A tensor for each layer, and those of further groups on top: where vLLM up to 0.28 looks for
+    who shares which memory. Later ones see that in the pages themselves."""
+    if "shared_by" not in KVCacheTensor.__dataclass_fields__:
+        return []
+    make: Any = KVCacheTensor
+    shared = zip(*(group.layer_names for group in groups), strict=True)
+    return [make(size=0, shared_by=list(layers)) for layers in shared]
 
 
 def disk_settings(directory: Path, slots: int, slot_bytes: int) -> dict[str, Any]:

@@ -9,8 +9,18 @@ import random
 import pytest
 from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import HYBRID, WINDOW, MakeOffloadingWorld, OffloadingWorld
+from offloading_world import (
+    HYBRID,
+    SEVERAL_GROUPS,
+    WINDOW,
+    MakeOffloadingWorld,
+    OffloadingWorld,
+)
 from traffic import Traffic, loaded, make_stems, preempted, refused
+from vllm.v1.kv_offload.base import ReqContext
+
+from flexkv import LayoutError
+from flexkv_vllm.offloading import settings
 
 
 def hit_tokens(world: OffloadingWorld, prompt: list[int]) -> int:
@@ -34,6 +44,16 @@ def test_a_forgotten_prefix_comes_back(
     world.check_outputs()
 
 
+def test_several_groups_are_refused_where_none_hears_of_their_failed_loads(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM up to 0.29 cannot."""
+    monkeypatch.setattr(settings, "fails_by_request", lambda: False)
+    with pytest.raises(LayoutError, match="2 KV cache groups.*allowed: 1 .*0.30 or newer"):
+        make_offloading_world(windows=(WINDOW,))
+
+
+@SEVERAL_GROUPS
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_of_a_hybrid_model_come_back(
     make_offloading_world: MakeOffloadingWorld, ranks: int
@@ -74,6 +94,24 @@ def test_a_load_may_begin_inside_a_block(make_offloading_world: MakeOffloadingWo
     assert hit_tokens(world, prompt) == 256 - 32
 
 
+@pytest.mark.parametrize(
+    ("length", "windows"),
+    [(300, ()), (301, ()), pytest.param(300, (WINDOW,), marks=SEVERAL_GROUPS)],
+)
+def test_what_was_never_computed_is_not_kept(
+    make_offloading_world: MakeOffloadingWorld, length: int, windows: tuple[int, ...]
+) -> None:
+    """The engine does not compute on the last token of an answer. Of 304 tokens it would fill a
+    block."""
+    world = make_offloading_world(windows=windows)
+    rng = random.Random(4)
+    prompt = random_prompt(rng, length)
+    prompt += world.outputs[world.generate(prompt)]
+    world.forget()
+    assert hit_tokens(world, prompt + random_prompt(rng, 100)) == (len(prompt) - 1) // 16 * 16
+    world.check_outputs()
+
+
 def test_salts_share_nothing(make_offloading_world: MakeOffloadingWorld) -> None:
     world = make_offloading_world()
     prompt = random_prompt(random.Random(5), 200)
@@ -99,7 +137,8 @@ def test_wishes_of_requests(make_offloading_world: MakeOffloadingWorld) -> None:
     assert world.external_tokens[unwilling] == 0
     world.forget()
     elsewhere = world.generate(prompt, params={"kv_load_tiers": [{"medium": "storage"}]})
-    assert world.external_tokens[elsewhere] == 0
+    knows_tiers = "load_tier_filter" in ReqContext.__dataclass_fields__  # since 0.27
+    assert world.external_tokens[elsewhere] == (0 if knows_tiers else 192)
     world.forget()
     assert hit_tokens(world, prompt) == 192
 

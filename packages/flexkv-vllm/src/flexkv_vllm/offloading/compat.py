@@ -4,12 +4,17 @@ looked up, not concluded from its version."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.kv_offload import base
 
 from flexkv import LayoutError, Medium
+from flexkv_vllm.compat import fails_by_request
 from flexkv_vllm.compat_events import MEDIA
 
 _medium = getattr(base, "Medium", None)  # since 0.27; plain text before
@@ -49,3 +54,26 @@ def worker_config() -> VllmConfig:
             "vLLM does not tell its configuration while the KV caches are registered; allowed: a "
             "vLLM that does (0.26 to 0.32)"
         ) from None
+
+
+def offer_only_what_was_computed() -> None:
+    """Have vLLM's connector offer no block of an ended request that was not wholly computed.
+
+    Up to 0.29 it counts the last token of an answer as computed, which no step computes on; up to
+    0.26 all tokens of an aborted request, too, and where those have no blocks the engine ends. From
+    0.30 on, where workers can name failed requests, it counts as is done here.
+    """
+    connector: Any = OffloadingConnectorScheduler
+    count = connector._calc_num_offloadable_tokens
+    if fails_by_request() or hasattr(count, "__wrapped__"):
+        return
+
+    @functools.wraps(count)
+    def count_computed(self: Any, req_status: Any, num_computed_tokens: int) -> Any:
+        request = req_status.req
+        if request.is_finished():
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            num_computed_tokens = min(num_computed_tokens, computed)
+        return count(self, req_status, num_computed_tokens)
+
+    connector._calc_num_offloadable_tokens = count_computed

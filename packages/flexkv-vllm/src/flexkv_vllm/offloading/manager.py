@@ -115,7 +115,10 @@ class FlexKVOffloadingManager(OffloadingManager):
         """Reserve slots for those of `keys` that have none. What finds no room is not cached: None,
         which asks vLLM to offer the blocks again in the next step, is never returned."""
         with self._edge.guard("reserving blocks", "they are not cached"):
-            return self._reserve(list(keys), self._request(req_context))
+            # vLLM 0.26 says that a request has ended before it offers the last of its blocks.
+            request = self._requests.get(req_context.req_id)
+            if request is not None:
+                return self._reserve(list(keys), request)
         return _nothing_to_store()
 
     def complete_store(

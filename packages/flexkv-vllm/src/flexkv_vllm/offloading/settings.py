@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import vllm
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig, ConfigError, LayoutError, configure_logging, load_config
-from flexkv_vllm.compat import check_version
+from flexkv_vllm.compat import check_version, fails_by_request
 
 _VLLMS = frozenset(
     {
@@ -33,6 +34,7 @@ def read_settings(config: OffloadingConfig) -> CacheConfig:
     if settings.enable:
         check_version(settings.allow_untested_engine)
         _check_parallelism(config)
+        _check_groups(config)
         _check_blocks(config, settings)
     return settings
 
@@ -47,6 +49,17 @@ def _check_parallelism(config: OffloadingConfig) -> None:
     for name, size in sizes.items():
         if size != 1:
             raise LayoutError(f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size is free)")
+
+
+def _check_groups(config: OffloadingConfig) -> None:
+    if len(config.groups) > 1 and not fails_by_request():
+        # vLLM looks for the blocks of a failed load in the only group, and ends if there are more.
+        raise LayoutError(
+            f"the model has {len(config.groups)} KV cache groups, and vLLM {vllm.__version__} "
+            f"cannot be told that a load of several failed; allowed: 1 "
+            f"(--disable-hybrid-kv-cache-manager, if the model can do without), or vLLM 0.30 or "
+            f"newer"
+        )
 
 
 def _check_blocks(config: OffloadingConfig, settings: CacheConfig) -> None:

@@ -27,7 +27,7 @@ from flexkv import (
 )
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.identity import outlives_process
-from flexkv_vllm.offloading.compat import worker_config
+from flexkv_vllm.offloading.compat import offer_only_what_was_computed, worker_config
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
@@ -82,6 +82,7 @@ def make_manager(
         ArenaError: they made none.
         DiskError: a cache directory cannot be used.
     """
+    offer_only_what_was_computed()
     session = attach(settings.session_root, config.engine_id)
     try:
         tiers = open_tiers(settings, session) if session.info.durable else []
