@@ -9,13 +9,7 @@ import random
 import pytest
 from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import (
-    HYBRID,
-    SEVERAL_GROUPS,
-    WINDOW,
-    MakeOffloadingWorld,
-    OffloadingWorld,
-)
+from offloading_world import HYBRID, SEVERAL_GROUPS, WINDOW, MakeOffloadingWorld, OffloadingWorld
 from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import ReqContext
@@ -175,6 +169,24 @@ def test_abort_during_a_load_gives_everything_back(
         world.settle()
     # Every engine block is free again: a request that needs nearly all of them runs.
     world.generate(random_prompt(random.Random(9), 31 * BLOCK_TOKENS - 8))
+    world.assert_untracked()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_of_an_aborted_request_is_kept_what_was_computed(
+    make_offloading_world: MakeOffloadingWorld, steps: int
+) -> None:
+    budget = 8 * BLOCK_TOKENS
+    world = make_offloading_world(budget=budget)
+    prompt = random_prompt(random.Random(16), 300)
+    request_id = world.add(prompt)
+    for _ in range(steps):
+        world.step()
+    world.abort(request_id)
+    world.generate(random_prompt(random.Random(17), 10))
+    world.forget()
+    assert hit_tokens(world, prompt) == steps * budget
+    world.check_outputs()
     world.assert_untracked()
 
 

@@ -40,7 +40,8 @@ class LoadFailures:
         for connector in _connectors():
             ours = connector.connector_worker
             if ours is not None and ours.worker is worker:
-                self._connector = self._complete(connector)
+                self._complete(connector)
+                self._connector = connector
 
     def report(self, job_id: int, blocks: list[int]) -> None:
         """The load `job_id` did not fill `blocks`. To be called while the connector asks for
@@ -62,14 +63,12 @@ class LoadFailures:
             assert request_id is not None  # as it may be, from 0.33 on, where vLLM waits for a load
             self._requests.add(request_id)
 
-    def _complete(self, connector: OffloadingConnector) -> OffloadingConnector | None:
+    def _complete(self, connector: OffloadingConnector) -> None:
         answers: Any = connector
         if self._by_block:
             answers.get_block_ids_with_load_errors = self._take_blocks
-            return connector
-        ask = getattr(answers, "get_transfer_results", None)  # since 0.30
-        if ask is None:
-            return None
+            return
+        ask = answers.get_transfer_results  # since 0.30; an older vLLM has one group here
 
         def transfer_results(finished_req_ids: set[str]) -> Any:
             results = ask(finished_req_ids)
@@ -78,7 +77,6 @@ class LoadFailures:
             return results
 
         answers.get_transfer_results = transfer_results
-        return connector
 
     def _take_blocks(self) -> set[int]:
         blocks, self._blocks = self._blocks, set()
