@@ -271,6 +271,22 @@ def test_what_is_under_way_at_a_reset_is_not_kept(
     assert hit_tokens(world, prompt) == 192
 
 
+def test_a_request_that_ends_after_a_reset_leaves_nothing(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    """vLLM then offers all of its blocks again; 0.26 once it has said that the request ended."""
+    world = make_offloading_world()
+    request_id = world.add(random_prompt(random.Random(19), 200), max_tokens=60)
+    for _ in range(5):
+        world.step()
+    assert world.connector.reset_cache()
+    world.abort(request_id)
+    world.generate(random_prompt(random.Random(20), 10))
+    world.settle()
+    assert world.cache.ready_blocks == 0
+    world.assert_untracked()
+
+
 def test_turned_off_it_does_nothing(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
