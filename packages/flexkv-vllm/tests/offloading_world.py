@@ -15,7 +15,7 @@ import pytest
 from engine_world import World, run_together
 from kv_pages import BLOCK_TOKENS, make_pages
 from late_mover import LateMover
-from ranks import SAVES_IDLE, Rank, step_result
+from ranks import LOADS_FIRST, SAVES_IDLE, Rank, step_result
 from texts import Text
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -34,8 +34,6 @@ pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26
 from flexkv_vllm.offloading.worker import GroupMover
 
 WINDOW = 40
-LOADS_FIRST = "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
-"""Whether this vLLM has loads begin before the forward of their step, as those up to 0.28 do."""
 SEVERAL_GROUPS = pytest.mark.skipif(
     not fails_by_request(), reason="this vLLM serves one KV cache group: others are refused"
 )

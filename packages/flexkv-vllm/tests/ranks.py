@@ -24,6 +24,8 @@ from flexkv_vllm.adapter import Adapter
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
 SAVES_IDLE = "wait_for_save" not in _STEP.parameters
 """Whether this vLLM calls `wait_for_save` in steps that compute nothing."""
+LOADS_FIRST = "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
+"""Whether in this vLLM all loads begin before the forward of their step, as up to 0.28."""
 
 
 @dataclass(slots=True)
@@ -128,7 +130,8 @@ class AdapterRank(Rank):
         if self.fenced:
             adapter.fence(metadata)
         self.follow_tables(output)
-        before = bool(metadata.layerwise or metadata.unfilled) if self.fenced else False
+        layerwise = self.fenced and bool(metadata.layerwise or metadata.unfilled)
+        before = LOADS_FIRST or layerwise
         if before:
             adapter.start_loads(metadata)
         self.forward(output, texts, weights)
