@@ -182,10 +182,10 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
         session.log("Engine and packages are installed already.")
         return
     stamp.unlink(missing_ok=True)
-    session.install("packaging", "uv>=0.9")
+    session.install("packaging", "uv>=0.13")
     session.run("python", "integration/harness/install_vllm.py", version, "--flavor", flavor)
     ours = [*TOOLS, _kernels_wheel(session, cxx), *PACKAGES]
-    session.run("python", "-m", "uv", "pip", "install", *ours)
+    session.run("python", "-m", "uv", "pip", "install", "--system-certs", *ours)
     stamp.write_text(inputs, encoding="utf-8")
 
 

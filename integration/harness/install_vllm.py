@@ -76,7 +76,9 @@ def _pip(*arguments: str) -> None:
 
 
 def _uv(*arguments: str) -> None:
-    command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *arguments]
+    # With the certificates that the system trusts, as pip does: a proxy may bring its own.
+    options = ["--system-certs", "--python", sys.executable]
+    command = [sys.executable, "-m", "uv", "pip", "install", *options, *arguments]
     subprocess.run(command, check=True)
 
 
