@@ -9,8 +9,9 @@ from typing import Any
 
 from integration.harness import connector
 from integration.harness.checkpoint import BENCH, TINY, write_checkpoint
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.prompts import random_tokens
 
 LENGTHS = (4096, 8192, 21000)

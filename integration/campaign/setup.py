@@ -12,8 +12,8 @@ from integration.campaign.prompts import Question, ask_for_answers, make_prompts
 from integration.campaign.verdict import Sizes
 from integration.harness import connector
 from integration.harness.checkpoint import TINY, write_checkpoint
+from integration.harness.config import EngineConfig
 from integration.harness.connector import NONE, Connector
-from integration.harness.engine import EngineConfig
 from integration.harness.server import Server
 
 POLICIES = ("recompute", "fail")

@@ -16,8 +16,9 @@ from typing import Any
 from integration.demo.chat import Chat, HubChat, MistralChat
 from integration.demo.plan import Plan
 from integration.harness.checkpoint import ModelSpec, write_checkpoint
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig, EngineStartError
+from integration.harness.engine import Engine, EngineStartError
 
 GIB = 1 << 30
 FLOAT32_BYTES = 4

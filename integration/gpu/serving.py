@@ -22,8 +22,9 @@ from integration.bench.rows import Goal, Row, ratio_row
 from integration.gpu.results import Log
 from integration.harness import connector
 from integration.harness.checkpoint import ModelSpec, write_config
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Completion, Engine, EngineConfig
+from integration.harness.engine import Completion, Engine
 from integration.harness.prompts import random_tokens
 
 NONE, NATIVE, FLEXKV = "no connector", "OffloadingConnector", "FlexKV"
@@ -57,6 +58,7 @@ class Workload:
         batch: requests at once.
         repeats: batches of new prompts, each of which is then asked once more.
         engine_args: further ones of vLLM.
+        forked: as in ``EngineConfig``.
     """
 
     model: ModelSpec
@@ -65,6 +67,7 @@ class Workload:
     batch: int
     repeats: int
     engine_args: dict[str, Any] = field(default_factory=dict)
+    forked: bool = False
 
     @property
     def gigabytes(self) -> float:
@@ -135,6 +138,7 @@ def measure(load: Workload, contenders: Mapping[str, Connector], folder: Path, l
             max_model_len=load.prompt_tokens + load.new_tokens + 1,
             max_num_batched_tokens=8192,
             kv_cache_bytes=int(load.gigabytes * (1 << 30)),
+            forked=load.forked,
             extra_args={"load_format": "dummy"} | load.engine_args,
         )
         with Engine(config, folder / f"{name}.log") as engine:

@@ -24,14 +24,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from integration.harness import processes
-from integration.harness.checkpoint import Dtype
-from integration.harness.connector import NONE, Connector
-from integration.harness.cores import cores_of_ranks
+from integration.harness.config import EngineConfig
 
 if TYPE_CHECKING:
     from integration.harness.adapter import Adapter
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _DRIVER = Path(__file__).with_name("driver.py")
 _LOG_TAIL_LINES = 60
 # A tiny model starts in 25 to 45 s on two cores of its own. These bounds are for what hangs, and
@@ -58,75 +55,6 @@ class EngineStartError(EngineError):
         super().__init__(f"{message}\n--- last lines of the engine's log ---\n{tail}")
         self.log = log
         self.killed = killed
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What an engine is started with; sizes in tokens, blocks and bytes as named.
-
-    ``num_blocks`` overrides how many blocks the KV cache has, whatever ``kv_cache_bytes`` holds.
-    ``probe`` adds the worker methods of ``probe.KVProbe``. ``extra_args`` are further keyword
-    arguments of vLLM's ``AsyncEngineArgs``.
-    """
-
-    model: Path
-    dtype: Dtype
-    connector: Connector = NONE
-    max_model_len: int = 8192
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 32
-    block_size: int | None = None
-    num_blocks: int | None = None
-    kv_cache_bytes: int = 1 << 30
-    tensor_parallel_size: int = 1
-    probe: bool = False
-    prefix_caching: bool = True
-    async_scheduling: bool | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    extra_args: dict[str, Any] = field(default_factory=dict)
-
-    def engine_args(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's ``AsyncEngineArgs``."""
-        args: dict[str, Any] = {
-            "model": str(self.model),
-            # Never "auto": it turns a float32 checkpoint into bfloat16.
-            "dtype": self.dtype,
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "max_model_len": self.max_model_len,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_num_seqs": self.max_num_seqs,
-            "kv_cache_memory_bytes": self.kv_cache_bytes,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "enable_prefix_caching": self.prefix_caching,
-            "disable_log_stats": False,
-            "seed": 0,
-        }
-        if self.block_size is not None:
-            args["block_size"] = self.block_size
-        if self.num_blocks is not None:
-            args["num_gpu_blocks_override"] = self.num_blocks
-        if self.async_scheduling is not None:
-            args["async_scheduling"] = self.async_scheduling
-        if self.connector.transfer_config is not None:
-            args["kv_transfer_config"] = self.connector.transfer_config
-        if self.probe:
-            args["worker_extension_cls"] = "integration.harness.probe.KVProbe"
-        return args | self.extra_args
-
-    def environment(self) -> dict[str, str]:
-        """The engine's environment: this process's, what the engine needs, what was asked for."""
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(
-            part for part in (str(_REPOSITORY), env.get("PYTHONPATH", "")) if part
-        )
-        env["VLLM_NO_USAGE_STATS"] = "1"
-        env["HF_HUB_OFFLINE"] = "1"
-        # vLLM's CPU build keeps one core free of computing threads, and one more as soon as there
-        # is any KV connector: engines with and without would not compute with the same number.
-        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
-        env["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(self.tensor_parallel_size)
-        return env | self.connector.env | self.env
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,10 +353,11 @@ class Engine:
     def _spawn(self, python: str) -> None:
         command_read, command_write = os.pipe()
         event_read, event_write = os.pipe()
+        how = ["fork"] if self.config.forked else []
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, str(_DRIVER), str(command_read), str(event_write)],
+                [python, str(_DRIVER), str(command_read), str(event_write), *how],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.config import EngineConfig
+from integration.harness.engine import Engine
 
 
 class EngineHost:

@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from integration.harness import processes
+from integration.harness.config import EngineConfig
 from integration.harness.engine import (
     CALL_TIMEOUT,
     START_TIMEOUT,
     STOP_TIMEOUT,
-    EngineConfig,
     EngineError,
 )
 

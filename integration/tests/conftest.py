@@ -11,8 +11,9 @@ import pytest
 
 from integration.harness import connector
 from integration.harness.checkpoint import TINY, write_checkpoint
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests import corpus, disks
 from integration.tests.reference import Reference, plain_config
@@ -126,6 +127,7 @@ def engine_config(model: Path) -> Callable[..., EngineConfig]:
             "max_num_batched_tokens": corpus.BATCHED_TOKENS,
             "kv_cache_bytes": KV_CACHE_BYTES,
             "probe": True,
+            "forked": True,
         }
         return EngineConfig(**(base | changes))
 

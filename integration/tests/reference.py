@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from integration.harness.checkpoint import TINY
-from integration.harness.engine import Completion, Engine, EngineConfig
+from integration.harness.config import EngineConfig
+from integration.harness.engine import Completion, Engine
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
 
@@ -102,4 +103,5 @@ def plain_config(model: Path) -> EngineConfig:
         max_num_batched_tokens=8192,
         kv_cache_bytes=64 << 20,
         prefix_caching=False,
+        forked=True,
     )

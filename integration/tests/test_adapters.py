@@ -10,8 +10,9 @@ from typing import Any
 from integration.harness import connector
 from integration.harness.adapter import Adapter, write_adapter
 from integration.harness.checkpoint import TINY
+from integration.harness.config import EngineConfig
 from integration.harness.connector import NONE
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests.corpus import SALTED
 from integration.tests.steps import whole_blocks

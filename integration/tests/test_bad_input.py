@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from integration.harness import connector
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests import disks
 from integration.tests.corpus import WARM

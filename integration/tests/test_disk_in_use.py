@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.config import EngineConfig
+from integration.harness.engine import Engine
 from integration.tests.corpus import WARM
 from integration.tests.disks import restorable, restored
 from integration.tests.reference import Reference

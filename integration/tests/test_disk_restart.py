@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.config import EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests import disks
 from integration.tests.corpus import LONG, SALTED, WARM, Tokens

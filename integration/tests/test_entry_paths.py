@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from integration.harness import connector
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests.corpus import (
     CONCURRENT,
@@ -40,7 +41,9 @@ def entered(
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
     chosen: Connector = request.param(**flexkv())
-    return host.start(engine_config(chosen, num_blocks=BLOCKS, max_model_len=4096 + 32))
+    sizes = {"num_blocks": BLOCKS, "max_model_len": 4096 + 32}
+    # Processes begun anew find the connector for themselves.
+    return host.start(engine_config(chosen, forked=False, **sizes))
 
 
 def test_an_entry_path(entered: Engine, reference: Reference) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from integration.harness import connector
 from integration.harness.checkpoint import TINY
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.config import EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests.corpus import ABORTED, EVICTED, FLEXKV_BLOCK
 from integration.tests.reference import Reference

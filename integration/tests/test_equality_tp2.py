@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from integration.harness import connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.config import EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests.corpus import CONCURRENT, LONG, PARTIAL, PREFIX, WARM
 from integration.tests.reference import Reference

@@ -24,6 +24,7 @@ LOAD = Workload(
     batch=2,
     repeats=2,
     engine_args={"block_size": ENGINE_BLOCK},
+    forked=True,
 )
 
 

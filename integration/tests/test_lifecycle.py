@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from integration.harness import connector, processes
-from integration.harness.engine import EngineConfig
+from integration.harness.config import EngineConfig
 from integration.harness.host import EngineHost
 from integration.tests.corpus import ABORTED, WARM
 from integration.tests.reference import Reference
@@ -22,8 +22,9 @@ from integration.tests.steps import ask_each, whole_blocks
 def named_config(
     flexkv: Callable[..., dict[str, Any]], engine_config: Callable[..., EngineConfig]
 ) -> EngineConfig:
-    """An engine with an id of its own: every start of it wants the same arena."""
-    return engine_config(connector.plugin(engine_id="lifecycle", **flexkv()))
+    """An engine with an id of its own: every start of it wants the same arena. Its processes are
+    begun as vLLM's platform of CPUs does it."""
+    return engine_config(connector.plugin(engine_id="lifecycle", **flexkv()), forked=False)
 
 
 def _files(folder: Path) -> list[str]:

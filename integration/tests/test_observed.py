@@ -15,7 +15,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from integration.harness.engine import EngineConfig
+from integration.harness.config import EngineConfig
 from integration.harness.host import EngineHost
 from integration.harness.server import Server
 from integration.tests import disks

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests.reference import Reference
 from integration.tests.steps import refusal

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine, EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.tests import disks
 from integration.tests.reference import Reference
