@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _DRIVER = Path(__file__).with_name("driver.py")
 _LOG_TAIL_LINES = 60
-# A tiny model starts in 25 to 45 s on two cores of its own. These bounds are for what hangs, and
-# leave room for a machine that is many times slower or stands still for a while.
+# A tiny model starts in 13 s (forked) to 45 s on two cores of its own. These bounds are for what
+# hangs, and leave room for a machine that is many times slower or stands still for a while.
 START_TIMEOUT = 900.0
 CALL_TIMEOUT = 600.0
 STOP_TIMEOUT = 180.0

@@ -40,7 +40,7 @@ class Server:
     """A server of one engine; a context manager that ends it.
 
     Args:
-        config: of the engine.
+        config: of the engine, not ``forked``: a server begins its processes as users' do.
         log_path: receives all that its processes print.
         events: ZeroMQ endpoint that it publishes KV events on; None: it does not.
 
@@ -49,9 +49,12 @@ class Server:
 
     Raises:
         EngineError: it did not start; nothing of it is left then.
+        ValueError: ``config`` is ``forked``.
     """
 
     def __init__(self, config: EngineConfig, log_path: Path, events: str | None) -> None:
+        if config.forked:
+            raise ValueError("a server's config is forked; allowed: forked=False")
         self.log_path = log_path
         self._reserved = reserve_port()
         port: int = self._reserved.getsockname()[1]

@@ -41,9 +41,9 @@ def entered(
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
     chosen: Connector = request.param(**flexkv())
-    sizes = {"num_blocks": BLOCKS, "max_model_len": 4096 + 32}
     # Processes begun anew find the connector for themselves.
-    return host.start(engine_config(chosen, forked=False, **sizes))
+    config = engine_config(chosen, num_blocks=BLOCKS, max_model_len=4096 + 32, forked=False)
+    return host.start(config)
 
 
 def test_an_entry_path(entered: Engine, reference: Reference) -> None:
