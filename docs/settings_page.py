@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexkv.config import CONFIG_PATH_VARIABLE, settings
+from flexkv.config import settings
+from flexkv.config_sources import CONFIG_PATH_VARIABLE
 
 PAGE = Path(__file__).with_name("pages") / "settings.md"
 
@@ -37,7 +38,9 @@ these wins:
 
 In the first two a setting has its own name, in the environment the name of its variable. A name
 that does not exist, in any of the places, stops the start with an error that names the nearest one
-that does; so does a value that is not allowed. An empty variable counts as not set.
+that does; so does a value that is not allowed. An empty variable counts as not set. Variables that
+Kubernetes sets for a Service named `flexkv` (`FLEXKV_SERVICE_HOST`, `FLEXKV_PORT_80_TCP`, ...) are
+ignored, and one line of the log names them.
 
 | setting | variable | unit | default |
 |---|---|---|---|
@@ -80,7 +83,7 @@ def _section(field: dataclasses.Field[Any]) -> str:
 
 def _plain_default(field: dataclasses.Field[Any]) -> str:
     """The default as it would be written in a file, "" where it is worked out at start."""
-    if field.default is None:
+    if field.default is None or field.default == ():
         return ""
     if isinstance(field.default, bool):
         return "`true`" if field.default else "`false`"

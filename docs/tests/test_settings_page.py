@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from docs import settings_page
-from flexkv.config import CONFIG_PATH_VARIABLE, settings
+from flexkv.config import settings
+from flexkv.config_sources import CONFIG_PATH_VARIABLE
 
 
 def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,3 +41,8 @@ def test_a_stale_page_is_noticed(
     assert "nox -s docs -- --write" in capsys.readouterr().out
     assert settings_page.main(["--write"]) == 0
     assert settings_page.main(["--check"]) == 0
+
+
+def test_no_default_is_printed_as_a_python_value() -> None:
+    assert "`()`" not in settings_page.page()
+    assert "None" not in settings_page.page()

@@ -33,6 +33,7 @@ from flexkv import (
     join,
     lead,
     load_config,
+    log_ignored_variables,
     open_disk_tier,
     plan_arena,
     share_of,
@@ -71,6 +72,7 @@ def read_settings(vllm_config: VllmConfig) -> CacheConfig:
     transfer = vllm_config.kv_transfer_config
     config = load_config(transfer.kv_connector_extra_config if transfer else None)
     configure_logging(config)
+    log_ignored_variables()
     if config.enable:
         check_version(config.allow_untested_engine)
         _check_parallelism(vllm_config)

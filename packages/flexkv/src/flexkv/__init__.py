@@ -11,7 +11,8 @@ from flexkv.admission import ADMISSIONS, Admission
 from flexkv.arena import Arena, ArenaSpec, plan_arena
 from flexkv.cache import KVCache, Presence
 from flexkv.changes import Change, Medium
-from flexkv.config import GIB, CacheConfig, configure_logging, load_config
+from flexkv.config import GIB, CacheConfig, configure_logging
+from flexkv.config_sources import load_config, log_ignored_variables
 from flexkv.counters import Counters
 from flexkv.errors import (
     ArenaError,
@@ -85,6 +86,7 @@ __all__ = [
     "join",
     "lead",
     "load_config",
+    "log_ignored_variables",
     "node_of_device",
     "open_disk_tier",
     "plan_arena",

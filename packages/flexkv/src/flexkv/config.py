@@ -1,44 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of FlexKV, and where they may come from.
-
-Precedence, highest first: the engine's own command line (for vLLM
-`kv_connector_extra_config`), the file that `FLEXKV_CONFIG_PATH` names, the environment, the
-default. A key that does not exist is an error that names the nearest one that does.
-"""
+"""The settings of FlexKV. `config_sources` reads them from where they may come from."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import logging
 import os
-import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from flexkv.admission import ADMISSIONS
-from flexkv.errors import ConfigError
 from flexkv.eviction import POLICIES
 from flexkv.setting_values import (
     LOAD_MODES,
     LOG_LEVELS,
     parse_bool,
-    parse_count,
     parse_directories,
     parse_directory,
     parse_log_level,
     parse_name,
-    parse_positive_float,
-    parse_positive_int,
+    parse_number,
+    parse_whole,
 )
 
-CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
 GIB = 1 << 30
+
+_LEAST_GIB = 1e-6
+"""About one memory page; tests use caches of some KiB."""
+_MOST_GIB = float(1 << 20)
+"""1 PiB, more than one machine has: a larger number is a mistake, in bytes perhaps."""
+_SIZE = f"a number from {_LEAST_GIB} to {_MOST_GIB:.0f}"
+_MOST_TOKENS = 1 << 30
+_MOST_BLOCK_TOKENS = 1 << 20
+_MOST_THREADS = 1024
+_DAY_SECONDS = 86400.0
 
 
 def _setting(
@@ -81,8 +78,8 @@ class CacheConfig:
             "Taken and filled at start. Default: 16, or half of the memory that is available "
             "at start if that is less."
         ),
-        parse=parse_positive_float,
-        allowed="a number above 0, at most the memory that is available at start",
+        parse=parse_number(_LEAST_GIB, _MOST_GIB),
+        allowed=f"{_SIZE}, at most the memory that is available at start",
     )
     eviction_policy: str = _setting(
         "lru",
@@ -101,8 +98,8 @@ class CacheConfig:
             "A hard bound on the bytes on disk; allocated at start. Blocks on disk survive the "
             "engine. Default: no disk is used."
         ),
-        parse=parse_positive_float,
-        allowed="a number above 0, at most the free space of the file systems, and ssd_cache_dir",
+        parse=parse_number(_LEAST_GIB, _MOST_GIB),
+        allowed=f"{_SIZE}, at most the free space of the file systems, and ssd_cache_dir",
     )
     ssd_cache_dir: tuple[str, ...] = _setting(
         (),
@@ -111,10 +108,10 @@ class CacheConfig:
         help=(
             "Directories for cached blocks, several separated by `;`: best each on a local NVMe "
             "drive of its own, then blocks are spread over them. In each, folders of models that "
-            "no engine is using are removed to stay within the bound."
+            "no engine is using are removed to stay within the bound. Default: none."
         ),
         parse=parse_directories,
-        allowed="absolute paths separated by `;`, none twice, and ssd_cache_gb",
+        allowed="absolute paths separated by `;` (not `,` or `:`), none twice, and ssd_cache_gb",
     )
     ssd_admission: str = _setting(
         "write_through",
@@ -136,8 +133,8 @@ class CacheConfig:
             "What may be written to all directories together in any 24 hours, over restarts too, "
             "to spare the drives. Blocks beyond it stay in host memory only. Default: no limit."
         ),
-        parse=parse_positive_float,
-        allowed="a number above 0",
+        parse=parse_number(_LEAST_GIB, _MOST_GIB),
+        allowed=_SIZE,
     )
     ssd_in_use: str = _setting(
         "error",
@@ -159,8 +156,8 @@ class CacheConfig:
             "How long a disk may take for one read or write. What it does not give by then is "
             "computed, and it is left out until it answers again."
         ),
-        parse=parse_positive_float,
-        allowed="a number above 0",
+        parse=parse_number(0.001, _DAY_SECONDS),
+        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
     )
     block_tokens: int | None = _setting(
         None,
@@ -172,8 +169,10 @@ class CacheConfig:
             "and ranks has 2 MiB, but not more than 128 tokens (and never less than one engine "
             "block): small blocks waste less of a prompt's tail, large ones cost less to manage."
         ),
-        parse=parse_positive_int,
-        allowed="a whole number above 0, a multiple of the engine's block size",
+        parse=parse_whole(1, _MOST_BLOCK_TOKENS),
+        allowed=(
+            f"a whole number from 1 to {_MOST_BLOCK_TOKENS}, a multiple of the engine's block size"
+        ),
     )
     load_mode: str = _setting(
         "async",
@@ -199,8 +198,8 @@ class CacheConfig:
             "Hits of fewer tokens are computed instead. Beside this FlexKV measures how long "
             "computing and loading take, and loads only what comes sooner than it is computed."
         ),
-        parse=parse_count,
-        allowed="a whole number from 0 on",
+        parse=parse_whole(0, _MOST_TOKENS),
+        allowed=f"a whole number from 0 to {_MOST_TOKENS}",
     )
     always_load: bool = _setting(
         False,
@@ -222,8 +221,8 @@ class CacheConfig:
             "where the engine's tensors are in host memory themselves. Default: 4, or the number "
             "of usable cores if that is less."
         ),
-        parse=parse_positive_int,
-        allowed="a whole number above 0",
+        parse=parse_whole(1, _MOST_THREADS),
+        allowed=f"a whole number from 1 to {_MOST_THREADS}",
     )
     runtime_dir: str | None = _setting(
         None,
@@ -263,111 +262,6 @@ class CacheConfig:
 def settings() -> Iterator[dataclasses.Field[Any]]:
     """The fields of `CacheConfig`; each one's metadata holds env, unit, help and allowed."""
     return iter(dataclasses.fields(CacheConfig))
-
-
-def load_config(
-    extra: Mapping[str, object] | None = None,
-    extra_source: str = "kv_connector_extra_config",
-    environ: Mapping[str, str] | None = None,
-) -> CacheConfig:
-    """Read all sources and return the settings in force.
-
-    Args:
-        extra: settings from the engine's own command line; they win over everything.
-        extra_source: what to call `extra` in an error.
-        environ: the environment; `os.environ` if None.
-
-    Raises:
-        ConfigError: a key is unknown, a value is malformed or out of range, or the file that
-            `FLEXKV_CONFIG_PATH` names cannot be read. Names value, source and what is allowed.
-    """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    values.update(_from_environment(environ))
-    path = environ.get(CONFIG_PATH_VARIABLE)
-    if path:
-        source = f"file {path} ({CONFIG_PATH_VARIABLE})"
-        values.update(_from_mapping(_read_file(pathlib.Path(path)), source))
-    values.update(_from_mapping(extra or {}, extra_source))
-    config = CacheConfig(**values)
-    if (config.ssd_cache_gb is None) != (not config.ssd_cache_dir):
-        raise ConfigError(
-            f"ssd_cache_gb is {config.ssd_cache_gb!r} and ssd_cache_dir is "
-            f"{';'.join(config.ssd_cache_dir)!r}; allowed: both set, or neither"
-        )
-    return config
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    values = {}
-    known = {CONFIG_PATH_VARIABLE}
-    for setting in settings():
-        name = setting.metadata["env"]
-        known.add(name)
-        text = environ.get(name)
-        if text is not None and text != "":
-            values[setting.name] = _parse(setting, text, f"environment variable {name}")
-    for name in environ:
-        if name.startswith("FLEXKV_") and name not in known:
-            raise ConfigError(
-                f"unknown environment variable {name}{_nearest(name, known)}; "
-                f"allowed: {', '.join(sorted(known))}"
-            )
-    return values
-
-
-def _from_mapping(mapping: Mapping[str, object], source: str) -> dict[str, Any]:
-    by_name = {setting.name: setting for setting in settings()}
-    values = {}
-    for key, value in mapping.items():
-        if key not in by_name:
-            raise ConfigError(
-                f"unknown key {key!r} in {source}{_nearest(str(key), by_name)}; "
-                f"allowed: {', '.join(sorted(by_name))}"
-            )
-        if value is not None:
-            values[key] = _parse(by_name[key], value, f"key {key!r} in {source}")
-    return values
-
-
-def _parse(setting: dataclasses.Field[Any], value: object, source: str) -> Any:
-    try:
-        return setting.metadata["parse"](value)
-    except ValueError:
-        raise ConfigError(
-            f"{value!r} from {source} is not a valid {setting.name}; "
-            f"allowed: {setting.metadata['allowed']}"
-        ) from None
-
-
-def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _read_file(path: pathlib.Path) -> Mapping[str, object]:
-    allowed = "a YAML or JSON file with one mapping of settings"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read {path} from {CONFIG_PATH_VARIABLE}: {error}; allowed: {allowed}"
-        ) from None
-    try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(
-            f"{path} from {CONFIG_PATH_VARIABLE} cannot be parsed: {detail}; allowed: {allowed}"
-        ) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} from {CONFIG_PATH_VARIABLE} holds a {type(content).__name__}; "
-            f"allowed: {allowed}"
-        )
-    return content
 
 
 def configure_logging(config: CacheConfig) -> None:

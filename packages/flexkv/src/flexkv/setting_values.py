@@ -7,12 +7,16 @@ or raises ValueError.
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from collections.abc import Callable, Collection
 
 LOAD_MODES = ("async", "layerwise", "auto")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
+
+_OTHER_SEPARATOR = re.compile(r"[,:]\s*/")
+"""Between paths, where other programs take a comma or a colon: one path that looks like this is
+far more often two paths than one of that name."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -29,31 +33,35 @@ def parse_bool(value: object) -> bool:
     raise ValueError
 
 
-def parse_positive_float(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    number = float(value)
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError
-    return number
+def parse_number(least: float, most: float) -> Callable[[object], float]:
+    """A parser that takes a number from `least` to `most`, NaN never."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError
+        try:
+            number = float(value)
+        except OverflowError:  # of an int with hundreds of digits
+            raise ValueError from None
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    return parse
 
 
-def parse_positive_int(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError
-    number = int(value)
-    if number <= 0:
-        raise ValueError
-    return number
+def parse_whole(least: int, most: int) -> Callable[[object], int]:
+    """A parser that takes a whole number from `least` to `most`."""
 
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        number = int(value)
+        if not least <= number <= most:
+            raise ValueError
+        return number
 
-def parse_count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError
-    number = int(value)
-    if number < 0:
-        raise ValueError
-    return number
+    return parse
 
 
 def parse_name(names: Collection[str]) -> Callable[[object], str]:
@@ -76,7 +84,7 @@ def parse_log_level(value: object) -> str:
 
 
 def parse_directory(value: object) -> str:
-    if not isinstance(value, str) or not os.path.isabs(value):
+    if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value:
         raise ValueError
     return value
 
@@ -84,6 +92,8 @@ def parse_directory(value: object) -> str:
 def parse_directories(value: object) -> tuple[str, ...]:
     parts = value.split(";") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
+        raise ValueError
+    if isinstance(value, str) and _OTHER_SEPARATOR.search(value):
         raise ValueError
     paths = tuple(
         parse_directory(part.strip() if isinstance(part, str) else part) for part in parts

@@ -6,7 +6,14 @@ from __future__ import annotations
 import vllm
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import CacheConfig, ConfigError, LayoutError, configure_logging, load_config
+from flexkv import (
+    CacheConfig,
+    ConfigError,
+    LayoutError,
+    configure_logging,
+    load_config,
+    log_ignored_variables,
+)
 from flexkv_vllm.compat import check_version, fails_by_request
 
 _VLLMS = frozenset(
@@ -31,6 +38,7 @@ def read_settings(config: OffloadingConfig) -> CacheConfig:
     extra = {key: value for key, value in config.extra_config.items() if key not in _VLLMS}
     settings = load_config(extra)
     configure_logging(settings)
+    log_ignored_variables()
     if settings.enable:
         check_version(settings.allow_untested_engine)
         _check_parallelism(config)

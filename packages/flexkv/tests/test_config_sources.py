@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flexkv import CacheConfig, ConfigError, load_config, log_ignored_variables
+
+
+def test_defaults_need_no_source() -> None:
+    assert load_config(environ={}) == CacheConfig()
+
+
+def test_precedence_is_extra_then_file_then_environment(tmp_path: Path) -> None:
+    path = tmp_path / "flexkv.yaml"
+    path.write_text("cpu_cache_gb: 2\nblock_tokens: 64\n")
+    environ = {
+        "FLEXKV_CONFIG_PATH": str(path),
+        "FLEXKV_CPU_CACHE_GB": "1",
+        "FLEXKV_BLOCK_TOKENS": "32",
+        "FLEXKV_COPY_THREADS": "3",
+    }
+    config = load_config({"cpu_cache_gb": 4}, environ=environ)
+    assert (config.cpu_cache_gb, config.block_tokens, config.copy_threads) == (4, 64, 3)
+
+
+@pytest.mark.parametrize("name", ["flexkv.json", "flexkv.yaml", "flexkv.yml"])
+def test_files_may_be_json_or_yaml(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({"cpu_cache_gb": 0.25, "eviction_policy": "LRU"}))
+    config = load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
+    assert (config.cpu_cache_gb, config.eviction_policy) == (0.25, "lru")
+
+
+def test_empty_file_sets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "flexkv.yaml"
+    path.write_text("# nothing yet\n")
+    assert load_config(environ={"FLEXKV_CONFIG_PATH": str(path)}) == CacheConfig()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", False), ("off", False), ("TRUE", True)])
+def test_enable_flexkv(text: str, expected: bool) -> None:
+    assert load_config(environ={"ENABLE_FLEXKV": text}).enable is expected
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        ({"cpu_cach_gb": 1}, ["cpu_cach_gb", "kv_connector_extra_config", "'cpu_cache_gb'"]),
+        ({"cpu_cache_gb": -1}, ["-1", "kv_connector_extra_config", "a number from"]),
+        ({"cpu_cache_gb": "lots"}, ["'lots'", "kv_connector_extra_config", "a number from"]),
+        ({"cpu_cache_gb": float("nan")}, ["nan", "a number from"]),
+        ({"cpu_cache_gb": float("inf")}, ["inf", "a number from"]),
+        ({"cpu_cache_gb": True}, ["True", "a number from"]),
+        ({"cpu_cache_gb": 10**400}, ["1000", "cpu_cache_gb", "to 1048576"]),
+        ({"cpu_cache_gb": 10**5000}, ["too large to print", "cpu_cache_gb", "to 1048576"]),
+        ({"cpu_cache_gb": 2**70}, ["1180591620717411303424", "to 1048576"]),
+        ({"ssd_cache_gb": 1e300}, ["1e+300", "to 1048576"]),
+        ({"ssd_write_gb_per_day": 1e-300}, ["1e-300", "from 1e-06"]),
+        ({"ssd_timeout_seconds": 1e-9}, ["1e-09", "from 0.001"]),
+        ({"block_tokens": 2**70}, ["block_tokens", "to 1048576"]),
+        ({"min_load_tokens": -1}, ["-1", "min_load_tokens", "from 0"]),
+        ({"copy_threads": 1000000000}, ["1000000000", "copy_threads", "to 1024"]),
+        ({"ssd_cache_dir": "/a,/b"}, ["'/a,/b'", "ssd_cache_dir", "`;`"]),
+        ({"ssd_cache_dir": "/a:/b"}, ["'/a:/b'", "ssd_cache_dir", "`;`"]),
+        ({"ssd_cache_dir": "/a\0"}, ["ssd_cache_dir", "`;`"]),
+        ({"log_level": "x" * 100_000}, ["'xxx", "100002 characters", "log_level"]),
+        ({"x" * 100_000: 1}, ["unknown key 'xxx", "100002 characters"]),
+        ({"CPU_CACHE_GB": 1}, ["'CPU_CACHE_GB'", "did you mean 'cpu_cache_gb'"]),
+        ({"FLEXKV_CPU_CACHE_GB": 1}, ["did you mean 'cpu_cache_gb'"]),
+        ({"block_tokens": 1.5}, ["1.5", "block_tokens", "whole number"]),
+        ({"copy_threads": 0}, ["0", "copy_threads", "whole number"]),
+        ({"eviction_policy": "lfu"}, ["'lfu'", "eviction_policy", "lru"]),
+        ({"log_level": "loud"}, ["'loud'", "log_level", "INFO"]),
+        ({"runtime_dir": "relative"}, ["'relative'", "runtime_dir", "absolute"]),
+        ({"enable": "maybe"}, ["'maybe'", "enable", "true"]),
+    ],
+)
+def test_bad_values_name_value_source_and_what_is_allowed(
+    extra: dict[str, object], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(extra, environ={})
+    message = str(caught.value)
+    assert "allowed" in message
+    assert "\n" not in message
+    assert len(message) < 1000
+    for part in parts:
+        assert part in message
+
+
+def test_misspelt_environment_variable_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"FLEXKV_CPU_CACH_GB.*did you mean 'FLEXKV_CPU_CACHE_GB'"
+    ):
+        load_config(environ={"FLEXKV_CPU_CACH_GB": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("FLEXKV_ENABLE", "ENABLE_FLEXKV"),
+        ("FLEXKV_cpu_cache_gb", "FLEXKV_CPU_CACHE_GB"),
+        ("flexkv_ssd_cache_gb", "FLEXKV_SSD_CACHE_GB"),
+    ],
+)
+def test_a_variable_in_another_spelling_is_an_error_with_a_hint(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*did you mean '{meant}'"):
+        load_config(environ={name: "1"})
+
+
+# What a pod has beside a Service `flexkv` with the ports 80 and `metrics`, and one `flexkv-vllm`.
+INJECTED = (
+    "FLEXKV_SERVICE_HOST",
+    "FLEXKV_SERVICE_PORT",
+    "FLEXKV_SERVICE_PORT_METRICS",
+    "FLEXKV_PORT",
+    "FLEXKV_PORT_80_TCP",
+    "FLEXKV_PORT_80_TCP_PROTO",
+    "FLEXKV_PORT_80_TCP_PORT",
+    "FLEXKV_PORT_80_TCP_ADDR",
+    "FLEXKV_PORT_53_UDP",
+    "FLEXKV_VLLM_SERVICE_HOST",
+    "FLEXKV_VLLM_PORT_8000_TCP_ADDR",
+)
+
+
+def test_what_kubernetes_injects_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
+    environ = dict.fromkeys(INJECTED, "tcp://10.0.0.1:80") | {"FLEXKV_COPY_THREADS": "3"}
+    assert load_config(environ=environ) == CacheConfig(copy_threads=3)
+    with caplog.at_level("INFO"):
+        log_ignored_variables(environ)
+    (record,) = caplog.records
+    assert "11 environment variables" in record.getMessage()
+    caplog.clear()
+    log_ignored_variables({"FLEXKV_COPY_THREADS": "3"})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["FLEXKV_PORTS", "FLEXKV_SERVICE", "FLEXKV_PORT_80"])
+def test_what_kubernetes_never_injects_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load_config(environ={name: "1"})
+
+
+def test_environment_errors_name_the_variable() -> None:
+    with pytest.raises(ConfigError, match="'much' from environment variable FLEXKV_CPU_CACHE_GB"):
+        load_config(environ={"FLEXKV_CPU_CACHE_GB": "much"})
+
+
+@pytest.mark.parametrize("name", ["flexkv.yaml", "flexkv.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[1, 2]",
+        b"a: b: c",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"cpu_cache_gb": 1, "cpu_cache_gb": 2}',
+        b"\xff\xfe",
+        b"? [1]\n: 2",
+        b"cpu_cache_gb: " + b"9" * 2_000_000,
+    ],
+)
+def test_malformed_file_is_one_clear_error(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "flexkv.yaml"
+    path.write_text("cpu_cache_gb: 1\ncopy_threads: 2\ncpu_cache_gb: 3\n")
+    with pytest.raises(ConfigError, match="'cpu_cache_gb' is there twice"):
+        load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
+
+
+def test_a_file_that_never_ends_is_not_read(tmp_path: Path) -> None:
+    fifo = tmp_path / "flexkv.yaml"
+    os.mkfifo(fifo)
+    sparse = tmp_path / "sparse.yaml"
+    with sparse.open("wb") as file:
+        file.truncate(1 << 42)
+    for path in (fifo, sparse, Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=f"cannot read {path} from FLEXKV_CONFIG_PATH"):
+            load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
+
+
+def test_missing_file_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"/no/such/file\.yaml from FLEXKV_CONFIG_PATH"):
+        load_config(environ={"FLEXKV_CONFIG_PATH": "/no/such/file.yaml"})
