@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from test_arena import resident
 
-from flexkv import Arena, ArenaError, ArenaSpec, BlockFormat, arena, host_memory, plan_arena
+from flexkv import Arena, ArenaError, ArenaSpec, BlockFormat, arena, plan_arena
 from flexkv.arena_memory import HUGE_PAGE, Pages, create_file, populate
-from flexkv.host_memory import available_memory, free_huge_pages
+from flexkv.host_memory import free_huge_pages
 from flexkv.numa import bytes_by_node, processors_of
 from flexkv.session import SessionInfo
 
@@ -264,34 +264,3 @@ def test_a_pool_that_runs_out_does_not_end_the_process(small_pool: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode not in {-signal.SIGBUS, -signal.SIGKILL}, done.stderr
     assert done.stdout.startswith("alive"), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 6 * HUGE_PAGE),
-        ({"hugetlb.2MB.max": "max", "hugetlb.2MB.current": "0"}, 6 * HUGE_PAGE),
-        ({"hugetlb.2MB.max": "0", "hugetlb.2MB.current": "0"}, 0),
-        ({"hugetlb.2MB.rsvd.max": "4194304", "hugetlb.2MB.rsvd.current": "2097152"}, HUGE_PAGE),
-        (
-            {
-                "hugetlb/hugetlb.2MB.limit_in_bytes": "6291456",
-                "hugetlb/hugetlb.2MB.usage_in_bytes": "0",
-            },
-            3 * HUGE_PAGE,
-        ),
-    ],
-)
-def test_the_pool_counts_as_far_as_a_container_may_use_it(
-    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host_memory, "_POOL", tmp_path / "pool")
-    assert free_huge_pages() == 0  # no pool at all
-    pool = {"pool/free_hugepages": "10\n", "pool/resv_hugepages": "4\n"}
-    for name, text in (files | pool).items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert free_huge_pages() == expected
-    assert available_memory() > 0
