@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from flexkv_vllm.compat import CONNECTOR_NAME, register_connector
+from flexkv_vllm.preflight import check_when_chosen
 
 
 def register() -> None:
     """Make vLLM use our connector where a user names `FlexKVConnectorV1`.
 
     vLLM has a connector of this name itself, which forwards to `flexkv_vllm.shim` but passes on
-    neither preemptions nor resets; ours takes its place.
+    neither preemptions nor resets; ours takes its place. A mistake in the settings then stops vLLM
+    before it reads weights.
     """
     register_connector(CONNECTOR_NAME, "flexkv_vllm.connector")
+    check_when_chosen()

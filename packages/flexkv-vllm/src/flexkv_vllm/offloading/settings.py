@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import vllm
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -35,8 +37,7 @@ def read_settings(config: OffloadingConfig) -> CacheConfig:
     Raises:
         FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
     """
-    extra = {key: value for key, value in config.extra_config.items() if key not in _VLLMS}
-    settings = load_config(extra)
+    settings = load_settings(config.extra_config)
     configure_logging(settings)
     log_ignored_variables()
     if settings.enable:
@@ -45,6 +46,15 @@ def read_settings(config: OffloadingConfig) -> CacheConfig:
         _check_groups(config)
         _check_blocks(config, settings)
     return settings
+
+
+def load_settings(extra_config: Mapping[str, object]) -> CacheConfig:
+    """FlexKV's settings, some of them beside vLLM's own in `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: a setting is not allowed.
+    """
+    return load_config({key: value for key, value in extra_config.items() if key not in _VLLMS})
 
 
 def _check_parallelism(config: OffloadingConfig) -> None:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings are checked in vLLM's first process, before a weight is read.
+
+vLLM creates connectors in its workers, once the weights are there: minutes later for a large model.
+But while it puts its configuration together, in the process that the user started, it looks for the
+connector's class. That is where the settings are read for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from flexkv import load_config
+from flexkv_vllm.compat import CONNECTOR_NAME, check_version
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+_MULTI_CONNECTOR = "MultiConnector"
+_OFFLOADING_CONNECTOR = "OffloadingConnector"
+_OFFLOADING_SPEC = "FlexKVOffloadingSpec"
+
+
+def check_when_chosen() -> None:
+    """From now on check the settings whenever vLLM looks for FlexKV's class. Idempotent.
+
+    What vLLM calls then raises a `FlexKVError` if a setting or vLLM's version is not allowed.
+    """
+    find_class = KVConnectorFactory.get_connector_class
+    if getattr(find_class, "checks_flexkv", False):
+        return
+
+    def find_and_check(kv_transfer_config: KVTransferConfig) -> Any:
+        check_settings(kv_transfer_config)
+        return find_class(kv_transfer_config)
+
+    find_and_check.checks_flexkv = True  # type: ignore[attr-defined]
+    KVConnectorFactory.get_connector_class = find_and_check
+
+
+def check_settings(transfer: KVTransferConfig) -> None:
+    """Check the settings of a connector that vLLM is to create, if it is FlexKV or has FlexKV.
+
+    Raises:
+        FlexKVError: a setting or vLLM's version is not allowed.
+    """
+    _check(transfer.kv_connector, transfer.kv_connector_extra_config)
+
+
+def _check(connector: str | None, extra: Mapping[str, Any]) -> None:
+    if connector == _MULTI_CONNECTOR:
+        # vLLM itself looks only as far as the first child without support for several groups.
+        for child in extra.get("connectors", ()):
+            _check(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
+        return
+    if connector == CONNECTOR_NAME:
+        config = load_config(extra)
+    elif connector == _OFFLOADING_CONNECTOR and extra.get("spec_name") == _OFFLOADING_SPEC:
+        from flexkv_vllm.offloading.settings import load_settings
+
+        config = load_settings(extra)
+    else:
+        return
+    if config.enable:
+        check_version(config.allow_untested_engine)
