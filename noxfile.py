@@ -50,6 +50,7 @@ TYPED = [
     "integration",
     "docs",
     "compat-ci",
+    "mutants",
     "noxfile.py",
 ]
 RELEASES = [release.version for release in matrix.load()["vllm"].releases]
@@ -95,6 +96,13 @@ def tests(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure against the project's goals; prints a table, writes JSON."""
     _run(session, "engine-cpu", "-m", "integration.bench", *session.posargs)
+
+
+@nox.session(default=False, requires=["engine-cpu"])
+def mutants(session: nox.Session) -> None:
+    """Break the code on purpose: tests must notice. `-- AREA --only NAME --list --jobs N`."""
+    session.install("cmake>=3.20", "ninja")  # for mutants of the kernels
+    _run(session, "engine-cpu", "-m", "mutants", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu"])

@@ -45,6 +45,16 @@ def test_cells_are_distinct_and_come_back_cleared() -> None:
     assert table.status(cell) is Status.PENDING
 
 
+def test_reserved_cells_stay_free_for_who_may_take_them() -> None:
+    table = board(1)
+    reserve = 3
+    taken = [table.acquire(reserve) for _ in range(CELLS - reserve)]
+    assert None not in taken
+    assert table.acquire(reserve) is None
+    assert len({table.acquire() for _ in range(reserve)} - {None, *taken}) == reserve
+    assert table.acquire() is None
+
+
 def test_words_of_different_cells_and_ranks_do_not_overlap() -> None:
     table = board(3)
     addresses = [table.flag_address(c, r) for c, r in itertools.product(range(CELLS), range(3))]

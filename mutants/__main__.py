@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mutants [AREA ...]`: what `nox -s mutants` calls."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from mutants import entries, jobs, verdicts
+from mutants.verdicts import Result, Verdict
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the mutants and prints what became of them; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        mutants = entries.load()
+        chosen = entries.choose(mutants, options.area, options.only)
+    except ValueError as error:
+        print(error)
+        return 2
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.area}: {mutant.name} ({mutant.file})")
+        return 0
+    if faults := entries.faults(chosen):
+        print("\n".join(faults))
+        return 2
+    results = jobs.run(chosen, options.jobs, lambda result: print(result, flush=True))
+    _print(results)
+    return 0 if verdicts.passes(results) else 1
+
+
+def _print(results: Sequence[Result]) -> None:
+    print(f"\n{verdicts.table(results)}")
+    for verdict in (Verdict.ERROR, Verdict.SURVIVED):
+        for result in results:
+            if result.verdict is verdict:
+                print(f"{result.mutant.file}: {result}")
+    killed = verdicts.score(results)
+    goal = verdicts.GOAL
+    print(f"{killed:.1%} of {len(results)} mutants are killed; the goal is {goal:.0%}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
+    parser.add_argument("area", nargs="*", help="lists to run, without .toml (default: all)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="mutants to run; may have *"
+    )
+    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="runs at a time (default: cores)")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

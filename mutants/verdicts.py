@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the mutants, and the table of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mutants.entries import Mutant
+from mutants.fork_server import Ending, Outcome
+
+GOAL = 0.95
+"""Share of the mutants that must be killed."""
+
+
+class Verdict(enum.Enum):
+    """What became of a mutant."""
+
+    KILLED = "killed"
+    EXPLAINED = "explained"
+    """It survived, and its list says why."""
+    SURVIVED = "survived"
+    ERROR = "error"
+    """Nothing is known: its tests fail without it, it does not build, or the list is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A mutant's verdict. reason: the test that noticed it, or why there is no such test."""
+
+    mutant: Mutant
+    verdict: Verdict
+    reason: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        head = f"{self.verdict.value:9} {self.mutant.area}: {self.mutant.name}"
+        return f"{head} ({self.seconds:.0f} s) {self.reason}".rstrip()
+
+
+def judge(mutant: Mutant, outcome: Outcome) -> Result:
+    """The verdict of a mutant whose tests pass without it and ended so with it."""
+    verdict, reason = Verdict.ERROR, outcome.reason
+    match outcome.ending:
+        case Ending.FAILED | Ending.TIMED_OUT if mutant.survives:
+            reason = f"delete its `survives`: it is killed by {outcome.reason}"
+        case Ending.FAILED | Ending.TIMED_OUT:
+            verdict = Verdict.KILLED
+        case Ending.PASSED if mutant.survives:
+            verdict, reason = Verdict.EXPLAINED, mutant.survives
+        case Ending.PASSED:
+            verdict = Verdict.SURVIVED
+    return Result(mutant, verdict, reason, outcome.seconds)
+
+
+def passes(results: Sequence[Result]) -> bool:
+    """Whether enough was killed, every survivor is explained, and there was no error."""
+    good = all(r.verdict in {Verdict.KILLED, Verdict.EXPLAINED} for r in results)
+    return good and score(results) >= GOAL
+
+
+def score(results: Sequence[Result]) -> float:
+    """Share of the mutants that were killed, without those that ended in an error."""
+    known = [r for r in results if r.verdict is not Verdict.ERROR]
+    return sum(r.verdict is Verdict.KILLED for r in known) / len(known) if known else 0.0
+
+
+def table(results: Sequence[Result]) -> str:
+    """How many mutants of each area got which verdict."""
+    areas = sorted({r.mutant.area for r in results})
+    width = max(len("area"), len("all"), *map(len, areas)) if areas else len("area")
+    head = "".join(f"{verdict.value:>11}" for verdict in Verdict)
+    lines = [f"{'area':{width}}{head}{'score':>8}"]
+    rows = {area: [r for r in results if r.mutant.area == area] for area in areas}
+    for area, row in (*rows.items(), ("all", list(results))):
+        counts = (sum(r.verdict is verdict for r in row) for verdict in Verdict)
+        cells = "".join(f"{count:11}" for count in counts)
+        lines.append(f"{area:{width}}{cells}{score(row):8.1%}")
+    return "\n".join(lines) + "\n"
