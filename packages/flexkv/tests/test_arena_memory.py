@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -111,6 +112,34 @@ def test_no_process_can_resize_the_memory_of_another(
                 os.ftruncate(fd, size)
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "seals",
+    [
+        None,
+        0,
+        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL,
+        fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+    ],
+)
+def test_memory_that_another_process_could_resize_is_refused(
+    seals: int | None, tmp_path: Path
+) -> None:
+    if seals is None:
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        why = "the arena is no memory file"
+    else:
+        fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        why = f"has the seals {seals:#x}; allowed: 0x7"
+    os.ftruncate(fd, SPEC.total_bytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(ArenaError, match=why):
+        Arena(fd, SPEC)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_a_pool_too_small_for_all_of_the_arena_is_left_alone(small_pool: int) -> None:

@@ -7,15 +7,17 @@ no name that could be left behind: the kernel frees it with its last process, ho
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
 from dataclasses import dataclass
 
-from flexkv.arena_memory import HUGE_PAGE, Pages, create_file, populate
+from flexkv.arena_memory import HUGE_PAGE, Pages, check_seals, create_file, populate
 from flexkv.config import GIB
 from flexkv.errors import ArenaError
+from flexkv.forks import close_in_children
 from flexkv.host_memory import available_memory, free_huge_pages
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
 from flexkv.numa import bytes_by_node
@@ -104,7 +106,7 @@ class Arena:
         """Map an existing arena. Takes over `fd`, also when it fails.
 
         Raises:
-            ArenaError: `fd` is not an arena of this size, or cannot be mapped.
+            ArenaError: `fd` is not an arena of this size, can be resized, or cannot be mapped.
         """
         self.spec = spec
         self.fd = fd
@@ -112,7 +114,9 @@ class Arena:
             size = os.fstat(fd).st_size
             if size != spec.total_bytes:
                 raise ArenaError(f"arena has {size} bytes; allowed: {spec.total_bytes}")
+            check_seals(fd)
             self._map = mmap.mmap(fd, spec.total_bytes)
+            self._map.madvise(mmap.MADV_DONTFORK)
         except OSError as error:
             os.close(fd)
             raise ArenaError(f"cannot map the arena of {spec.total_bytes} bytes: {error}") from None
@@ -123,6 +127,7 @@ class Arena:
         self.address = ctypes.addressof(self._anchor)
         view = memoryview(self._map)[: board_bytes(spec.ranks)]
         self.board = CompletionBoard(view, spec.ranks, self.address)
+        close_in_children(self)
 
     @classmethod
     def create(
@@ -220,11 +225,26 @@ class Arena:
         start = self.spec.slots_offset + slot * self.spec.format.slot_bytes
         return memoryview(self._map)[start : start + self.spec.format.slot_bytes]
 
+    def leave_to_parent(self) -> None:
+        if self.fd < 0:
+            return
+        mine = os.fstat(self.fd)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                if os.path.samestat(os.fstat(number), mine):
+                    os.close(number)  # the mapping's object has a copy, too
+        self.fd = -1
+        # The mapping is not in the child. Were its object freed there, it would unmap whatever is
+        # at the address by then.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+
     def close(self) -> None:
-        """Unmap and close. Idempotent. No copy may be under way in this process."""
-        if self._map.closed:
+        """Unmap and close. Idempotent; does nothing in a forked child, which has no mapping. No
+        copy may be under way in this process."""
+        if self.fd < 0:
             return
         self.board.release()
         del self._anchor
         self._map.close()
         os.close(self.fd)
+        self.fd = -1

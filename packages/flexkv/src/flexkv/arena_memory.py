@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
+from flexkv.errors import ArenaError
 from flexkv.numa import processors_of
 
 HUGE_PAGE = 2 << 20
@@ -44,6 +45,10 @@ class Pages(Enum):
     ORDINARY = 0
 
 
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""No process can resize the file, nor forbid others to write to it."""
+
+
 def create_file(size: int, pages: Pages) -> int:
     """An anonymous memory file of `size` bytes, sealed so that no process can resize it under the
     mapping of another, which would end that one with SIGBUS. The caller owns the descriptor.
@@ -59,11 +64,32 @@ def create_file(size: int, pages: Pages) -> int:
     fd = os.memfd_create("flexkv-arena", flags)
     try:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def check_seals(fd: int) -> None:
+    """Refuse a file that `create_file` did not make: an access to memory that another process has
+    cut off would end this one with SIGBUS.
+
+    Raises:
+        ArenaError: it is no memory file, or can be resized.
+        OSError: the descriptor cannot be read.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ArenaError("the arena is no memory file; allowed: one of memfd_create") from None
+    if seals & _SEALS != _SEALS:
+        raise ArenaError(
+            f"the arena's memory file has the seals {seals:#x}; allowed: {_SEALS:#x}, so that "
+            f"no process can resize it"
+        )
 
 
 def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int] = ()) -> None:
