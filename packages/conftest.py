@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from flexkv import session
+from flexkv.session import server
 from flexkv.tiers.disk import drive
 from flexkv.transfer import fetch, link
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60.0
 def _patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
-        patch.setattr(session, "_GREETING_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(server, "GREETING_SECONDS", PATIENCE_SECONDS)
         yield
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -52,9 +53,22 @@ def _setting(
 
 
 def default_runtime_dir() -> str:
-    """`/dev/shm/flexkv-<uid>`, or the same under the temporary directory where there is no shm."""
+    """`flexkv` in `XDG_RUNTIME_DIR` if that is this user's alone; else `/dev/shm/flexkv-<uid>`, or
+    the same under the temporary directory where there is no shm."""
+    private = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(private) and _is_private(private):
+        return os.path.join(private, "flexkv")
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    return os.path.join(base, f"flexkv-{os.getuid()}")
+    return os.path.join(base, f"flexkv-{os.geteuid()}")
+
+
+def _is_private(path: str) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    mode = stat.S_IMODE(status.st_mode)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and mode == stat.S_IRWXU
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +245,13 @@ class CacheConfig:
         help=(
             "Where the processes of one engine find each other: small files, removed at shutdown; "
             "what a killed engine left is removed by the next start. "
-            "Default: /dev/shm/flexkv-UID, or the temporary directory where there is no /dev/shm."
+            "Only this user may be able to write to it, nor may others to a directory above it "
+            "that is neither root's nor sticky. Default: `flexkv` in XDG_RUNTIME_DIR if that is "
+            "this user's with mode 0700, else /dev/shm/flexkv-UID, or the temporary directory "
+            "where there is no /dev/shm."
         ),
         parse=parse_directory,
-        allowed="an absolute path of a directory that can be created and written",
+        allowed="an absolute path of a directory that only this user can write to",
     )
     log_level: str = _setting(
         "INFO",

@@ -4,63 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
-import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sessions import SHARD_BYTES, leading_process, led, plan, shard
 
-import flexkv.session
-from flexkv import ArenaError, ArenaSpec, BlockFormat, Session, Shard, attach, join, lead
-
-SHARD_BYTES = 8192
-
-
-def shard(rank: int, fingerprint: str = "same") -> Shard:
-    return Shard(rank, fingerprint, 2, SHARD_BYTES)
-
-
-def plan(block_format: BlockFormat) -> ArenaSpec:
-    return ArenaSpec(block_format, 4)
-
-
-@contextlib.contextmanager
-def led(root: Path, name: str = "engine", ranks: int = 1) -> Iterator[Session]:
-    session = lead(str(root), name, shard(0), ranks, plan, threads=1)
-    try:
-        yield session
-    finally:
-        session.close()
-
-
-LEADER = """
-import sys, time
-from flexkv import ArenaSpec, Shard, lead
-session = lead(sys.argv[1], sys.argv[2], Shard(0, "same", 2, 8192), 1,
-               lambda fmt: ArenaSpec(fmt, 4), threads=1)
-print("leading", flush=True)
-time.sleep(600)
-"""
-
-
-@contextlib.contextmanager
-def leading_process(root: Path, name: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", LEADER, str(root), name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "leading\n"
-            yield process
-        finally:
-            process.kill()
+from flexkv import ArenaError, ArenaSpec, BlockFormat, Session, Status, attach, join, lead
 
 
 def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
@@ -75,8 +30,8 @@ def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
         cell = scheduler.arena.board.acquire()
         assert cell is not None
         for session, rank in ((leader, 0), (joined[0], 1)):
-            session.arena.board.report(cell, rank, flexkv.Status.DONE)
-        assert scheduler.arena.board.status(cell) is flexkv.Status.DONE
+            session.arena.board.report(cell, rank, Status.DONE)
+        assert scheduler.arena.board.status(cell) is Status.DONE
         scheduler.close()
         joined[0].close()
     assert list(tmp_path.glob("*.sock")) == []
@@ -104,15 +59,6 @@ def test_ranks_must_agree_on_that(tmp_path: Path) -> None:
     with pytest.raises(ArenaError, match=r"rank 1 .* has another KV cache than rank 0"):
         lead(str(tmp_path), "engine", shard(0), 2, plan, threads=1)
     thread.join()
-
-
-def test_socket_and_directory_are_private(tmp_path: Path) -> None:
-    root = tmp_path / "new" / "runtime"
-    with led(root):
-        (path,) = root.glob("*.sock")
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(root.stat().st_mode) == 0o700
-        assert stat.S_IMODE((root / "lock").stat().st_mode) == 0o600
 
 
 def test_a_second_engine_of_the_same_id_is_refused(tmp_path: Path) -> None:
@@ -177,39 +123,93 @@ def test_a_failed_plan_reaches_every_rank(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.sock")) == []
 
 
-def test_missing_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexkv.session, "MEET_SECONDS", 0.2)
+def test_missing_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArenaError, match=r"ranks \[1, 2\] of engine 'engine' did not join"):
-        lead(str(tmp_path), "engine", shard(0), 3, plan, threads=1)
+        lead(str(tmp_path), "engine", shard(0), 3, plan, threads=1, patience=0.2)
 
 
-def test_no_session_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexkv.session, "MEET_SECONDS", 0.2)
+def test_no_session_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ArenaError, match="rank 0 of engine 'nobody' does not answer"):
-        attach(str(tmp_path), "nobody")
+        attach(str(tmp_path), "nobody", patience=0.2)
 
 
-@pytest.mark.parametrize(
-    "greeting", [b"\xff\xfe\n", b"[]\n", b'{"rank": {"rank": "x"}}\n', b'{"rank": 7}\n', b"{"]
-)
-def test_malformed_greetings_are_refused_and_lose_nothing(tmp_path: Path, greeting: bytes) -> None:
+SCHEDULER = """
+import sys, time
+from flexkv import attach
+session = attach(sys.argv[1], "engine", patience=20)
+print("attached", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_scheduler_is_refused_while_the_first_lives_and_when_it_has_died(
+    tmp_path: Path,
+) -> None:
+    """The first one's workers may copy into the slots that it gave out, as long as they live."""
     with led(tmp_path):
-        (path,) = tmp_path.glob("*.sock")
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(str(path))
-            peer.sendall(greeting)
-            peer.shutdown(socket.SHUT_WR)
-            assert "not a FlexKV greeting" in json.loads(peer.recv(65536))["error"]
+        command = [sys.executable, "-c", SCHEDULER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+            assert first.stdout is not None
+            try:
+                assert first.stdout.readline() == "attached\n"
+                refused = rf"handed to scheduler process {first.pid}, .* one scheduler in its life"
+                with pytest.raises(ArenaError, match=refused):
+                    attach(str(tmp_path), "engine")
+            finally:
+                first.kill()
+        with pytest.raises(ArenaError, match=refused):
+            attach(str(tmp_path), "engine")
+    with led(tmp_path):  # new workers
         attach(str(tmp_path), "engine").close()
 
 
-def test_unwritable_directory_is_one_clear_error(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(ArenaError, match=r"runtime_dir '.*file/below' cannot be used: .*; allowed"):
-        lead(str(file / "below"), "engine", shard(0), 1, plan, threads=1)
+def test_a_scheduler_that_leaves_before_there_is_an_arena_does_not_use_it_up(
+    tmp_path: Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        thread = threading.Thread(target=lambda: stack.enter_context(led(tmp_path, ranks=2)))
+        thread.start()
+        with pytest.raises(ArenaError, match="broke off: timed out"):
+            attach(str(tmp_path), "engine", patience=0.5)
+        join(str(tmp_path), "engine", shard(1)).close()
+        thread.join()
+        attach(str(tmp_path), "engine").close()
 
 
-def test_a_long_directory_works(tmp_path: Path) -> None:
-    with led(tmp_path / ("x" * 200)):
-        attach(str(tmp_path / ("x" * 200)), "engine").close()
+FORKING = """
+import os, sys, time
+from flexkv import ArenaSpec, Shard, lead
+session = lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,
+               lambda fmt: ArenaSpec(fmt, 4), threads=1)
+held = session.arena.slot_view(0)
+child = os.fork()
+if child == 0:
+    session.close()
+    held.release()
+    print("child", os.getpid(), flush=True)
+    time.sleep(600)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_child_keeps_neither_name_nor_arena(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline().split()[1])
+        try:
+            proc = Path(f"/proc/{child}")
+            assert "flexkv-arena" not in (proc / "maps").read_text()
+            targets = [os.readlink(fd) for fd in (proc / "fd").iterdir()]
+            assert not [t for t in targets if t.startswith(("socket:", "/memfd:", str(tmp_path)))]
+            # What the child closed is still the parent's.
+            with pytest.raises(ArenaError, match=f"owned by the living process {parent.pid};"):
+                lead(str(tmp_path), "engine", shard(0), 1, plan, threads=1)
+            attach(str(tmp_path), "engine").close()
+            parent.kill()
+            parent.wait()
+            with led(tmp_path):
+                attach(str(tmp_path), "engine").close()
+        finally:
+            parent.kill()
+            os.kill(child, signal.SIGKILL)
