@@ -37,6 +37,22 @@ def hits(world: World, text: list[int]) -> int:
     return world.external_tokens[world.generate(text)] // BLOCK_TOKENS
 
 
+def keep_in_engine(world: World, turns: int) -> list[bool]:
+    """Serve `turns` prompts behind four blocks that vLLM's own prefix cache always has; returns
+    which of these are on disk then."""
+    rng = random.Random(30)
+    shared = random_prompt(rng, 4 * BLOCK_TOKENS)
+    world.generate(shared + random_prompt(rng, 1), max_tokens=1)
+    world.settle()
+    keys = list(world.cache._index._ready)
+    assert len(keys) == 4
+    for _ in range(turns):
+        world.generate(shared + random_prompt(rng, 2 * BLOCK_TOKENS))
+        world.settle()
+    found: list[bool] = world.cache._transfers.tiers[0].contains(keys)
+    return found
+
+
 def settle_fetches(world: World) -> None:
     """Until nothing is read from disk, without a step of the engine."""
     fetcher = world.cache._transfers._fetcher

@@ -17,6 +17,7 @@ from disk_world import (
     fill,
     flip_a_byte,
     hits,
+    keep_in_engine,
     prompts,
     settle_fetches,
     slabs,
@@ -344,3 +345,11 @@ def test_the_rest_of_a_load_that_does_not_come_is_computed(
     world.check_outputs()
     assert world.side._loads._loadings == {}
     assert world.side._fetches._waiting == {}
+
+
+@pytest.mark.parametrize(("admission", "turns"), [("write_through", 12), ("second_hit", 1)])
+def test_what_vllm_has_itself_is_used_on_disk_too(
+    make_world: MakeWorld, admission: str, turns: int
+) -> None:
+    world = make_world(slots=8, disk_slots=12, settings={"ssd_admission": admission})
+    assert keep_in_engine(world, turns) == [True] * 4

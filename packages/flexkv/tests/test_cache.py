@@ -99,6 +99,30 @@ def test_a_failed_load_drops_its_blocks(workers: Workers) -> None:
     workers.store("a", "b", "c")  # their slots are free again
 
 
+def test_a_store_ends_where_a_key_has_a_slot_already(workers: Workers) -> None:
+    workers.store("a")
+    store = workers.cache.store(keys("b", "b", "c"), [0, 1, 2])
+    assert store is not None
+    assert [block.key for block in store.blocks] == keys("b")
+    assert workers.cache.store(keys("a"), [0]) is None
+    workers.report(store, Status.DONE, Status.DONE)
+    assert workers.cache.poll() == [store]
+    assert [workers.cache.lookup([key]) for key in keys("a", "b", "c")] == [1, 1, 0]
+    workers.store("x", "y", "z")  # no slot is lost
+
+
+def test_a_prefix_with_a_key_twice_is_loaded_and_pinned(workers: Workers) -> None:
+    workers.store("a", "b")
+    load = workers.cache.load(keys("a", "b", "a"))
+    assert load is not None
+    workers.cache.pin(keys("a", "a"))
+    assert workers.cache.pinned_blocks == 1
+    workers.report(load, Status.DONE, Status.DONE)
+    assert workers.cache.poll() == [load]
+    workers.store("x", "y")
+    assert [workers.cache.lookup([key]) for key in keys("a", "b", "x", "y")] == [1, 0, 1, 1]
+
+
 def test_a_load_of_an_absent_block_is_a_miss(workers: Workers) -> None:
     workers.store("a")
     assert workers.cache.load(keys("a", "b")) is None

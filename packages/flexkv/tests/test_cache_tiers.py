@@ -182,9 +182,65 @@ def test_what_was_touched_is_evicted_later(make: Callable[..., Engine]) -> None:
     engine = make(slots=4)
     engine.store("a", "b", "c", "d")
     engine.cache.touch(keys("d", "c"))
+    engine.settle()
     engine.store("x", "y")
     found = [key for key in keys("a", "b", "c", "d") if engine.cache.lookup([key])]
     assert found == keys("c", "d")
+
+
+def on_disk(engine: Engine, *names: str) -> list[str]:
+    there = engine.disk.contains(keys(*names))
+    return [name for name, has in zip(names, there, strict=True) if has]
+
+
+def test_a_prefix_that_the_engine_always_has_stays_on_disk(make: Callable[..., Engine]) -> None:
+    hot = ["p0", "p1"]
+    first = make(slots=6, disk_slots=8)
+    first.store(*hot)
+    for turn in range(10):
+        first.cache.record(keys(*hot))
+        first.store(*hot, f"u{turn}", f"v{turn}")
+    assert on_disk(first, *hot) == hot
+    first.close()
+    second = make(slots=6, disk_slots=8)
+    assert second.fetched(*hot, "new") == 2
+
+
+def test_the_end_of_a_prefix_leaves_the_disk_first(make: Callable[..., Engine]) -> None:
+    engine = make(slots=8, disk_slots=8)
+    prefix = [f"a{i}" for i in range(6)]
+    for end in (2, 4, 6):  # stored in parts, as a long prompt is
+        engine.store(*prefix[:end])
+    engine.cache.touch(keys(*prefix))
+    engine.store("x", "y", "z")
+    left = engine.disk.figures.slots - 3
+    assert 0 < left < 6
+    assert on_disk(engine, *prefix) == prefix[:left]
+
+
+def test_a_hit_brings_back_what_the_disk_has_lost(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.store("a", "b", "c")
+    engine.disk.delete(keys("b"))
+    engine.cache.touch(keys("a", "b", "c"))
+    engine.settle()
+    assert on_disk(engine, "a", "b", "c") == ["a", "c"]
+    engine.cache.record(keys("a", "b", "c"))
+    engine.settle()
+    assert on_disk(engine, "a", "b", "c") == ["a", "b", "c"]
+
+
+def test_with_second_hit_a_block_is_written_once_a_request_uses_it(
+    make: Callable[..., Engine],
+) -> None:
+    engine = make(admission="second_hit")
+    engine.store("a", "b")
+    engine.cache.touch(keys("a", "b"))  # the request that made them ends
+    engine.settle()
+    assert on_disk(engine, "a", "b") == []
+    engine.cache.record(keys("a", "c"))
+    engine.settle()
+    assert on_disk(engine, "a", "b", "c") == ["a"]
 
 
 def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Callable[..., Engine]) -> None:

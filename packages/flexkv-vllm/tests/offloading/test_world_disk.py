@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from disk_world import PROMPT_BLOCKS, Hang, fill, hits, prompts
+from disk_world import PROMPT_BLOCKS, Hang, fill, hits, keep_in_engine, prompts
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
 from offloading_world import HYBRID, MakeOffloadingWorld
@@ -162,3 +162,11 @@ def test_random_traffic_over_a_disk(
     world.settle()
     world.forget()
     assert hits(world, long) == 10
+
+
+@pytest.mark.parametrize(("admission", "turns"), [("write_through", 12), ("second_hit", 1)])
+def test_what_vllm_has_itself_is_used_on_disk_too(
+    make_offloading_world: MakeOffloadingWorld, admission: str, turns: int
+) -> None:
+    world = make_offloading_world(slots=8, disk_slots=12, settings={"ssd_admission": admission})
+    assert keep_in_engine(world, turns) == [True] * 4

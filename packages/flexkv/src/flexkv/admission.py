@@ -15,7 +15,7 @@ class Admission:
 
     Attributes:
         on_store: once it is complete in host memory.
-        on_hit: whenever it is loaded from there.
+        on_hit: whenever a request uses it while it is there.
         on_evict: shortly before it has to leave.
     """
 

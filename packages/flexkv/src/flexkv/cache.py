@@ -125,11 +125,18 @@ class KVCache:
         below = any(tier.contains((key,))[0] for tier in self._transfers.tiers)
         return Presence.BELOW if below else Presence.ABSENT
 
+    def record(self, keys: Sequence[bytes]) -> None:
+        """A scheduled request uses a prefix that somebody had, the engine itself included: count
+        that wherever its blocks are, and offer them to lower tiers as admission says.
+
+        Call it once for each request, whose prefix may be long: it is counted by later polls.
+        """
+        self._transfers.used(keys, hit=True)
+
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count the blocks of a prefix as used, wherever they are."""
-        self._index.touch(keys)
-        for tier in self._transfers.tiers:
-            tier.touch(keys)
+        """A request ends with this prefix, which it found or made: its end leaves every tier before
+        its beginning. Counted by later polls."""
+        self._transfers.used(keys, hit=False)
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys`, all of them ready, for a copy into the engine.
@@ -144,7 +151,6 @@ class KVCache:
             self._index.release(blocks)
             return None
         self._counters.loads += 1
-        self._transfers.hit(keys)
         return transfer
 
     def fetch(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> Fetch | None:

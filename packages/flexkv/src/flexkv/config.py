@@ -133,7 +133,7 @@ class CacheConfig:
         unit="name",
         help=(
             "Which blocks are written to disk: `write_through`, all, once they are in host memory; "
-            "`second_hit`, those that are loaded from host memory; `on_evict`, those that are "
+            "`second_hit`, those that a request finds; `on_evict`, those that are "
             "about to leave host memory."
         ),
         parse=parse_name(ADMISSIONS),

@@ -119,13 +119,13 @@ class BlockIndex:
         """Give `key` a slot to be written, evicting a block if none is free.
 
         Args:
-            key: a key that is not in the index.
+            key: of the block.
             keep: keys whose blocks must not make room: the prefix that `key` belongs to.
 
         Returns:
-            The block, in state WRITING; None if no slot can be had.
+            The block, in state WRITING; None if no slot can be had, or the key has one already.
         """
-        if not self._free and not self._evict(keep):
+        if key in self or (not self._free and not self._evict(keep)):
             return None
         block = Block(key, self._free.pop(), BlockState.WRITING)
         self._writing[key] = block

@@ -5,6 +5,7 @@ looked up, not concluded from its version."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -32,6 +33,15 @@ def may_load_from(req_context: base.ReqContext, medium: Medium) -> bool:
         return True
     allowed: bool = tier_filter.allows(EVENT_MEDIA[medium], base.Locality.LOCAL)
     return allowed
+
+
+def prefix_of(req_context: base.ReqContext, keys: Collection[bytes]) -> list[bytes]:
+    """Keys of the blocks of a request that end no later than those of `keys`: with what the engine
+    has itself, where vLLM tells positions (since 0.32)."""
+    positions: Mapping[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+    end = max((positions.get(key, 0) for key in keys), default=0)
+    before = [key for key, position in positions.items() if position <= end]
+    return before or list(keys)
 
 
 def load_source(medium: Medium) -> Any:

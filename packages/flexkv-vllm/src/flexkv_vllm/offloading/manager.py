@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 
 from flexkv import KVCache, Session
 from flexkv_vllm.edge import Edge
-from flexkv_vllm.offloading.compat import load_source
+from flexkv_vllm.offloading.compat import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
@@ -76,6 +76,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             request = self._requests.pop(req_context.req_id, None)
             if request is not None:
                 request.settle()
+                self._cache.touch(list(request.stored))
 
     # Loads.
 
@@ -96,6 +97,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             transfer = self._cache.load(list(keys))
             self._request(req_context).settle()
             if transfer is not None:
+                self._cache.record(prefix_of(req_context, keys))
                 self._figures.note_activity()
                 return ArenaBlocks(transfer.cell, transfer.slots)
         return ArenaBlocks()
@@ -105,7 +107,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         with self._edge.guard("counting a use", "the blocks may leave sooner"):
-            self._cache.touch(list(keys))
+            self._cache.record(list(keys))
 
     # Stores.
 
@@ -186,6 +188,10 @@ class FlexKVOffloadingManager(OffloadingManager):
             return _nothing_to_store()
         prefix = request.offer(keys)
         positions = self._cache.missing(prefix, len(prefix) - len(keys))
+        if len(positions) < len(keys):
+            # vLLM offers what it has itself, too: some of it was hit.
+            there = set(keys).difference(prefix[i] for i in positions)
+            self._cache.record([key for key in keys if key in there])
         transfer = self._cache.store(prefix, positions) if positions else None
         if request.wishes.pin:
             self._cache.pin(keys)

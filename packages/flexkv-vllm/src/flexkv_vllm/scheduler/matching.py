@@ -108,6 +108,10 @@ class Matcher:
             return self._match_plain(request, local_tokens, limit)
         return self._match_groups(request, local_tokens, limit)
 
+    def blocks_of(self, request: Request, tokens: int) -> list[bytes]:
+        """Keys of the blocks that a hit of the first `tokens` tokens uses."""
+        return _flat(self._needed(request, 0, tokens))
+
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._plans.pop(request_id, None)

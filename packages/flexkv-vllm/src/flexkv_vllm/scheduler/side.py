@@ -179,6 +179,7 @@ class SchedulerSide:
             self._fetches.end(request_id)
         if match is not None:
             del self._matches[request_id]
+            self._cache.record(self._matcher.blocks_of(request, match.local_tokens + tokens))
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.disk_tokens)
 
@@ -262,6 +263,7 @@ class SchedulerSide:
             tracked.set_blocks(self._tables(tables))
         self._finishing[request_id] = tracked
         self._stores.add_filled(tracked, request.num_computed_tokens, self._orders)
+        self._cache.touch(self._matcher.blocks_of(request, request.num_computed_tokens))
         self._figures.note_activity()
         self._poll()
         return self.hold(request_id)

@@ -20,6 +20,7 @@ from flexkv.transfer.device import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch, Fetcher
 from flexkv.transfer.job import Priority
 from flexkv.transfer.mover import Direction
+from flexkv.transfer.uses import UseLog
 
 
 class TransferScheduler:
@@ -53,13 +54,13 @@ class TransferScheduler:
         self._demoter: Demoter | None = None
         if self._tiers:
             self._demoter = Demoter(index, slot_view, self._tiers[0], counters)
+        self._uses = UseLog(index, self._tiers, self._offer)
 
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
-        return bool(
-            self._device or self._fetcher.busy or (self._demoter is not None and self._demoter.busy)
-        )
+        demotes = self._demoter is not None and self._demoter.busy
+        return bool(self._device or self._uses or self._fetcher.busy or demotes)
 
     @property
     def under_way(self) -> int:
@@ -90,15 +91,12 @@ class TransferScheduler:
         """Blocks came from the engine, or failed to."""
         for block in blocks:
             self._fetcher.settle(block.key)
-        if ready and self._demoter is not None and self._admission.on_store:
-            self._demoter.offer([block.key for block in blocks])
+        if ready and self._admission.on_store:
+            self._offer([block.key for block in blocks])
 
-    def hit(self, keys: Sequence[bytes]) -> None:
-        """The blocks of a prefix in the arena are used."""
-        for tier in self._tiers:
-            tier.touch(keys)
-        if self._demoter is not None and self._admission.on_hit:
-            self._demoter.offer(keys)
+    def used(self, keys: Sequence[bytes], hit: bool) -> None:
+        """A prefix was used; `hit` if a request found it, not made it."""
+        self._uses.note(keys, hit and self._admission.on_hit)
 
     def poll(self) -> list[Transfer]:
         """Bring everything up to date; returns the transfers with the engine that ended."""
@@ -107,6 +105,7 @@ class TransferScheduler:
                 if not self._fetcher.take(tier, result) and self._demoter is not None:
                     self._demoter.take(result)
         self._fetcher.give_up_stalled()
+        self._uses.count()
         if self._demoter is not None and self._admission.on_evict:
             self._demoter.make_room()
         return self._device.poll()
@@ -114,6 +113,7 @@ class TransferScheduler:
     def clear(self) -> None:
         """The cache was cleared: the lower tiers too, and what is on its way arrives nowhere."""
         self._fetcher.clear()
+        self._uses.clear()
         for tier in self._tiers:
             tier.clear()
 
@@ -121,3 +121,7 @@ class TransferScheduler:
         """End the lower tiers. False if one hangs, and still reads or writes arena memory."""
         ended = [tier.close() for tier in self._tiers]
         return all(ended)
+
+    def _offer(self, keys: Sequence[bytes]) -> None:
+        if self._demoter is not None:
+            self._demoter.offer(keys)

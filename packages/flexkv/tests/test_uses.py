@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uses are noted at once and counted in parts, last block of a prefix first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from disk_blocks import FINGERPRINT, SLOT, capacity_of
+
+from flexkv.eviction import LRUPolicy
+from flexkv.index import BlockIndex
+from flexkv.tiers.disk import DiskTier, open_disk_tier
+from flexkv.transfer.uses import _BLOCKS, UseLog
+
+
+def names(count: int, prefix: str = "a") -> list[bytes]:
+    return [f"{prefix}{i:06d}".encode() for i in range(count)]
+
+
+def filled(keys: Sequence[bytes]) -> tuple[BlockIndex, LRUPolicy]:
+    """An arena whose blocks were used in the order of `keys`."""
+    policy = LRUPolicy()
+    index = BlockIndex(len(keys), policy)
+    for key in keys:
+        block = index.reserve(key, set())
+        assert block is not None
+        index.publish([block])
+    return index, policy
+
+
+def order(policy: LRUPolicy) -> list[bytes]:
+    """What leaves, in that order."""
+    return list(policy._order)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity_of(4))
+    yield tier
+    assert tier.close()
+
+
+def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
+    keys = names(3 * _BLOCKS)
+    index, policy = filled(keys)
+    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    log.note(keys[:-1], offers=True)
+    log.note(keys[:2], offers=True)
+    log.count()
+    assert order(policy)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
+    while log:
+        log.count()
+    assert order(policy) == [keys[-1], *reversed(keys[2:-1]), keys[1], keys[0]]
+
+
+def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
+    keys = names(3)
+    index, policy = filled(keys)
+    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    noted = keys[:1]
+    log.note(noted, offers=False)
+    noted[:] = keys[1:]
+    log.count()
+    assert order(policy) == [keys[1], keys[2], keys[0]]
+
+
+def test_a_backlog_is_counted_by_a_sixteenth() -> None:
+    keys = names(4 * _BLOCKS)
+    index, policy = filled(keys)
+    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    for _ in range(8):
+        log.note(keys, offers=False)
+    log.count()
+    counted = 8 * 4 * _BLOCKS // 16
+    assert order(policy)[-counted:] == keys[: -counted - 1 : -1]
+
+
+def test_a_cleared_log_counts_nothing() -> None:
+    keys = names(3)
+    index, policy = filled(keys)
+    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    log.note(keys, offers=False)
+    log.clear()
+    assert not log
+    log.count()
+    assert order(policy) == keys
+
+
+def test_a_prefix_is_offered_whole_if_the_arena_has_what_the_tier_lacks(disk: DiskTier) -> None:
+    keys = names(2 * _BLOCKS)
+    index, _ = filled(keys)
+    offered: list[Sequence[bytes]] = []
+    log = UseLog(index, (disk,), offered.append)
+    log.note(keys, offers=False)
+    log.note(names(9, "other"), offers=True)
+    log.note(keys, offers=True)
+    while log:
+        log.count()
+    assert offered == [keys]
