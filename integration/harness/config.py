@@ -20,10 +20,11 @@ class EngineConfig:
     """What an engine is started with; sizes in tokens, blocks and bytes as named.
 
     ``num_blocks`` overrides how many blocks the KV cache has, whatever ``kv_cache_bytes`` holds.
-    ``probe`` adds the worker methods of ``probe.KVProbe``. ``forked`` has vLLM fork its processes,
-    its way with GPUs, also on CPUs, where it starts each anew and each takes 10 s to import vLLM;
-    the engine then computes with one thread a rank, bound to no core. ``extra_args`` are further
-    keyword arguments of vLLM's ``AsyncEngineArgs``.
+    ``probe`` adds the worker methods of ``probe.KVProbe``. ``forked`` forks the driver from a
+    process that has imported vLLM, and has vLLM fork its processes, its way with GPUs; on CPUs vLLM
+    otherwise spawns each, and each imports vLLM for 10 s. A forked engine computes with one thread
+    a rank, bound to no core. ``extra_args`` are further keyword arguments of vLLM's
+    ``AsyncEngineArgs``.
     """
 
     model: Path
@@ -74,18 +75,28 @@ class EngineConfig:
 
     def environment(self) -> dict[str, str]:
         """The engine's environment: this process's, what the engine needs, what was asked for."""
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(
-            part for part in (str(_REPOSITORY), env.get("PYTHONPATH", "")) if part
-        )
-        env["VLLM_NO_USAGE_STATS"] = "1"
-        env["HF_HUB_OFFLINE"] = "1"
-        # vLLM's CPU build keeps one core free of computing threads, and one more as soon as there
-        # is any KV connector: engines with and without would not compute with the same number.
-        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
         if self.forked:
-            # OpenMP reads its settings once, and threads that it has begun do not live in a fork.
-            env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            env = forked_environment()
         else:
-            env["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(self.tensor_parallel_size)
+            cores = cores_of_ranks(self.tensor_parallel_size)
+            env = _engine_environment() | {"VLLM_CPU_OMP_THREADS_BIND": cores}
         return env | self.connector.env | self.env
+
+
+def forked_environment() -> dict[str, str]:
+    """The environment of every forked engine, and of the server that forks its driver."""
+    # OpenMP reads its settings once, and threads that it has begun do not live in a fork.
+    return _engine_environment() | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def _engine_environment() -> dict[str, str]:
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(_REPOSITORY), env.get("PYTHONPATH", "")) if part
+    )
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    env["HF_HUB_OFFLINE"] = "1"
+    # vLLM's CPU build keeps one core free of computing threads, and one more as soon as there
+    # is any KV connector: engines with and without would not compute with the same number.
+    env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+    return env

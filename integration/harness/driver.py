@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns a vLLM ``AsyncLLM`` and serves commands as JSON lines; ``engine.Engine`` is the client.
 
-Run as ``python driver.py COMMAND_FD EVENT_FD [fork]`` with the engine's settings as the first line
-on the command pipe; ``fork`` has vLLM fork its processes where it would not. Commands carry a
-number ``id``, answers carry it back: ``{"id", "result"}`` or ``{"id", "error"}``, and
-``{"id", "event": "first_token"}`` before the result of a generation. The end of the
-command pipe ends the engine, so no engine outlives the process that started it.
+Run as ``python driver.py COMMAND_FD EVENT_FD`` (or forked, see ``forker.py``) with the engine's
+settings as the first line on the command pipe. Commands carry a number ``id``, answers carry it
+back: ``{"id", "result"}`` or ``{"id", "error"}``, and ``{"id", "event": "first_token"}`` before the
+result of a generation. The end of the command pipe ends the engine, so no engine outlives the
+process that started it.
 
 Time to first token is measured here, from just before the request is handed to vLLM to the first
 streamed output with a token, on the monotonic clock.
@@ -172,28 +172,9 @@ class Driver:
         return results
 
 
-def have_vllm_fork() -> None:
-    """Have vLLM fork its processes also on CPUs.
-
-    That is its default, but its platform of CPUs sets the environment variable to "spawn" whenever
-    it completes a configuration.
-    """
-    from vllm.platforms import current_platform
-
-    complete = current_platform.check_and_update_config
-
-    def and_fork(config: Any) -> None:
-        complete(config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    type(current_platform).check_and_update_config = staticmethod(and_fork)
-
-
-async def serve(commands: asyncio.StreamReader, events: Events, *, forked: bool) -> None:
+async def serve(commands: asyncio.StreamReader, events: Events) -> None:
     """Start the engine that the first line describes and serve until the pipe ends."""
     settings = json.loads(await commands.readline())
-    if forked:
-        have_vllm_fork()
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -211,15 +192,14 @@ async def serve(commands: asyncio.StreamReader, events: Events, *, forked: bool)
         gc.collect()
 
 
-async def main() -> int:
-    """Connect the pipes named on the command line and serve them; return the exit status."""
-    command_fd, event_fd, forked = int(sys.argv[1]), int(sys.argv[2]), "fork" in sys.argv[3:]
+async def main(command_fd: int, event_fd: int) -> int:
+    """Connect the two pipes and serve them; return the exit status."""
     events = Events(os.fdopen(event_fd, "w"))
     reader = asyncio.StreamReader(limit=MAX_LINE)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(command_fd, "rb")
     )
-    task = asyncio.ensure_future(serve(reader, events, forked=forked))
+    task = asyncio.ensure_future(serve(reader, events))
     await asyncio.wait([task])
     if (error := task.exception()) is None:
         return 0
@@ -228,4 +208,4 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]))))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine in processes of its own, driven from a process that imports neither.
 
-``Engine`` starts ``driver.py`` in a session of its own, so all processes of the engine are known
-and end with it. Methods may be called from several threads.
+``Engine`` starts ``driver.py`` in a session of its own, by itself or by the fork server, so all
+processes of the engine are known and end with it. Methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from integration.harness import processes
 from integration.harness.config import EngineConfig
+from integration.harness.fork_server import ForkedProcess, fork_server
 
 if TYPE_CHECKING:
     from integration.harness.adapter import Adapter
 
 _DRIVER = Path(__file__).with_name("driver.py")
 _LOG_TAIL_LINES = 60
-# A tiny model starts in 13 s (forked) to 45 s on two cores of its own. These bounds are for what
+# A tiny model starts in 2 s (forked) to 45 s on two cores of its own. These bounds are for what
 # hangs, and leave room for a machine that is many times slower or stands still for a while.
 START_TIMEOUT = 900.0
 CALL_TIMEOUT = 600.0
@@ -126,7 +127,6 @@ class Engine:
         config: EngineConfig,
         log_path: Path,
         *,
-        python: str = sys.executable,
         start_timeout: float = START_TIMEOUT,
     ) -> None:
         self.config = config
@@ -139,7 +139,7 @@ class Engine:
         self._closed = False
         self.leftovers: set[Path] = set()
         began = time.monotonic()
-        self._spawn(python)
+        self._spawn()
         try:
             self._started.result(start_timeout)
         except (EngineError, TimeoutError) as error:
@@ -350,21 +350,26 @@ class Engine:
         for path in self.leftovers:
             path.unlink(missing_ok=True)
 
-    def _spawn(self, python: str) -> None:
+    def _spawn(self) -> None:
         command_read, command_write = os.pipe()
         event_read, event_write = os.pipe()
-        how = ["fork"] if self.config.forked else []
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [python, str(_DRIVER), str(command_read), str(event_write), *how],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(command_read, event_write),
-                start_new_session=True,
-                env=self.config.environment(),
-            )
+            env = self.config.environment()
+            self._process: ForkedProcess | subprocess.Popen[bytes]
+            if self.config.forked:
+                fork = fork_server().fork
+                self._process = fork(env, command_read, event_write, log.fileno())
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(_DRIVER), str(command_read), str(event_write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(command_read, event_write),
+                    start_new_session=True,
+                    env=env,
+                )
         os.close(command_read)
         os.close(event_write)
         self._commands = os.fdopen(command_write, "w", buffering=1)
