@@ -110,6 +110,11 @@ class SteeredMover:
         time.sleep(max(0.0, min(timeout, held.due - time.monotonic())))
         return self._advance(held, timeout)
 
+    def copy_seconds(self, ticket: int) -> float | None:
+        held = self._held.get(ticket)
+        inner = ticket if held is None else held.ticket
+        return None if inner is None else self._inner.copy_seconds(inner)
+
     def hold(self, ticket: int, stream: int) -> Status:
         if ticket not in self._held:
             return self._inner.hold(ticket, stream)

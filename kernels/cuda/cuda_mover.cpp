@@ -278,9 +278,15 @@ void CudaMover::enqueue_slice(std::size_t direction) {
 
 void CudaMover::begin(Transfer& transfer, CUstream stream) {
   transfer.path = choose_path(transfer);
-  if (transfer.after == nullptr) {
-    return;
+  if (transfer.after != nullptr) {
+    follow_after(transfer, stream);
   }
+  transfer.begun = device_side_->timed_events.take();
+  device_side_->driver().check(device_side_->driver().cuEventRecord(transfer.begun, stream),
+                               "cuEventRecord before copies");
+}
+
+void CudaMover::follow_after(Transfer& transfer, CUstream stream) {
   const CUresult result = device_side_->driver().cuStreamWaitEvent(stream, transfer.after, 0);
   {
     // The stream waits for what the event holds now: it can be recorded again.
@@ -331,6 +337,9 @@ void CudaMover::collect_ended() {
 }
 
 void CudaMover::finish(TransferPtr transfer) {
+  if (transfer->begun != nullptr) {
+    device_side_->timed_events.put(transfer->begun);
+  }
   const std::lock_guard lock(mutex_);
   ends_.erase(transfer->ticket);
   if (transfer->failed) {
@@ -340,7 +349,7 @@ void CudaMover::finish(TransferPtr transfer) {
     if (!transfer->flag_in_stream) {
       raise_flag(transfer->flag, Status::done);
     }
-    tickets_.finish(transfer->ticket);
+    tickets_.finish(transfer->ticket, transfer->copy_ns);
   }
   spare_.push_back(std::move(transfer));
   finished_.notify_all();

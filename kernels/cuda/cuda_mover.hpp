@@ -63,6 +63,7 @@ class CudaMover final : public TicketedMover {
   void enqueue_slice(std::size_t direction);
   Taken enqueue_copies(Transfer& transfer, CUstream stream);
   void begin(Transfer& transfer, CUstream stream);
+  void follow_after(Transfer& transfer, CUstream stream);
   Path choose_path(const Transfer& transfer) const;
   void write_flag(Transfer& transfer, CUstream stream) const;
   void collect_ended();

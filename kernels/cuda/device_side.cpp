@@ -24,6 +24,7 @@ DeviceSide::DeviceSide(std::shared_ptr<Device> on, const Layout& layout, const C
     : device(std::move(on)),
       arena(driver(), layout),
       events(driver()),
+      timed_events(driver(), true),
       lanes{Lane(driver(), priorities(driver()).highest),
             Lane(driver(), priorities(driver()).lowest)},
       tiles(driver(), layout, arena.device_address(), lanes[0].stream()),

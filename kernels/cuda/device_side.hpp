@@ -62,6 +62,7 @@ struct DeviceSide {
   std::shared_ptr<Device> device;
   RegisteredArena arena;
   EventPool events;
+  EventPool timed_events;
   // By Direction. An engine waits for loads: their kernels get the next free multiprocessors. Nobody
   // waits for stores: theirs take what is left.
   std::array<Lane, 2> lanes;

@@ -87,6 +87,7 @@ void look_up(Driver& driver, const Lookup& lookup) {
   FKV_FIND(cuEventDestroy, 4000);
   FKV_FIND(cuEventRecord, 2000);
   FKV_FIND(cuEventQuery, 2000);
+  FKV_FIND(cuEventElapsedTime, 2000);
   FKV_FIND(cuMemAlloc, 3020);
   FKV_FIND(cuMemFree, 3020);
   FKV_FIND(cuMemcpyAsync, 4000);

@@ -72,6 +72,7 @@ struct Driver {
   PFN_cuEventDestroy_v4000 cuEventDestroy = nullptr;
   PFN_cuEventRecord_v2000 cuEventRecord = nullptr;
   PFN_cuEventQuery_v2000 cuEventQuery = nullptr;
+  PFN_cuEventElapsedTime_v2000 cuEventElapsedTime = nullptr;
   PFN_cuMemAlloc_v3020 cuMemAlloc = nullptr;
   PFN_cuMemFree_v3020 cuMemFree = nullptr;
   PFN_cuMemcpyAsync_v4000 cuMemcpyAsync = nullptr;

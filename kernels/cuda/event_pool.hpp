@@ -7,9 +7,12 @@
 
 namespace flexkv::cuda {
 
-inline CUevent create_event(const Driver& driver) {
+// Only two events with timing have a time between them; streams follow those without sooner.
+inline CUevent create_event(const Driver& driver, bool timing = false) {
   CUevent event = nullptr;
-  driver.check(driver.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  driver.check(
+      driver.cuEventCreate(&event, timing ? CU_EVENT_DEFAULT : CU_EVENT_DISABLE_TIMING),
+      "cuEventCreate");
   return event;
 }
 
@@ -17,7 +20,8 @@ inline CUevent create_event(const Driver& driver) {
 // current.
 class EventPool {
  public:
-  explicit EventPool(const Driver& driver) : driver_(driver) {}
+  explicit EventPool(const Driver& driver, bool timing = false)
+      : driver_(driver), timing_(timing) {}
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
@@ -32,7 +36,7 @@ class EventPool {
     if (free_.empty()) {
       all_.reserve(all_.size() + 1);
       free_.reserve(all_.size() + 1);  // so that put cannot fail
-      all_.push_back(create_event(driver_));
+      all_.push_back(create_event(driver_, timing_));
       return all_.back();
     }
     CUevent event = free_.back();
@@ -44,6 +48,7 @@ class EventPool {
 
  private:
   const Driver& driver_;
+  const bool timing_;
   std::vector<CUevent> all_;
   std::vector<CUevent> free_;
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lane.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "event_pool.hpp"
@@ -13,7 +14,7 @@ Lane::Lane(const Driver& driver, int priority) : driver_(driver) {
                 "cuStreamCreateWithPriority");
   try {
     for (Slice& slice : slices_) {
-      slice.end = create_event(driver_);
+      slice.end = create_event(driver_, true);
     }
   } catch (...) {
     destroy();
@@ -49,8 +50,21 @@ bool Lane::pop(TransferPtr& transfer) {
     return false;
   }
   driver_.check(state, "copies");
+  const CUevent end = slices_[oldest_].end;
   transfer = drop();
+  if (transfer != nullptr && transfer->begun != nullptr) {
+    transfer->copy_ns = nanoseconds_between(transfer->begun, end);
+  }
   return true;
+}
+
+// 0 if the driver does not say: the time is worth less than the bytes, which are in place.
+std::int64_t Lane::nanoseconds_between(CUevent begin, CUevent end) const noexcept {
+  float milliseconds = 0;
+  if (driver_.cuEventElapsedTime(&milliseconds, begin, end) != CUDA_SUCCESS) {
+    return 0;
+  }
+  return std::max<std::int64_t>(1, static_cast<std::int64_t>(milliseconds * 1e6));
 }
 
 TransferPtr Lane::drop() noexcept {

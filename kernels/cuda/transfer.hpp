@@ -38,6 +38,8 @@ struct Transfer {
   std::optional<RunCursor> runs;  // Path::driver: what is left
   Run rest{};                     // Path::driver: of a run that had to be cut
   std::uint64_t launched = 0;     // otherwise: blocks handed to the kernel
+  CUevent begun = nullptr;        // recorded before the first copy
+  std::int64_t copy_ns = 0;       // see fkv_mover_copy_ns
   bool flag_in_stream = false;    // the stream writes the flag
   bool failed = false;
 };

@@ -110,6 +110,16 @@ int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us) {
   }
 }
 
+int64_t fkv_mover_copy_ns(fkv_mover* mover, int64_t ticket) {
+  try {
+    return mover->mover->copy_ns(ticket);
+  } catch (const flexkv::InvalidArgument&) {
+    return FKV_EINVAL;
+  } catch (const flexkv::Closed&) {
+    return FKV_ECLOSED;
+  }
+}
+
 int fkv_mover_hold(fkv_mover* mover, int64_t ticket, uint64_t stream, int64_t timeout_us, char* err,
                    size_t err_len) {
   try {

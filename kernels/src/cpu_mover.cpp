@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -23,6 +24,12 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
 
 std::byte* page_pointer(const Run& run) {
   return reinterpret_cast<std::byte*>(run.page_address);
+}
+
+std::int64_t nanoseconds_since(std::chrono::steady_clock::time_point begun) {
+  const auto taken = std::chrono::steady_clock::now() - begun;
+  return std::max<std::int64_t>(
+      1, std::chrono::duration_cast<std::chrono::nanoseconds>(taken).count());
 }
 
 // The name is for top, perf and the like; systems that let a thread name only itself go without.
@@ -48,6 +55,7 @@ struct CpuMover::Transfer {
   std::int64_t ticket = 0;
   std::uint64_t taken = 0;   // bytes handed to threads, a prefix
   std::uint64_t copied = 0;  // bytes in place, as a sum
+  std::chrono::steady_clock::time_point begun;  // once some are taken
 };
 
 CpuMover::CpuMover(Layout layout, const CpuTuning& tuning)
@@ -178,6 +186,9 @@ bool CpuMover::take_chunk(Chunk& chunk) {
   Transfer& transfer = *queue.front();
   chunk.transfer = queue.front();
   chunk.begin = transfer.taken;
+  if (transfer.taken == 0) {
+    transfer.begun = std::chrono::steady_clock::now();
+  }
   chunk.end = std::min(transfer.taken + transfer.chunk_bytes, transfer.bytes);
   transfer.taken = chunk.end;
   if (transfer.taken == transfer.bytes) {
@@ -213,7 +224,7 @@ void CpuMover::finish_chunk(const Chunk& chunk) {
   transfer.copied += chunk.end - chunk.begin;
   if (transfer.copied == transfer.bytes) {
     raise_flag(transfer.flag, Status::done);
-    tickets_.finish(transfer.ticket);
+    tickets_.finish(transfer.ticket, nanoseconds_since(transfer.begun));
     finished_.notify_all();
   }
 }

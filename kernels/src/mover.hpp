@@ -52,6 +52,8 @@ class Mover {
   virtual std::int64_t submit(const Batch& batch) = 0;
   // Throws InvalidArgument for a number that was never a ticket, Closed in a forked child.
   virtual Status wait(std::int64_t ticket, std::int64_t timeout_us) = 0;
+  // See fkv_mover_copy_ns; throws as wait does.
+  virtual std::int64_t copy_ns(std::int64_t ticket) = 0;
   // Makes a stream follow a transfer, see fkv_mover_hold: nothing once it does, else the state. Throws
   // InvalidArgument for a number that was never a ticket or a stream, Closed.
   virtual std::optional<Status> hold(std::int64_t ticket, std::uint64_t stream,

@@ -25,6 +25,13 @@ Status TicketedMover::wait(std::int64_t ticket, std::int64_t timeout_us) {
   return tickets_.status(ticket);
 }
 
+std::int64_t TicketedMover::copy_ns(std::int64_t ticket) {
+  require_own_process();
+  const std::lock_guard lock(mutex_);
+  require_issued(ticket);
+  return tickets_.copy_ns(ticket);
+}
+
 void TicketedMover::require_issued(std::int64_t ticket) const {
   if (!tickets_.issued(ticket)) {
     throw InvalidArgument("ticket " + std::to_string(ticket) + " was never given out by this mover");

@@ -20,6 +20,7 @@ namespace flexkv {
 class TicketedMover : public Mover {
  public:
   Status wait(std::int64_t ticket, std::int64_t timeout_us) final;
+  std::int64_t copy_ns(std::int64_t ticket) final;
   bool orphaned() const final;
 
  protected:

@@ -55,7 +55,8 @@ def test_a_refused_copy_fails_its_transfer_only(
     fake: FakeCuda, world: World, mode: CudaMode, skip: int
 ) -> None:
     mover = world.cuda_mover(fake.options(mode=mode))
-    live = fake.live
+    assert mover.wait(mover.submit(Direction.STORE, [2], [0]), 60) is Status.DONE
+    live = fake.live  # with the event that each transfer begins with
     fake.fail(COPY[mode], INVALID_VALUE, skip=skip)
     flag = Flag()
     ticket = mover.submit(Direction.LOAD, [1] * 2000, [0] * 2000, flag_address=flag.address)

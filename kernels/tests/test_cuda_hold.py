@@ -109,7 +109,7 @@ def test_each_layer_is_used_when_it_is_there(  # noqa: PLR0917
         for number in range(LAYERS)
     ]
     # All layers are on the device, though nothing has been copied.
-    until(lambda: fake.calls("cuEventRecord") == 2 * LAYERS)
+    until(lambda: fake.calls("cuEventRecord") == 3 * LAYERS)
     for number, ticket in enumerate(load):
         assert mover.hold(ticket, engine.handle) is Status.PENDING
         if number % 2 == 0:

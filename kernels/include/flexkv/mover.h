@@ -52,7 +52,7 @@ extern "C" {
 
 // Raised whenever a declaration below changes incompatibly. Callers compare it with
 // fkv_abi_version() before any other call.
-#define FKV_ABI_VERSION 3
+#define FKV_ABI_VERSION 4
 
 // Directions of a transfer.
 enum { FKV_LOAD = 0 /* arena -> pages */, FKV_STORE = 1 /* pages -> arena */ };
@@ -207,6 +207,13 @@ FKV_API int fkv_mover_poll(fkv_mover* mover, int64_t ticket);
 
 // The same, waiting until the transfer ends or timeout_us microseconds have passed (<= 0: poll).
 FKV_API int fkv_mover_wait(fkv_mover* mover, int64_t ticket, int64_t timeout_us);
+
+// How long the copies of a transfer took, in nanoseconds and at least 1: from its first byte to its
+// last, by the clock of the thread or the device that copies. What the transfer waited before that,
+// in a queue or for `after`, is not in it. 0 if that is not known: the transfer is pending, has failed
+// or had nothing to copy, or 4,096 others have been submitted since; FKV_EINVAL for a number that was
+// never a ticket, FKV_ECLOSED in a child of fork().
+FKV_API int64_t fkv_mover_copy_ns(fkv_mover* mover, int64_t ticket);
 
 // Makes a stream of the caller follow a transfer: the work that is put into it after this call runs
 // once every byte is in place, or once the transfer has failed. `stream` is as `after` of

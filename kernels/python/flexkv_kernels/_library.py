@@ -25,7 +25,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -223,6 +223,8 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
     )
     lib.fkv_mover_poll.restype = c_int
     lib.fkv_mover_poll.argtypes = (address, c_int64)
+    lib.fkv_mover_copy_ns.restype = c_int64
+    lib.fkv_mover_copy_ns.argtypes = (address, c_int64)
     _declare_hold(lib)
 
 

@@ -123,6 +123,19 @@ class NativeMover:
         """
         return _status(LIBRARY.brief.fkv_mover_poll(self._handle, ticket), ticket)
 
+    def copy_seconds(self, ticket: int) -> float | None:
+        """How long the copies of a transfer that is DONE took, from the first byte to the last, by
+        the clock of what copied. What it waited before that, in the queue or for ``after``, is not
+        in it. None if that is not known: the transfer is not DONE or had nothing to copy, or 4,096
+        others have been submitted since.
+
+        ValueError if ``ticket`` was never given out, RuntimeError in a forked process.
+        """
+        nanoseconds: int = LIBRARY.brief.fkv_mover_copy_ns(self._handle, ticket)
+        if nanoseconds < 0:
+            _status(nanoseconds, ticket)
+        return nanoseconds / 1e9 if nanoseconds else None
+
     def wait(self, ticket: int, timeout: float) -> Status:
         """The same after the transfer has ended or ``timeout`` seconds (may be inf) have passed."""
         deadline = time.monotonic() + timeout

@@ -205,9 +205,10 @@ CUresult stream_write_value(CUstream handle, CUdeviceptr address, cuuint32_t val
   return CUDA_SUCCESS;
 }
 
-CUresult event_create(CUevent* handle, unsigned int) {
+CUresult event_create(CUevent* handle, unsigned int flags) {
   ENTER("cuEventCreate");
   auto event = std::make_shared<Event>();
+  event->timing = (flags & CU_EVENT_DISABLE_TIMING) == 0;
   *handle = reinterpret_cast<CUevent>(event.get());
   state.events[*handle] = std::move(event);
   return CUDA_SUCCESS;
@@ -233,6 +234,20 @@ CUresult event_query(CUevent handle) {
   const std::shared_ptr<Event> event = find_event(handle);
   if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   return event->reached >= event->recorded ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+CUresult event_elapsed_time(float* milliseconds, CUevent from, CUevent to) {
+  ENTER("cuEventElapsedTime");
+  const std::shared_ptr<Event> begin = find_event(from);
+  const std::shared_ptr<Event> end = find_event(to);
+  if (begin == nullptr || end == nullptr || !begin->timing || !end->timing) {
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  if (begin->reached < begin->recorded || end->reached < end->recorded) {
+    return CUDA_ERROR_NOT_READY;
+  }
+  *milliseconds = std::chrono::duration<float, std::milli>(end->time - begin->time).count();
+  return CUDA_SUCCESS;
 }
 
 CUresult mem_alloc(CUdeviceptr* address, std::size_t bytes) {
@@ -396,6 +411,7 @@ const Function kFunctions[] = {
     FUNCTION("cuEventDestroy", 4000, PFN_cuEventDestroy_v4000, event_destroy),
     FUNCTION("cuEventRecord", 2000, PFN_cuEventRecord_v2000, event_record),
     FUNCTION("cuEventQuery", 2000, PFN_cuEventQuery_v2000, event_query),
+    FUNCTION("cuEventElapsedTime", 2000, PFN_cuEventElapsedTime_v2000, event_elapsed_time),
     FUNCTION("cuMemAlloc", 3020, PFN_cuMemAlloc_v3020, mem_alloc),
     FUNCTION("cuMemFree", 3020, PFN_cuMemFree_v3020, mem_free),
     FUNCTION("cuMemcpyAsync", 4000, PFN_cuMemcpyAsync_v4000, mem_copy),

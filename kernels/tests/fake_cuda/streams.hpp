@@ -26,6 +26,8 @@ inline std::uint32_t max_delay_us = 0;
 inline CUresult sticky = CUDA_SUCCESS;  // the error of the context, once one has happened
 
 struct Event {
+  bool timing = false;
+  std::chrono::steady_clock::time_point time;  // of what was reached
   std::uint64_t recorded = 0;
   std::uint64_t reached = 0;
 };
@@ -55,6 +57,7 @@ class Stream {
     enqueue([event, number = event->recorded] {
       const std::lock_guard lock(mutex);
       event->reached = number;
+      event->time = std::chrono::steady_clock::now();
       changed.notify_all();
       return CUDA_SUCCESS;
     });

@@ -95,6 +95,10 @@ class LateMover:
             )
         return self._inner.wait(self._tickets[ticket], timeout)
 
+    def copy_seconds(self, ticket: int) -> float | None:
+        inner = self._tickets.get(ticket)
+        return None if inner is None else self._inner.copy_seconds(inner)
+
     def hold(self, ticket: int, stream: int) -> Status:
         if stream != 0:
             raise ValueError("the test's pages are in CPU memory")

@@ -69,6 +69,12 @@ class Mover(Protocol):
         """State of a transfer, without waiting; asking again gives the same answer."""
         ...
 
+    def copy_seconds(self, ticket: int) -> float | None:
+        """How long the copies of a DONE transfer took, from the first byte to the last, by the
+        clock of what copied: no waiting is in it, neither before nor until somebody looked. None if
+        that is not known."""
+        ...
+
     def wait(self, ticket: int, timeout: float) -> Status:
         """As `poll`, but waits up to `timeout` seconds for the transfer to finish."""
         ...
