@@ -55,11 +55,12 @@ def test_a_forgotten_prefix_comes_back_in_one_step(
 def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, rate: float) -> None:
     world = make_world(settings={"load_mode": "auto"})
     world.side._chooser._on_cores = False
-    world.side._chooser.loaded(rate)
     rng = random.Random(1)
     prompt = random_prompt(rng, 200)
     world.generate(prompt)
     world.forget()
+    for _ in range(8):
+        world.side._chooser.loaded(rate)
     world.add(random_prompt(rng, 30), max_tokens=50)
     world.step()
     second = world.add(prompt)

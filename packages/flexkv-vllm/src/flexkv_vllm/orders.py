@@ -74,7 +74,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
     Attributes:
         number: of the step, if its end was to be told; see `StepOrders`.
-        load_rate: bytes per second of the fastest load that was seen to end; 0 if none was.
+        load_rate: bytes per second of the fastest load that was seen to end, by the clock of what
+            copied; 0 if none was.
     """
 
     number: int

@@ -135,7 +135,7 @@ def make_worker_side(
         except ValueError as error:
             session.close()
             raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-    return WorkerSide(
+    side = WorkerSide(
         session,
         mover,
         rank,
@@ -147,6 +147,8 @@ def make_worker_side(
         edge=edge,
         fails_by_request=not groups.plain,
     )
+    side.calibrate(layout.num_blocks)
+    return side
 
 
 def make_scheduler_side(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,7 +51,6 @@ class Job:
         copies: the movers' tickets, one for each group that has blocks.
         size: bytes to copy.
         failed: whether some copy cannot be had.
-        begun: time.monotonic().
     """
 
     direction: Direction
@@ -61,7 +59,6 @@ class Job:
     copies: list[tuple[Mover, int]] = field(default_factory=list)
     size: int = 0
     failed: bool = False
-    begun: float = field(default_factory=time.monotonic)
 
 
 class FlexKVOffloadingWorker(OffloadingWorker):
@@ -123,7 +120,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 self._arena.board.report(job.cell, self._rank, status)
             if failed and job.direction is Direction.LOAD:
                 self._failures.report(job_id, job.engine_blocks)
-            seconds = time.monotonic() - job.begun
+            seconds = sum(mover.copy_seconds(ticket) or 0.0 for mover, ticket in job.copies)
             ended.append(TransferResult(job_id, True, 0 if failed else job.size, seconds))
         return ended
 

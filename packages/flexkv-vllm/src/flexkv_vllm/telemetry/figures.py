@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from flexkv import Direction, KVCache, Medium, Status
@@ -14,35 +13,40 @@ from flexkv_vllm.telemetry.stats import Samples, sample
 class CopyFigures:
     """Copies of one rank between its pages and host memory.
 
-    Their time runs from the order to the first poll that finds them done. A worker polls once in a
-    step, so that it may be up to a step too long; bytes are exact.
-
     Args:
         edge: of the process.
+        copy_seconds: of a ticket that is done, as `Mover.copy_seconds`.
     """
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, copy_seconds: Callable[[int], float | None]) -> None:
         self._edge = edge
-        self._begun: dict[int, tuple[Direction, int, float]] = {}
+        self._copy_seconds = copy_seconds
+        self._begun: dict[int, tuple[Direction, int]] = {}
         self._samples: Samples = {}
         self._told_failures = 0
         self._load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
         """The mover took an order for so many bytes."""
-        self._begun[ticket] = direction, size, time.monotonic()
+        self._begun[ticket] = direction, size
 
     def end(self, ticket: int, status: Status) -> None:
         """It is done, or failed."""
-        direction, size, begun = self._begun.pop(ticket)
+        direction, size = self._begun.pop(ticket)
         if status is not Status.DONE:
             return
         way = direction.name.lower()
-        seconds = time.monotonic() - begun
+        seconds = self._copy_seconds(ticket)
         self._add(sample("copied_bytes", "device", way), size)
+        if seconds is None:
+            return
         self._add(sample("copy_seconds", "device", way), seconds)
         if direction is Direction.LOAD:
-            self._load_rate = max(self._load_rate, size / max(seconds, 1e-9))
+            self.measured(size, seconds)
+
+    def measured(self, size: int, seconds: float) -> None:
+        """A load of so many bytes took so long."""
+        self._load_rate = max(self._load_rate, size / seconds)
 
     def take_load_rate(self) -> float:
         """Bytes per second of the fastest load that has ended since the last call; 0 if none."""

@@ -86,7 +86,7 @@ METRICS = (
     Metric(
         "copy_seconds",
         Kind.COUNTER,
-        "Seconds that the copies over the link took, each counted by itself.",
+        "Seconds that the copies over the link took, each counted by itself, waiting not included.",
         _LINKS,
         _WAYS,
     ),
@@ -160,8 +160,7 @@ class FlexKVStats(KVConnectorStats):
         for way in _WAYS:
             size, seconds = self._sum("copied_bytes", *way), self._sum("copy_seconds", *way)
             _put(line, f"{' '.join(way)} (MB)", round(size / 1e6, 1))
-            # Stores are seen to be done a step later, whatever they took.
-            if seconds and way != ("device", "store"):
+            if seconds:
                 line[f"{' '.join(way)} (GB/s per copy)"] = round(size / seconds / 1e9, 2)
         for tier in ("host", "disk"):
             _put(line, f"{tier} evictions (blocks)", self._sum("evicted_blocks", tier))
