@@ -104,6 +104,7 @@ class TransferScheduler:
             for result in tier.poll():
                 if not self._fetcher.take(tier, result) and self._demoter is not None:
                     self._demoter.take(result)
+        self._fetcher.read_again()
         self._fetcher.give_up_stalled()
         self._uses.count()
         if self._demoter is not None and self._admission.on_evict:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lower tier in memory: the test decides how each read and write ends, and when."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexkv.changes import Change, Medium
+from flexkv.tiers.base import BlockResult, TierFigures, Traffic
+from flexkv.transfer.job import Outcome, Priority
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A block to be read or written, without a result as yet.
+
+    Attributes:
+        begun: its device works on it: it can be cancelled no longer.
+    """
+
+    ticket: int
+    position: int
+    key: bytes
+    buffer: memoryview
+    priority: Priority
+    epoch: int
+    begun: bool = False
+
+    @property
+    def writes(self) -> bool:
+        return self.priority is Priority.WRITE
+
+
+class MemoryTier:
+    """See `LowerTier`. What it keeps has no bound.
+
+    Attributes:
+        blocks: what it has, least recently used first.
+        tasks: without a result, in the order in which they were asked for.
+        stalled: keys of blocks that cannot be read now, as their device hangs.
+        full: whether it drops what is to be written.
+    """
+
+    medium = Medium.DISK
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.tasks: list[Task] = []
+        self.stalled: set[bytes] = set()
+        self.full = False
+        self._tickets = itertools.count(1)
+        self._results: list[BlockResult] = []
+        self._epoch = 0
+
+    @property
+    def figures(self) -> TierFigures:
+        return TierFigures(len(self.blocks), 0, 0, 0, len(self.tasks), 0, Traffic())
+
+    def end(self, task: Task, outcome: Outcome = Outcome.DONE) -> None:
+        """A block's read or write has ended; a read that was not DONE leaves garbage."""
+        self.tasks.remove(task)
+        self._results.append(BlockResult(task.ticket, task.position, outcome))
+        if task.writes:
+            if outcome is Outcome.DONE and task.epoch == self._epoch:
+                self.blocks[task.key] = bytes(task.buffer)
+            return
+        size = len(task.buffer)
+        if outcome is Outcome.DONE:
+            task.buffer[:] = self.blocks.get(task.key, bytes(size))
+        else:
+            task.buffer[:] = b"?" * size
+        if outcome in (Outcome.DAMAGED, Outcome.FAILED):
+            self.blocks.pop(task.key, None)
+
+    def end_all(self, outcome: Outcome = Outcome.DONE) -> None:
+        for task in list(self.tasks):
+            self.end(task, outcome)
+
+    def of(self, key: bytes) -> Task:
+        """The only task for `key`."""
+        (task,) = (task for task in self.tasks if task.key == key)
+        return task
+
+    def name_of(self, key: bytes) -> bytes:
+        return key
+
+    def watch(self) -> None:
+        pass
+
+    def take_changes(self, limit: int) -> list[Change]:
+        return []
+
+    def contains(self, keys: Iterable[bytes]) -> list[bool]:
+        return [key in self.blocks and key not in self.stalled for key in keys]
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+        ticket = next(self._tickets)
+        for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            if key in self.blocks:
+                self.tasks.append(Task(ticket, position, key, buffer, priority, self._epoch))
+            else:
+                self._results.append(BlockResult(ticket, position, Outcome.MISSING))
+        return ticket
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        ticket = next(self._tickets)
+        for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            written = any(task.key == key and task.writes for task in self.tasks)
+            if key in self.blocks or written:
+                self._results.append(BlockResult(ticket, position, Outcome.DONE))
+            elif self.full:
+                self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
+            else:
+                self.tasks.append(Task(ticket, position, key, buffer, Priority.WRITE, self._epoch))
+        return ticket
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self.blocks:
+                self.blocks[key] = self.blocks.pop(key)
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self._epoch += 1
+
+    def cancel(self, ticket: int) -> None:
+        for task in list(self.tasks):
+            if task.ticket == ticket and not task.begun:
+                self.end(task, Outcome.DROPPED)
+
+    def hasten(self, ticket: int, priority: Priority) -> None:
+        for task in self.tasks:
+            if task.ticket == ticket and not task.begun:
+                task.priority = min(task.priority, priority)
+
+    def poll(self) -> list[BlockResult]:
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> bool:
+        return True
