@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -80,6 +81,28 @@ def test_an_error_of_the_system_is_a_failed_job_and_the_next_one_runs() -> None:
         link.submit(Job(Priority.LOAD, 1, lambda: [Outcome.DONE]))
         outcomes = [job.outcomes for job in ended(link, 4)]
         assert outcomes == [[Outcome.FAILED] * 2] * 3 + [[Outcome.DONE]]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), struct.error("out of range"), AssertionError(), KeyError(3)], ids=repr
+)
+def test_whatever_a_job_raises_it_is_failed_and_the_thread_lives(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> list[Outcome]:
+        raise error
+
+    with running(threads=1, stall_seconds=0.0) as link:
+        for _ in range(3):
+            link.submit(Job(Priority.WRITE, 1, fail, blocks=2))
+        link.submit(Job(Priority.WRITE, 1, lambda: [Outcome.DONE]))
+        outcomes = [job.outcomes for job in ended(link, 4)]
+        assert outcomes == [[Outcome.FAILED] * 2] * 3 + [[Outcome.DONE]]
+        assert not link.stalled
+        assert link.queued_bytes == 0
+    (record,) = caplog.records
+    assert repr(error) in record.getMessage()
+    assert record.exc_info is not None
 
 
 def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -37,7 +38,8 @@ class Record:
         return table.encode_record(self.slot, self.epoch, self.key, self.checksum, self.generation)
 
 
-RECORDS = st.builds(Record, SLOTS, NUMBERS, KEYS, CHECKSUMS, NUMBERS)
+GENERATIONS = st.integers(1, (1 << 63) - 1)
+RECORDS = st.builds(Record, SLOTS, NUMBERS, KEYS, CHECKSUMS, GENERATIONS)
 
 
 def in_slot(slot: int, record: bytes) -> bytes:
@@ -107,6 +109,13 @@ def test_a_record_that_was_half_overwritten_is_an_empty_slot(
 @given(st.binary(max_size=8 * table.RECORD_BYTES), NUMBERS)
 def test_other_bytes_are_empty_slots(data: bytes, epoch: int) -> None:
     assert not list(table.decode_records(data, epoch))
+
+
+@pytest.mark.parametrize("generation", [0, 1 << 63, (1 << 64) - 1])
+def test_a_generation_that_cannot_be_ours_makes_an_empty_slot(generation: int) -> None:
+    """With the last one that a record can hold, no block could be written any more."""
+    data = table.encode_record(0, 9, b"key", bytes(16), generation)
+    assert not list(table.decode_records(data, 9))
 
 
 def test_a_table_that_ends_within_a_record_has_those_before_it() -> None:

@@ -44,7 +44,7 @@ class Job:
         priority: see `Priority`.
         size: bytes.
         work: does it, in a thread of the link; may wait for its device. Returns an outcome for
-            each block. OSError means that all are FAILED.
+            each block. If it raises, all are FAILED.
         blocks: how many.
         outcomes: one for each block; none until the job ended. Set by the link.
         begun: time.monotonic() when a thread took it; 0.0 before.

@@ -7,6 +7,8 @@ polls it; nothing calls back from its threads.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +16,8 @@ from collections.abc import Iterable
 
 from flexkv.transfer.job import Job, Outcome, Priority
 from flexkv.transfer.queue import LinkQueue
+
+logger = logging.getLogger(__name__)
 
 
 class Link:
@@ -46,6 +50,7 @@ class Link:
         self._reads = 0
         self._writing = 0
         self._closing = False
+        self._told_error = False
         self._work = threading.Condition()
         self._done: deque[Job] = deque()
         # Daemons: a thread that hangs in its device must not keep the process from ending.
@@ -125,8 +130,26 @@ class Link:
                 job.outcomes = job.work()
             except OSError:
                 job.end_as(Outcome.FAILED)
+            except Exception as error:  # noqa: BLE001
+                # Whatever it is: a thread that ended here would take with it the buffers and slots
+                # of this job and, one by one, the whole link.
+                job.end_as(Outcome.FAILED)
+                self._report(error)
             job.seconds = time.monotonic() - job.begun
             job = self._exchange(job)
+
+    def _report(self, error: Exception) -> None:
+        if self._told_error:
+            return
+        self._told_error = True
+        name = threading.current_thread().name
+        with contextlib.suppress(Exception):  # there may be no memory for a message either
+            logger.error(
+                "error in a job of %s, which counts as failed: %r (logged once)",
+                name,
+                error,
+                exc_info=error,
+            )
 
     def _exchange(self, done: Job | None) -> Job | None:
         """Hand in a job that ended and take the next one, as soon as there is one; None at the

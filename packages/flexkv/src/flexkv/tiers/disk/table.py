@@ -35,6 +35,9 @@ _RECORD = struct.Struct("<32s16sQB3sI")
 _EPOCH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 EMPTY_RECORD = bytes(RECORD_BYTES)
+_LAST_GENERATION = 1 << 63
+"""Generations that a table counts up to never come near it: a record beyond is not one of ours, and
+would leave the writes that follow it no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,10 @@ def decode_records(
     for slot, fields in enumerate(_RECORD.iter_unpack(whole)):
         key, checksum, generation, length, _, crc = fields
         # Generations begin at 1: most of a young table is told empty without its CRC.
-        if generation and crc32(whole[start : start + _BODY.size], slot ^ seed) == crc:
+        if (
+            0 < generation < _LAST_GENERATION
+            and crc32(whole[start : start + _BODY.size], slot ^ seed) == crc
+        ):
             yield slot, key[:length], checksum, generation
         start += RECORD_BYTES
 
