@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.files import DIRECT
-from flexkv.tiers.disk.slabs import slab_path, slots_per_slab
+from flexkv.tiers.disk.slabs import slab_name, slots_per_slab
 from integration.bench.disk_contenders import FlexKV, Transfer
 
 
@@ -36,7 +36,10 @@ class PlainThreads:
         size = len(placed[0][1])
         per_slab = slots_per_slab(size)
         slabs = {slot // per_slab for slot, _ in placed}
-        files = {slab: os.open(slab_path(drive.path, slab), os.O_RDONLY | DIRECT) for slab in slabs}
+        files = {
+            slab: os.open(os.path.join(drive.path, slab_name(slab)), os.O_RDONLY | DIRECT)
+            for slab in slabs
+        }
         feed = iter(placed)
 
         def work(feed: Iterator[tuple[int, memoryview]]) -> int:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexkv.tiers.base import BlockResult
-from flexkv.tiers.disk.inspect import Record, read_table
+from flexkv.tiers.disk.files import open_folder
+from flexkv.tiers.disk.inspect import Record, Snapshot, read_table
 from flexkv.transfer.job import Outcome, Priority
 from packages.flexkv.tests.cli import engine
 
@@ -64,7 +65,14 @@ class Cache:
         assert tier.close()
 
     def records(self) -> list[Record]:
-        return list(read_table(str(self.folder)).records())
+        return list(self.table().records())
+
+    def table(self) -> Snapshot:
+        folder = open_folder(str(self.folder))
+        try:
+            return read_table(folder, FINGERPRINT)
+        finally:
+            os.close(folder)
 
     def flip(self, slot: int) -> None:
         """Change one byte in the middle of a slot."""

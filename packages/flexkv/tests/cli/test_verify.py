@@ -11,7 +11,7 @@ import pytest
 
 from flexkv.tiers.disk import slabs, table, verify
 from flexkv.tiers.disk.files import OsFiles
-from flexkv.tiers.disk.inspect import Record, read_table
+from flexkv.tiers.disk.inspect import Record
 from packages.flexkv.tests.cli import engine
 from packages.flexkv.tests.cli.stores import Cache, Flexkv, FlexkvOnTerminal
 
@@ -91,6 +91,7 @@ def test_a_missing_slab_is_found(flexkv: Flexkv, cache: Cache) -> None:
 def test_a_damaged_header_is_found(flexkv: Flexkv, cache: Cache) -> None:
     cache.fill(1)
     with open(cache.folder / "table", "r+b") as file:
+        file.seek(20)
         file.write(b"X")
     ended = flexkv("verify", cache.root, "--json")
     assert ended.code == 1
@@ -148,9 +149,9 @@ def test_a_folder_that_is_removed_meanwhile_is_not_bad(quick: None, cache: Cache
     cache.fill(3)
 
     class Removing(OsFiles):
-        def open(self, path: str, flags: int) -> int:
+        def open(self, folder: int, name: str, flags: int) -> int:
             shutil.rmtree(cache.folder, ignore_errors=True)
-            return super().open(path, flags)
+            return super().open(folder, name, flags)
 
     report = check(cache, Removing())
     assert report.bad == []
@@ -178,7 +179,7 @@ class Replacing(OsFiles):
         os.close(slab)
         count = super().preadv(fd, buffers, offset)
         if self._finish:
-            header = read_table(str(self._cache.folder)).header
+            header = self._cache.table().header
             assert header is not None
             checksum = table.checksum_of(data, header.epoch)
             record = table.encode_record(self._slot, header.epoch, b"new", checksum, 1000)
@@ -230,7 +231,7 @@ def test_a_write_that_was_never_finished_left_a_bad_block(quick: None, cache: Ca
 def test_a_bad_block_of_which_there_is_a_later_one_is_not_bad(quick: None, cache: Cache) -> None:
     cache.fill(2)
     older, newer = cache.records()
-    header = read_table(str(cache.folder)).header
+    header = cache.table().header
     assert header is not None
     same = replace_record(cache, header.epoch, newer._replace(key=older.key, generation=1000))
     cache.flip(older.slot)
@@ -272,11 +273,11 @@ def test_where_o_direct_does_not_exist_blocks_are_read_without(quick: None, cach
     refused = []
 
     class NoDirect(OsFiles):
-        def open(self, path: str, flags: int) -> int:
+        def open(self, folder: int, name: str, flags: int) -> int:
             if flags & os.O_DIRECT:
-                refused.append(path)
+                refused.append(name)
                 raise OSError(22, "Invalid argument")
-            return super().open(path, flags)
+            return super().open(folder, name, flags)
 
     report = check(cache, NoDirect())
     assert refused

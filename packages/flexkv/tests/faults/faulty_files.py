@@ -139,10 +139,10 @@ class HangingFiles(OsFiles):
 class NoDirectFiles(OsFiles):
     """Files of a file system that has no O_DIRECT."""
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, folder: int, name: str, flags: int) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-        return super().open(path, flags)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
+        return super().open(folder, name, flags)
 
 
 def _half(buffers: Sequence[memoryview]) -> list[memoryview]:

@@ -119,9 +119,9 @@ class BrokenFiles(OsFiles):
         if operation == self.operation:
             raise OSError(self.code, os.strerror(self.code))
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, folder: int, name: str, flags: int) -> int:
         self._check("open")
-        return super().open(path, flags)
+        return super().open(folder, name, flags)
 
     def allocate(self, fd: int, length: int) -> None:
         self._check("allocate")

@@ -2,39 +2,68 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import stat
-import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexkv.tiers.disk.ledger import FILE, Ledger, load_ledger, save_ledger
+from flexkv.tiers.disk import ledger
+from flexkv.tiers.disk.files import open_folder
+from flexkv.tiers.disk.ledger import FILE, SCRATCH, Ledger, load_ledger, save_ledger
 
 DAY = 24 * 3600
 COUNTS = st.integers(0, 1 << 60)
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that is set by hand.
+
+    Attributes:
+        now: seconds since the epoch, which somebody may set.
+        passed: seconds that have passed.
+    """
 
     def __init__(self) -> None:
         self.now = 1.8e9
+        self.passed = 100.0
 
-    def __call__(self) -> float:
+    def time(self) -> float:
         return self.now
+
+    def monotonic(self) -> float:
+        return self.passed
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+        self.passed += seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(time, "time", made)
-    yield made
-    monkeypatch.undo()
+    monkeypatch.setattr(ledger, "time", made)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[int]:
+    """An open, empty directory."""
+    fd = open_folder(str(tmp_path))
+    yield fd
+    os.close(fd)
+
+
+def restarted(folder: int, counted: Ledger) -> Ledger:
+    """The ledger of the next process."""
+    save_ledger(folder, counted.dump())
+    return load_ledger(folder)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,50 +74,84 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 def test_no_24_hours_see_more_than_the_budget(
     clock: Clock, steps: list[tuple[int, int]], day_bytes: int
 ) -> None:
-    ledger = Ledger()
+    counted = Ledger()
     written: list[tuple[float, int]] = []
     for seconds, size in steps:
-        clock.now += seconds
-        if ledger.may_write(size, day_bytes):
-            ledger.book_write(size)
+        clock.skip(seconds)
+        if counted.may_write(size, day_bytes):
+            counted.book_write(size)
             written.append((clock.now, size))
     for end, _ in written:
         assert sum(size for at, size in written if end - DAY < at <= end) <= day_bytes
 
 
-def test_the_budget_returns(clock: Clock) -> None:
-    ledger = Ledger()
-    ledger.book_write(10)
-    assert not ledger.may_write(1, 10)
-    assert ledger.may_write(1, None)
-    clock.now += DAY + 3600
-    assert ledger.may_write(10, 10)
+def test_the_budget_returns_after_a_day_and_the_rest_of_its_hour(clock: Clock) -> None:
+    counted = Ledger()
+    counted.book_write(10)
+    assert not counted.may_write(1, 10)
+    assert counted.may_write(1, None)
+    clock.skip(DAY)
+    assert not counted.may_write(1, 10)
+    assert counted.day_bytes == 10
+    clock.skip(3600)
+    assert counted.may_write(10, 10)
+    assert counted.day_bytes == 0
 
 
 def test_what_was_not_written_after_all_does_not_count(clock: Clock) -> None:
-    ledger = Ledger()
-    ledger.book_write(10)
-    ledger.book_write(-10)
-    assert ledger.may_write(10, 10)
-    ledger.book_write(10)
-    clock.now += 3600
-    ledger.book_write(-10)
-    clock.now += DAY
-    ledger.book_write(10)
-    assert not ledger.may_write(1, 10)
+    counted = Ledger()
+    counted.book_write(10)
+    counted.book_write(-10)
+    assert counted.may_write(10, 10)
+    counted.book_write(10)
+    clock.skip(3600)
+    counted.book_write(-10)
+    clock.skip(DAY)
+    counted.book_write(10)
+    assert not counted.may_write(1, 10)
 
 
-def test_a_clock_that_was_put_back_does_not_use_up_the_budget_for_ever(
-    tmp_path: Path, clock: Clock
+def test_hours_that_are_over_are_forgotten(clock: Clock) -> None:
+    counted = Ledger()
+    for _ in range(100):
+        counted.book_write(1)
+        clock.skip(3600)
+    assert len(counted.written_bytes) == len(json.loads(counted.dump())["written_bytes"]) + 1 == 25
+
+
+@pytest.mark.parametrize("jump", [30 * DAY, -30 * DAY, 5 * 3600, -5 * 3600])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_clock_that_is_set_makes_what_was_written_neither_older_nor_younger(
+    folder: int, clock: Clock, jump: int, restart: bool
 ) -> None:
-    ledger = Ledger()
-    ledger.book_write(10)
-    save_ledger(str(tmp_path), ledger.dump())
+    counted = Ledger()
+    counted.book_write(10)
+    clock.now += jump
+    counted.book_write(10)
+    if restart:
+        counted = restarted(folder, counted)
+    assert counted.day_bytes == 20
+    assert not counted.may_write(1, 20)
+    clock.now -= jump
+    if restart:
+        counted = restarted(folder, counted)
+    clock.skip(DAY - 3600)
+    assert not counted.may_write(1, 20)
+    clock.skip(2 * 3600)
+    assert counted.may_write(20, 20)
+
+
+def test_a_clock_that_was_put_back_between_processes_does_not_use_up_the_budget_for_ever(
+    folder: int, clock: Clock
+) -> None:
+    counted = Ledger()
+    counted.book_write(10)
+    save_ledger(folder, counted.dump())
     clock.now -= 1000 * DAY
-    ledger = load_ledger(str(tmp_path))
-    assert not ledger.may_write(1, 10)
-    clock.now += DAY + 3600
-    assert ledger.may_write(10, 10)
+    counted = load_ledger(folder)
+    assert not counted.may_write(1, 10)
+    clock.skip(DAY + 3600)
+    assert counted.may_write(10, 10)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -96,16 +159,26 @@ def test_a_clock_that_was_put_back_does_not_use_up_the_budget_for_ever(
     st.builds(Ledger, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.just({})),
     st.lists(st.integers(0, 1 << 50), max_size=24),
 )
-def test_counters_survive(tmp_path: Path, clock: Clock, ledger: Ledger, sizes: list[int]) -> None:
+def test_counters_survive(
+    tmp_path: Path, folder: int, clock: Clock, counted: Ledger, sizes: list[int]
+) -> None:
     hour = int(clock.now) // 3600
-    ledger.written_bytes = {hour - age: size for age, size in enumerate(sizes)}
-    save_ledger(str(tmp_path), ledger.dump())
-    assert load_ledger(str(tmp_path)) == ledger
+    counted.written_bytes = {hour - age: size for age, size in enumerate(sizes)}
+    assert restarted(folder, counted) == counted
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
-GOOD = json.dumps(asdict(Ledger(1, 2, 3, 4, 5, {400000: 6}))).encode()
+GOOD = json.dumps(
+    {
+        "hit_blocks": 1,
+        "damaged_blocks": 2,
+        "failed_reads": 3,
+        "written_blocks": 4,
+        "failed_writes": 5,
+        "written_bytes": {"400000": 6},
+    }
+).encode()
 MALFORMED = [
     b"",
     b"{}",
@@ -127,34 +200,83 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_ledger_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
+def test_a_malformed_ledger_is_an_empty_one(tmp_path: Path, folder: int, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
-    assert load_ledger(str(tmp_path)) == Ledger()
+    assert load_ledger(folder) == Ledger()
 
 
-def test_no_ledger_is_an_empty_one(tmp_path: Path) -> None:
-    assert load_ledger(str(tmp_path)) == Ledger()
+def test_a_good_ledger_is_none_of_those(tmp_path: Path, folder: int) -> None:
+    (tmp_path / FILE).write_bytes(GOOD)
+    assert load_ledger(folder) == Ledger(1, 2, 3, 4, 5, {400000: 6})
+
+
+def test_no_ledger_is_an_empty_one(tmp_path: Path, folder: int) -> None:
+    assert load_ledger(folder) == Ledger()
     (tmp_path / FILE).mkdir()
-    assert load_ledger(str(tmp_path)) == Ledger()
+    assert load_ledger(folder) == Ledger()
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "victim"])
+def test_links_are_followed_neither_to_read_nor_to_write(
+    tmp_path: Path, folder: int, target: str
+) -> None:
+    (tmp_path / "victim").write_bytes(GOOD)
+    for name in (FILE, SCRATCH):
+        (tmp_path / name).symlink_to(target)
+    assert load_ledger(folder) == Ledger()
+    with pytest.raises(OSError, match="is a symbolic link"):
+        save_ledger(folder, b"{}")
+    assert (tmp_path / "victim").read_bytes() == GOOD
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path, folder: int) -> None:
+    for name in (FILE, SCRATCH):
+        os.mkfifo(tmp_path / name)
+    assert load_ledger(folder) == Ledger()
+    with pytest.raises(OSError, match="is not a regular file"):
+        save_ledger(folder, b"{}")
+
+
+def test_a_ledger_longer_than_any_of_ours_is_not_read_whole(tmp_path: Path, folder: int) -> None:
+    with (tmp_path / FILE).open("wb") as file:
+        file.truncate(1 << 40)
+    assert load_ledger(folder) == Ledger()
+
+
+def test_the_ledger_of_a_folder_that_was_made_anew_is_left_as_it_is(
+    tmp_path: Path, folder: int
+) -> None:
+    """As an engine finds it whose folder was removed while it ran."""
+    tmp_path.rename(tmp_path.with_name("removed"))
+    shutil.rmtree(tmp_path.with_name("removed"))
+    tmp_path.mkdir()
+    (tmp_path / FILE).write_bytes(GOOD)
+    with pytest.raises(FileNotFoundError):
+        save_ledger(folder, b"{}")
+    assert (tmp_path / FILE).read_bytes() == GOOD
 
 
 @given(st.binary(max_size=3), st.integers(0, len(GOOD) - 1))
 def test_a_damaged_ledger_never_raises(
     tmp_path_factory: pytest.TempPathFactory, damage: bytes, place: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("ledger")
-    (folder / FILE).write_bytes(GOOD[:place] + damage + GOOD[place + len(damage) :])
-    ledger = load_ledger(str(folder))
-    assert all(size >= 0 for size in ledger.written_bytes.values())
+    path = tmp_path_factory.mktemp("ledger")
+    (path / FILE).write_bytes(GOOD[:place] + damage + GOOD[place + len(damage) :])
+    fd = open_folder(str(path))
+    counted = load_ledger(fd)
+    os.close(fd)
+    assert all(size >= 0 for size in counted.written_bytes.values())
 
 
-def test_a_ledger_for_which_there_is_no_room_leaves_the_old_one(tmp_path: Path) -> None:
-    save_ledger(str(tmp_path), GOOD)
+def test_a_ledger_for_which_there_is_no_room_leaves_the_old_one(
+    tmp_path: Path, folder: int
+) -> None:
+    save_ledger(folder, GOOD)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(GOOD) // 2, limits[1]))
     try:
         with pytest.raises(OSError, match=r"No space left|too large"):
-            save_ledger(str(tmp_path), json.dumps({"longer": "x" * len(GOOD)}).encode())
+            save_ledger(folder, json.dumps({"longer": "x" * len(GOOD)}).encode())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / FILE).read_bytes() == GOOD

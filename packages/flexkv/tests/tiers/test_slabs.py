@@ -11,6 +11,7 @@ from disk_blocks import SLOT, buffers, bytes_of
 from faults.faulty_files import NoDirectFiles
 
 from flexkv.tiers.disk import OsFiles, slabs
+from flexkv.tiers.disk.files import open_folder
 from flexkv.tiers.disk.slabs import Slabs
 
 PER_SLAB = 4
@@ -31,6 +32,14 @@ class FullFiles(OsFiles):
         if length > self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().allocate(fd, length)
+
+
+def slabs_in(folder: Path, files: OsFiles, slots: int) -> Slabs:
+    fd = open_folder(str(folder))
+    try:
+        return Slabs(files, fd, SLOT, slots)
+    finally:
+        os.close(fd)
 
 
 def contents(made: Slabs, count: int) -> list[bytes]:
@@ -57,7 +66,7 @@ def files_in(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("files", [OsFiles(), NoDirectFiles()], ids=["direct", "buffered"])
 def test_every_slot_has_a_place_of_its_own(tmp_path: Path, files: OsFiles) -> None:
-    made = Slabs(files, str(tmp_path), SLOT, 10)
+    made = slabs_in(tmp_path, files, 10)
     assert made.direct is not isinstance(files, NoDirectFiles)
     blocks = fill(made, 10)
     assert contents(made, 10) == blocks
@@ -67,7 +76,7 @@ def test_every_slot_has_a_place_of_its_own(tmp_path: Path, files: OsFiles) -> No
 
 @pytest.mark.parametrize("files", [OsFiles(), NoDirectFiles()], ids=["direct", "buffered"])
 def test_a_run_of_slots_is_the_same_as_each_of_them(tmp_path: Path, files: OsFiles) -> None:
-    made = Slabs(files, str(tmp_path), SLOT, 10)
+    made = slabs_in(tmp_path, files, 10)
     blocks = fill(made, 10)
     targets = buffers(3)[::-1]  # that are not neighbours in this order
     assert made.read_run(5, targets)
@@ -78,7 +87,7 @@ def test_a_run_of_slots_is_the_same_as_each_of_them(tmp_path: Path, files: OsFil
 
 
 def test_all_bytes_are_allocated_at_once_and_only_for_the_owner(tmp_path: Path) -> None:
-    Slabs(OsFiles(), str(tmp_path), SLOT, 10).close()
+    slabs_in(tmp_path, OsFiles(), 10).close()
     assert files_in(tmp_path) == {
         "slab-00000": 4 * SLOT,
         "slab-00001": 4 * SLOT,
@@ -91,35 +100,35 @@ def test_all_bytes_are_allocated_at_once_and_only_for_the_owner(tmp_path: Path) 
 
 @pytest.mark.parametrize("slots", [1, 4, 5, 9, 10, 17])
 def test_another_number_of_slots_keeps_those_that_both_have(tmp_path: Path, slots: int) -> None:
-    made = Slabs(OsFiles(), str(tmp_path), SLOT, 10)
+    made = slabs_in(tmp_path, OsFiles(), 10)
     blocks = fill(made, 10)
     made.close()
-    made = Slabs(OsFiles(), str(tmp_path), SLOT, slots)
+    made = slabs_in(tmp_path, OsFiles(), slots)
     assert contents(made, min(10, slots)) == blocks[:slots]
     made.close()
     assert sum(files_in(tmp_path).values()) == slots * SLOT
 
 
 def test_a_full_disk_leaves_nothing_new_and_keeps_the_old(tmp_path: Path) -> None:
-    made = Slabs(OsFiles(), str(tmp_path), SLOT, 2)
+    made = slabs_in(tmp_path, OsFiles(), 2)
     blocks = fill(made, 2)
     made.close()
     before = files_in(tmp_path)
     with pytest.raises(OSError, match="No space left"):
-        Slabs(FullFiles(3 * SLOT), str(tmp_path), SLOT, 10)
+        slabs_in(tmp_path, FullFiles(3 * SLOT), 10)
     assert files_in(tmp_path) == before
-    made = Slabs(OsFiles(), str(tmp_path), SLOT, 2)
+    made = slabs_in(tmp_path, OsFiles(), 2)
     assert contents(made, 2) == blocks
     made.close()
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(OSError, match="No space left"):
-        Slabs(FullFiles(SLOT), str(empty), SLOT, 10)
+        slabs_in(empty, FullFiles(SLOT), 10)
     assert not files_in(empty)
 
 
 def test_a_file_that_was_cut_has_no_bytes_behind_its_end(tmp_path: Path) -> None:
-    made = Slabs(OsFiles(), str(tmp_path), SLOT, 10)
+    made = slabs_in(tmp_path, OsFiles(), 10)
     blocks = fill(made, 10)
     os.truncate(tmp_path / "slab-00001", 2 * SLOT - 100)
     (buffer,) = buffers(1)

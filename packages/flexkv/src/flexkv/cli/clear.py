@@ -5,11 +5,14 @@ ask on, it needs --yes. Exit code 0 if all were removed, 1 if any is left."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from flexkv.cli.common import add_directory, cache_folders, size
 from flexkv.errors import ConfigError
 from flexkv.tiers.disk import directory
+from flexkv.tiers.disk.directory import Removal
+from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import owner_of
 
 NAME = "clear"
@@ -49,11 +52,22 @@ def _remove(path: str) -> bool:
     """Remove one folder and say so. False if it is left."""
     try:
         count = directory.disk_bytes(path)
-        if directory.remove(path):
+        removal = directory.remove(path)
+        if removal is Removal.REMOVED:
             print(f"removed {path}, {size(count)}")
             return True
-        owner = owner_of(path) or directory.owner(path)
-        print(f"left {path}: in use by process {owner}")
+        problem = removal.value
+        if removal is Removal.IN_USE:
+            problem += f" by process {_owner(path)}"
+        print(f"left {path}: {problem}")
     except OSError as error:
-        print(f"left {path}: {error.strerror}")
+        print(f"left {path}: {reason_of(error)}")
     return False
+
+
+def _owner(path: str) -> int | str:
+    folder = open_folder(path)
+    try:
+        return owner_of(folder) or directory.owner(path)
+    finally:
+        os.close(folder)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print(state.path)
         _print_line("fingerprint", state.fingerprint)
         _print_line("in use", owner)
-        _print_line("block size", size(state.block_bytes) if state.slots else "no table yet")
+        _print_line("block size", size(state.block_bytes) if state.slots else "unknown")
         _print_figures(state)
         print()
     print("1 folder in total" if len(states) == 1 else f"{len(states)} folders in total")

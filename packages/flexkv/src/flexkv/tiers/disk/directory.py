@@ -4,49 +4,91 @@
 DIR/<fingerprint>/            the cache of the first engine with blocks of this kind
 DIR/<fingerprint>-1/          that of a second one at the same time, where this is allowed
     lock  table  slab-00000 ...  counters.json
+DIR/<name>.removed-<random>/  one that is being removed, or whose removal was cut off
+
+A folder is FlexKV's if it has a table, known by its first bytes; what is named like a folder of
+FlexKV alone may be anybody's. In such a folder only files named as above are touched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import re
-import shutil
+import secrets
+import time
 from dataclasses import dataclass
 
 from flexkv.errors import DiskError
-from flexkv.tiers.disk.files import try_lock
+from flexkv.tiers.disk import ledger, table
+from flexkv.tiers.disk.files import is_regular, open_folder, open_regular, reason_of, try_lock
+from flexkv.tiers.disk.slabs import is_slab
 
 TABLE = "table"
 LOCK = "lock"
 MAX_OWNERS = 64
 """Engines with blocks of one kind on one directory; more than the data-parallel ranks of a node."""
 
-_FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-(?P<number>[0-9]+))?")
+_FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
+_REMOVED = ".removed-"
+_PID = re.compile(rb"[0-9\n\0]*")  # zeros: what a power failure may leave of it
+_LOCK_BYTES = 32
+_TRIES = 10
+_TRY_SECONDS = 0.05
+"""Who removes a folder holds its lock until the folder has another name: some system calls long.
+An engine that starts meanwhile looks again so many times, so far apart."""
 
 
-@dataclass(slots=True)
+class Removal(enum.Enum):
+    """How the removal of a folder ended."""
+
+    REMOVED = "removed"
+    IN_USE = "in use"
+    FOREIGN_FILES = "holds files that are not FlexKV's"
+    """All of FlexKV's are gone, the folder and the others are left."""
+
+
+@dataclass(slots=True, eq=False)
 class Folder:
     """A folder that this process owns until `release`.
 
     Attributes:
         path: absolute.
+        fd: open directory.
         lock: open file that holds the lock.
     """
 
     path: str
-    lock: int
+    fd: int
+    lock: int = -1
 
     def release(self) -> None:
         """Give the lock back. Idempotent."""
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
+        _open_folders.pop(self, None)
+        for fd in (self.lock, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.lock = -1
 
 
-def folders(root: str) -> list[str]:
-    """Paths of the folders with a cache below `root`, by name.
+_open_folders: dict[Folder, None] = {}
+
+
+def _let_go_in_child() -> None:
+    # A lock is of an open file, which a forked process has too: as long as it lived nobody could
+    # own the folder. Closing it there takes nothing from the parent.
+    for folder in list(_open_folders):
+        folder.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def folders(root: str, leftovers: bool = False) -> list[str]:
+    """Paths of the folders below `root` that are FlexKV's, or that this user may not look into, by
+    name; with `leftovers` also those whose removal was cut off.
 
     Raises:
         DiskError: `root` cannot be read.
@@ -58,8 +100,9 @@ def folders(root: str) -> list[str]:
             f"cannot read the cache directory {root}: {error.strerror}; "
             f"allowed: a directory that FlexKV has used"
         ) from None
-    paths = [os.path.join(root, name) for name in names if _FOLDER.fullmatch(name)]
-    return [path for path in paths if os.path.exists(os.path.join(path, LOCK))]
+    matches = [match for name in names if (match := _FOLDER.fullmatch(name))]
+    paths = [os.path.join(root, m.string) for m in matches if leftovers or not m["removed"]]
+    return [path for path in paths if _may_be_ours(path)]
 
 
 def lock_folder(path: str) -> Folder | None:
@@ -68,20 +111,24 @@ def lock_folder(path: str) -> Folder | None:
     Raises:
         OSError: as the system says; FileNotFoundError if its owner removed it at the same time.
     """
-    fd = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    folder = Folder(path, fd)
+    folder = Folder(path, open_folder(path))
     try:
-        if not try_lock(fd):
+        folder.lock = open_regular(folder.fd, LOCK, os.O_RDWR | os.O_CREAT)
+        free = try_lock(folder.lock)
+        if not _is_at(path, folder.fd) or os.fstat(folder.lock).st_nlink == 0:
+            # The lock of a folder that is gone: another process may make the folder anew.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if not free:
             folder.release()
             return None
-        if os.fstat(fd).st_nlink == 0:
-            # The lock of a file that is gone: another process may make the folder anew.
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        if not _PID.fullmatch(os.pread(folder.lock, _LOCK_BYTES, 0)):
+            raise OSError(errno.EEXIST, "is a file of another program", os.path.join(path, LOCK))
+        os.ftruncate(folder.lock, 0)
+        os.pwrite(folder.lock, f"{os.getpid()}\n".encode(), 0)
     except OSError:
         folder.release()
         raise
+    _open_folders[folder] = None
     return folder
 
 
@@ -100,21 +147,21 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         os.makedirs(root, mode=0o700, exist_ok=True)
         for number in range(MAX_OWNERS if share else 1):
             name = f"{fingerprint}-{number}" if number else fingerprint
-            path = os.path.join(root, name)
-            folder = _make(path)
+            # With `share` there is another folder to have at once.
+            folder = _make(os.path.join(root, name), 1 if share else _TRIES)
             if folder is not None:
                 return folder
     except OSError as error:
         raise DiskError(
-            f"cannot use the cache directory {root} from ssd_cache_dir: {error}; "
+            f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; "
             f"allowed: a directory that this user can create and write"
         ) from None
     raise DiskError(_taken(root, fingerprint, share))
 
 
 def remove_others(root: str, mine: str, share: bool) -> list[str]:
-    """Remove the folders below `root` that no process owns, so that `root` stays within its
-    bound. Returns their paths.
+    """Remove the folders of FlexKV below `root` that no process owns, so that `root` stays within
+    its bound. Returns their paths.
 
     Args:
         root: the cache directory.
@@ -123,35 +170,61 @@ def remove_others(root: str, mine: str, share: bool) -> list[str]:
     """
     removed = []
     fingerprint = _fingerprint(mine)
-    for path in folders(root):
+    for path in folders(root, leftovers=True):
         if path == mine or (share and _fingerprint(path) == fingerprint):
             continue
         # What cannot be locked or removed is someone else's; their bound is theirs.
         with contextlib.suppress(OSError):
-            if remove(path):
+            if remove(path) is Removal.REMOVED:
                 removed.append(path)
     return removed
 
 
-def remove(path: str) -> bool:
-    """Remove a folder and all its bytes. False if a process owns it.
+def remove(path: str) -> Removal:
+    """Remove what is FlexKV's in a folder, and the folder if that is all.
 
     Raises:
-        OSError: as the system says.
+        OSError: as the system says; the folder is not FlexKV's.
     """
+    if not _may_be_ours(path):
+        raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
     folder = lock_folder(path)
     if folder is None:
-        return False
+        return Removal.IN_USE
     try:
-        # The lock goes last: without it an engine that starts would fill what is being removed.
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name != LOCK and not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.path)
-        shutil.rmtree(path)
+        if not has_table(folder.fd):
+            raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
+        names = os.listdir(folder.fd)
+        ours = [name for name in names if _is_own(name) and is_regular(folder.fd, name)]
+        alone = len(ours) == len(names)
+        if alone and _REMOVED not in os.path.basename(path):
+            # Out of the way at once, for an engine that starts meanwhile.
+            path = f"{path}{_REMOVED}{secrets.token_hex(4)}"
+            os.rename(folder.path, path)
+        # The table last but the lock: without it the rest would be nobody's if this is cut off.
+        for name in sorted(ours, key=lambda name: (name == LOCK, name == TABLE)):
+            os.unlink(name, dir_fd=folder.fd)
+        if alone:
+            os.rmdir(path)
     finally:
         folder.release()
-    return True
+    return Removal.REMOVED if alone else Removal.FOREIGN_FILES
+
+
+def has_table(folder: int) -> bool:
+    """Whether an open directory holds a table of FlexKV, of whatever version and state."""
+    try:
+        fd = open_regular(folder, TABLE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            return False
+        raise
+    try:
+        return table.has_magic(os.pread(fd, table.HEADER_BYTES, 0))
+    finally:
+        os.close(fd)
 
 
 def disk_bytes(path: str) -> int:
@@ -166,20 +239,57 @@ def disk_bytes(path: str) -> int:
 
 def owner(path: str) -> str:
     """Process id of the folder's last owner as text, or "unknown"."""
+    content = b""
+    with contextlib.suppress(OSError):
+        folder = open_folder(path)
+        try:
+            fd = open_regular(folder, LOCK, os.O_RDONLY)
+            content = os.pread(fd, _LOCK_BYTES, 0)
+            os.close(fd)
+        finally:
+            os.close(folder)
+    return content.decode("ascii", errors="replace").strip() or "unknown"
+
+
+def _make(path: str, tries: int) -> Folder | None:
+    """Own the folder `path`, made if need be; None if another process owns it."""
+    for left in reversed(range(tries)):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, mode=0o700)
+        # An engine with other blocks may remove it as it is made.
+        with contextlib.suppress(FileNotFoundError):
+            folder = lock_folder(path)
+            if folder is not None or not left:
+                return folder
+        time.sleep(_TRY_SECONDS)
+    return None
+
+
+def _may_be_ours(path: str) -> bool:
     try:
-        with open(os.path.join(path, LOCK), encoding="ascii", errors="replace") as file:
-            return file.read(32).strip() or "unknown"
-    except OSError:
-        return "unknown"
+        folder = open_folder(path)
+        try:
+            return has_table(folder)
+        finally:
+            os.close(folder)
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        return error.errno != errno.ENOENT
 
 
-def _make(path: str) -> Folder | None:
-    os.makedirs(path, mode=0o700, exist_ok=True)
+def _is_own(name: str) -> bool:
+    return name in _OWN_NAMES or is_slab(name)
+
+
+_OWN_NAMES = frozenset({LOCK, TABLE, ledger.FILE, ledger.SCRATCH})
+
+
+def _is_at(path: str, folder: int) -> bool:
+    """Whether the open directory `folder` is what `path` names."""
     with contextlib.suppress(FileNotFoundError):
-        return lock_folder(path)
-    # An engine with other blocks was removing it as it was made: by now it has.
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    return lock_folder(path)
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(folder))
+    return False
 
 
 def _fingerprint(path: str) -> str:

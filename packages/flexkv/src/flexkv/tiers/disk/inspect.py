@@ -8,17 +8,22 @@ meanwhile, and who finds something wrong has to look again.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import directory, slabs, table
-from flexkv.tiers.disk.files import DIRECT, Files, read_fully
+from flexkv.tiers.disk.files import (
+    Files,
+    open_data,
+    open_folder,
+    open_regular,
+    read_fully,
+    reason_of,
+)
 from flexkv.tiers.disk.ledger import load_ledger
 
 _HEADER_READS = 3
@@ -96,22 +101,22 @@ def folder_state(path: str) -> FolderState:
         DiskError: it cannot be read.
     """
     try:
-        owner = owner_of(path)
-        snapshot = read_table(path)
-        on_disk = directory.disk_bytes(path)
+        folder = open_folder(path)
+        try:
+            owner = owner_of(folder)
+            snapshot = read_table(folder, fingerprint_of(path))
+            ledger = load_ledger(folder)
+            on_disk = directory.disk_bytes(path)
+        finally:
+            os.close(folder)
     except OSError as error:
-        raise DiskError(
-            f"cannot read {error.filename or path}: {error.strerror}; allowed: a folder that this "
-            f"user can read"
-        ) from None
-    ledger = load_ledger(path)
+        raise unreadable(path, error) from None
     header = snapshot.header
     used = len({record.key for record in snapshot.records()})
     block_bytes = header.slot_bytes if header else 0
-    oldest = int(time.time()) // 3600 - 24
     return FolderState(
         path=path,
-        fingerprint=_fingerprint(path),
+        fingerprint=fingerprint_of(path),
         owner=owner,
         block_bytes=block_bytes,
         slots=header.num_slots if header else 0,
@@ -121,14 +126,19 @@ def folder_state(path: str) -> FolderState:
         hit_blocks=ledger.hit_blocks,
         damaged_blocks=ledger.damaged_blocks,
         written_bytes=ledger.written_blocks * block_bytes,
-        written_bytes_day=sum(
-            size for hour, size in ledger.written_bytes.items() if hour >= oldest
-        ),
+        written_bytes_day=ledger.day_bytes,
     )
 
 
-def read_table(path: str) -> Snapshot:
-    """The table of the folder `path`.
+def unreadable(path: str, error: OSError) -> DiskError:
+    """What to raise for a folder that the system refuses."""
+    return DiskError(
+        f"cannot read {path}: {reason_of(error)}; allowed: a folder that this user can read"
+    )
+
+
+def read_table(folder: int, fingerprint: str) -> Snapshot:
+    """The table of the open directory `folder`, which is of `fingerprint`.
 
     Raises:
         OSError: as the system says, but not because there is no table.
@@ -136,19 +146,20 @@ def read_table(path: str) -> Snapshot:
     data = b""
     for _ in range(_HEADER_READS):
         try:
-            with open(os.path.join(path, directory.TABLE), "rb", buffering=0) as file:
-                data = file.readall()
+            fd = open_regular(folder, directory.TABLE, os.O_RDONLY)
         except FileNotFoundError:
             return Snapshot(None, damaged=False, body=b"")
+        with open(fd, "rb", buffering=0) as file:
+            data = file.readall()
         header = table.Header.decode(data[: table.HEADER_BYTES])
-        if header is not None and header.fingerprint == _fingerprint(path):
+        if header is not None and header.fingerprint == fingerprint:
             body = data[table.HEADER_BYTES : table.table_bytes(header.num_slots)]
             return Snapshot(header, damaged=False, body=body)
     return Snapshot(None, damaged=any(data[: table.HEADER_BYTES]), body=b"")
 
 
-def owner_of(path: str) -> int | None:
-    """Process id of the engine that owns the folder `path`; None if none does.
+def owner_of(folder: int) -> int | None:
+    """Process id of the engine that owns the open directory `folder`; None if none does.
 
     The kernel's list of locks tells it without touching the lock. It names only processes of this
     process's PID namespace and those below it: an engine in another container is not seen.
@@ -157,7 +168,7 @@ def owner_of(path: str) -> int | None:
         OSError: as the system says, but not because the folder is gone.
     """
     try:
-        fd = os.open(os.path.join(path, directory.LOCK), os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(folder, directory.LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
@@ -176,13 +187,13 @@ def owner_of(path: str) -> int | None:
 class SlotReader:
     """Reads slots of one folder past the page cache. For one thread.
 
-    Owns a buffer of one slot and one open file: a large cache has more files than a process may
-    open.
+    Borrows the open directory `folder`. Owns a buffer of one slot and one open file: a large cache
+    has more files than a process may open.
     """
 
-    def __init__(self, files: Files, path: str, slot_bytes: int) -> None:
+    def __init__(self, files: Files, folder: int, slot_bytes: int) -> None:
         self._files = files
-        self._path = path
+        self._folder = folder
         self._slot_bytes = slot_bytes
         self._slots_per_slab = slabs.slots_per_slab(slot_bytes)
         self._slab, self._fd = -1, -1
@@ -190,8 +201,8 @@ class SlotReader:
         self._buffer = memoryview(mmap.mmap(-1, slot_bytes))
 
     def file_of(self, slot: int) -> str:
-        """Path of the file that holds `slot`."""
-        return slabs.slab_path(self._path, slot // self._slots_per_slab)
+        """Name of the file that holds `slot`."""
+        return slabs.slab_name(slot // self._slots_per_slab)
 
     def read(self, slot: int) -> memoryview | None:
         """The bytes of `slot`, valid until the next call. None if the file is too short.
@@ -202,7 +213,7 @@ class SlotReader:
         slab, place = divmod(slot, self._slots_per_slab)
         if slab != self._slab:
             self.close()
-            self._fd = _open_to_read(self._files, self.file_of(slot))
+            self._fd, _ = open_data(self._files, self._folder, self.file_of(slot), os.O_RDONLY)
             self._slab = slab
         whole = read_fully(self._files, self._fd, self._buffer, place * self._slot_bytes)
         return self._buffer if whole else None
@@ -212,16 +223,6 @@ class SlotReader:
         if self._fd >= 0:
             self._files.close(self._fd)
         self._slab, self._fd = -1, -1
-
-
-def _open_to_read(files: Files, path: str) -> int:
-    try:
-        return files.open(path, os.O_RDONLY | DIRECT)
-    except OSError as error:
-        # As a file system without O_DIRECT says.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return files.open(path, os.O_RDONLY)
 
 
 def _lock_device(fd: int) -> str:
@@ -239,6 +240,6 @@ def _lock_device(fd: int) -> str:
     return f"{major:02x}:{minor:02x}"
 
 
-def _fingerprint(path: str) -> str:
+def fingerprint_of(path: str) -> str:
     """Of a folder's name; see `directory`."""
     return os.path.basename(path).partition("-")[0]

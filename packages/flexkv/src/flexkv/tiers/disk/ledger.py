@@ -7,12 +7,17 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+from flexkv.tiers.disk.files import open_regular
 
 FILE = "counters.json"
+SCRATCH = f"{FILE}.new"
 _HOUR = 3600
 _DAY_HOURS = 24
+_MAX_BYTES = 1 << 16
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -27,13 +32,17 @@ _MALFORMED = (
 class Ledger:
     """Counters of one folder. Survive the process, up to the last seconds before a kill.
 
+    One thread counts; another may call `dump` meanwhile.
+
     Attributes:
         hit_blocks: read back, verified.
         damaged_blocks: found not to be what was written.
         failed_reads: that the system refused.
         written_blocks: by all owners so far.
         failed_writes: that the system refused.
-        written_bytes: by hour since the epoch, of the last 24 hours.
+        written_bytes: by hour, of the last 24 hours. Hours count from the epoch, by the clock as
+            it was when this was made and the time that has passed since: a clock that is set
+            meanwhile makes nothing older or younger.
     """
 
     hit_blocks: int = 0
@@ -42,6 +51,13 @@ class Ledger:
     written_blocks: int = 0
     failed_writes: int = 0
     written_bytes: dict[int, int] = field(default_factory=dict)
+    _zero: float = field(init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(
+        init=False, repr=False, compare=False, default_factory=threading.Lock
+    )
+
+    def __post_init__(self) -> None:
+        self._zero = time.time() - time.monotonic()
 
     def may_write(self, size: int, day_bytes: int | None) -> bool:
         """Whether `size` bytes more keep the last 24 hours within `day_bytes` (None: no limit).
@@ -49,38 +65,52 @@ class Ledger:
         Hours are counted whole, so that at no time more than `day_bytes` were written in the 24
         hours before.
         """
-        if day_bytes is None:
-            return True
-        self._forget_old()
-        return sum(self.written_bytes.values()) + size <= day_bytes
+        return day_bytes is None or self.day_bytes + size <= day_bytes
+
+    @property
+    def day_bytes(self) -> int:
+        """Written in the last 24 hours, or about to be."""
+        oldest = self._hour() - _DAY_HOURS
+        return sum(size for hour, size in self.written_bytes.items() if hour >= oldest)
 
     def book_write(self, size: int) -> None:
         """Count bytes that are about to be written; less than 0 if they were not, after all."""
-        hour = int(time.time()) // _HOUR
-        self.written_bytes[hour] = max(0, self.written_bytes.get(hour, 0) + size)
+        hour = self._hour()
+        with self._lock:
+            if hour not in self.written_bytes:
+                for old in [old for old in self.written_bytes if old < hour - _DAY_HOURS]:
+                    del self.written_bytes[old]
+            self.written_bytes[hour] = max(0, self.written_bytes.get(hour, 0) + size)
 
     def dump(self) -> bytes:
-        """As a file holds it."""
-        self._forget_old()
-        return json.dumps(asdict(self)).encode()
+        """As a file holds it: hours by the clock as it is now."""
+        content: dict[str, object] = {name: getattr(self, name) for name in _COUNTS}
+        ahead = round((time.time() - time.monotonic() - self._zero) / _HOUR)
+        oldest = self._hour() - _DAY_HOURS
+        with self._lock:
+            content["written_bytes"] = {
+                hour + ahead: size for hour, size in self.written_bytes.items() if hour >= oldest
+            }
+        return json.dumps(content).encode()
 
-    def _forget_old(self) -> None:
-        oldest = int(time.time()) // _HOUR - _DAY_HOURS
-        for hour in [hour for hour in self.written_bytes if hour < oldest]:
-            del self.written_bytes[hour]
+    def _hour(self) -> int:
+        return int(self._zero + time.monotonic()) // _HOUR
 
 
-def load_ledger(folder: str) -> Ledger:
-    """The ledger of `folder`; an empty one if it has none that can be read."""
+_COUNTS = ("hit_blocks", "damaged_blocks", "failed_reads", "written_blocks", "failed_writes")
+
+
+def load_ledger(folder: int) -> Ledger:
+    """The ledger of the open directory `folder`; an empty one if it has none that can be read."""
     try:
-        with open(os.path.join(folder, FILE), "rb") as file:
-            content = json.loads(file.read(1 << 16))
-        counts = {
-            name: int(content[name])
-            for name in Ledger.__dataclass_fields__
-            if name != "written_bytes"
-        }
-        ledger = Ledger(**counts, written_bytes={})
+        fd = open_regular(folder, FILE, os.O_RDONLY)
+        try:
+            content = json.loads(os.pread(fd, _MAX_BYTES, 0))
+        finally:
+            os.close(fd)
+        ledger = Ledger()
+        for name in _COUNTS:
+            setattr(ledger, name, int(content[name]))
         now = int(time.time()) // _HOUR
         for hour, size in content["written_bytes"].items():
             # An hour to come is of a clock that was put back: else it would count for ever.
@@ -91,23 +121,22 @@ def load_ledger(folder: str) -> Ledger:
         return Ledger()
 
 
-def save_ledger(folder: str, content: bytes) -> None:
-    """Replace the ledger of `folder`, whole or not at all.
+def save_ledger(folder: int, content: bytes) -> None:
+    """Replace the ledger of the open directory `folder`, whole or not at all.
 
     Raises:
         OSError: as the system says.
     """
-    path = os.path.join(folder, FILE)
-    scratch = f"{path}.new"
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = open_regular(folder, SCRATCH, os.O_WRONLY | os.O_CREAT)
     try:
+        os.ftruncate(fd, 0)
         if os.write(fd, content) < len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), scratch)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), SCRATCH)
     finally:
         os.close(fd)
     try:
-        os.replace(scratch, path)
+        os.replace(SCRATCH, FILE, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(scratch)
+            os.unlink(SCRATCH, dir_fd=folder)
         raise

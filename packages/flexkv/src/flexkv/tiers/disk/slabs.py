@@ -5,22 +5,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 
-from flexkv.tiers.disk.files import Files, open_data, read_fully, write_fully
+from flexkv.tiers.disk.files import (
+    Files,
+    exists,
+    is_regular,
+    open_data,
+    read_fully,
+    write_fully,
+)
 
 SLAB_BYTES = 16 << 30
 """Size of a slab file at most, in bytes: few open files even for a large disk (64 for 1 TiB), and
 within what every file system allows."""
 
+_SLAB = re.compile(r"slab-[0-9]{5,}")
+
 
 class Slabs:
-    """Slots `0..num_slots`, in the files `slab-00000`, `slab-00001`, ... of a directory.
+    """Slots `0..num_slots`, in the files `slab-00000`, `slab-00001`, ... of the directory
+    `folder`, an open descriptor that is borrowed by the constructor only.
 
     Reads and writes are thread-safe. Owns its file descriptors.
     """
 
-    def __init__(self, files: Files, directory: str, slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, files: Files, folder: int, slot_bytes: int, num_slots: int) -> None:
         """Open or create the files, all of their bytes allocated; surplus ones are removed.
 
         Raises:
@@ -34,20 +45,20 @@ class Slabs:
         created = []
         try:
             for slab in range(-(-num_slots // self._slots_per_slab)):
-                path = slab_path(directory, slab)
-                if not os.path.exists(path):
-                    created.append(path)
-                fd, direct = open_data(files, path)
+                name = slab_name(slab)
+                if not exists(folder, name):
+                    created.append(name)
+                fd, direct = open_data(files, folder, name, os.O_RDWR | os.O_CREAT)
                 self._fds.append(fd)
                 self.direct = self.direct and direct
                 slots = min(self._slots_per_slab, num_slots - slab * self._slots_per_slab)
                 self._size(fd, slots * slot_bytes)
-            self._remove_from(directory, len(self._fds))
+            self._remove_from(folder, len(self._fds))
         except OSError:
             self.close()
-            for path in created:
+            for name in created:
                 with contextlib.suppress(OSError):
-                    os.unlink(path)
+                    os.unlink(name, dir_fd=folder)
             raise
 
     def read(self, slot: int, buffer: memoryview) -> bool:
@@ -102,9 +113,9 @@ class Slabs:
             self._files.truncate(fd, length)
         self._files.allocate(fd, length)
 
-    def _remove_from(self, directory: str, slab: int) -> None:
-        while os.path.exists(path := slab_path(directory, slab)):
-            os.unlink(path)
+    def _remove_from(self, folder: int, slab: int) -> None:
+        while is_regular(folder, name := slab_name(slab)):
+            os.unlink(name, dir_fd=folder)
             slab += 1
 
 
@@ -112,5 +123,10 @@ def slots_per_slab(slot_bytes: int) -> int:
     return max(1, SLAB_BYTES // slot_bytes)
 
 
-def slab_path(directory: str, slab: int) -> str:
-    return os.path.join(directory, f"slab-{slab:05d}")
+def is_slab(name: str) -> bool:
+    """Whether a file is named like a slab."""
+    return _SLAB.fullmatch(name) is not None
+
+
+def slab_name(slab: int) -> str:
+    return f"slab-{slab:05d}"

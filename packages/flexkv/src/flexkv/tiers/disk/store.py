@@ -81,15 +81,13 @@ class DiskStore:
                 f"{slot_bytes} bytes; allowed: room for at least one block in every directory"
             )
         try:
-            self._table = files.open(
-                os.path.join(self.path, directory.TABLE), os.O_RDWR | os.O_CREAT
-            )
+            self._table = files.open(folder.fd, directory.TABLE, os.O_RDWR | os.O_CREAT)
             header = self._read_header()
             fits = header is not None and header.slot_bytes == slot_bytes
             self.epoch = header.epoch if header is not None and fits else new_epoch()
             if not fits:
                 files.truncate(self._table, 0)
-            self._slabs = Slabs(files, self.path, slot_bytes, num_slots)
+            self._slabs = Slabs(files, folder.fd, slot_bytes, num_slots)
             self._resize_table(num_slots)
             self.save_header(self.epoch)
             self.direct = self._slabs.direct
@@ -99,7 +97,7 @@ class DiskStore:
             )
             for slot in outdated:
                 self.erase(slot)
-            self.ledger = load_ledger(self.path)
+            self.ledger = load_ledger(folder.fd)
         except OSError as error:
             self.close()
             raise DiskError(
@@ -177,7 +175,7 @@ class DiskStore:
         Raises:
             OSError: as the system says.
         """
-        save_ledger(self.path, content)
+        save_ledger(self._folder.fd, content)
 
     def close(self) -> None:
         """Close the files and give the lock back. Idempotent."""

@@ -84,6 +84,11 @@ class Header:
         return cls(slot_bytes, num_slots, epoch, text)
 
 
+def has_magic(data: bytes) -> bool:
+    """Whether `data` begins as the table of some version of FlexKV does."""
+    return data.startswith(_MAGIC)
+
+
 def encode_record(slot: int, epoch: int, key: bytes, checksum: bytes, generation: int) -> bytes:
     """The record of a block.
 

@@ -16,9 +16,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from flexkv.errors import DiskError
-from flexkv.tiers.disk.files import Files
-from flexkv.tiers.disk.inspect import Record, SlotReader, Snapshot, read_table
+from flexkv.tiers.disk.files import Files, open_folder
+from flexkv.tiers.disk.inspect import (
+    Record,
+    SlotReader,
+    Snapshot,
+    fingerprint_of,
+    read_table,
+    unreadable,
+)
 from flexkv.tiers.disk.table import checksum_of
 
 THREADS = 8
@@ -97,40 +103,97 @@ def verify_folder(
     Raises:
         DiskError: the table cannot be read.
     """
-    snapshot = _read_table(path)
-    report = Report(path)
-    if snapshot.damaged:
-        reason = "the header of its table is damaged or of other blocks: all of them are lost"
-        report.bad.append(BadBlock(path, None, "", reason))
-    if snapshot.header is None:
-        return report
-    report.blocks = sum(1 for _ in snapshot.records())
-    report.bytes = report.blocks * snapshot.header.slot_bytes
-    begin(report.bytes)
-    seen = _look(files, path, snapshot, snapshot.records(), advance)
-    report.replaced_blocks = len(seen)
-    for _ in range(LOOKS):
-        if not seen:
-            break
-        time.sleep(SETTLE_SECONDS)
-        snapshot = _read_table(path)
-        now = _look(files, path, snapshot, _current(snapshot, seen), lambda _: None)
-        bad = {slot: finding for slot, finding in now.items() if seen[slot] == finding}
-        report.bad += [_bad_block(path, finding) for finding in bad.values()]
-        seen = {slot: finding for slot, finding in now.items() if slot not in bad}
-    report.replaced_blocks -= len(report.bad)
-    report.bad.sort(key=lambda block: block.slot or 0)
-    return report
-
-
-def _read_table(path: str) -> Snapshot:
     try:
-        return read_table(path)
+        folder = open_folder(path)
     except OSError as error:
-        raise DiskError(
-            f"cannot read {error.filename or path}: {error.strerror}; allowed: a folder that this "
-            f"user can read"
-        ) from None
+        raise unreadable(path, error) from None
+    try:
+        return _Verification(files, path, folder).run(begin, advance)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    finally:
+        os.close(folder)
+
+
+class _Verification:
+    """The check of one folder.
+
+    Args:
+        files: the system calls.
+        path: of the folder.
+        folder: open directory; borrowed.
+    """
+
+    def __init__(self, files: Files, path: str, folder: int) -> None:
+        self._files = files
+        self._path = path
+        self._folder = folder
+
+    def run(self, begin: Callable[[int], None], advance: Callable[[int], None]) -> Report:
+        """See `verify_folder`.
+
+        Raises:
+            OSError: the table cannot be read.
+        """
+        snapshot = self._read_table()
+        report = Report(self._path)
+        if snapshot.damaged:
+            reason = "the header of its table is damaged or of other blocks: all of them are lost"
+            report.bad.append(BadBlock(self._path, None, "", reason))
+        if snapshot.header is None:
+            return report
+        report.blocks = sum(1 for _ in snapshot.records())
+        report.bytes = report.blocks * snapshot.header.slot_bytes
+        begin(report.bytes)
+        seen = self._look(snapshot, snapshot.records(), advance)
+        report.replaced_blocks = len(seen)
+        for _ in range(LOOKS):
+            if not seen:
+                break
+            time.sleep(SETTLE_SECONDS)
+            snapshot = self._read_table()
+            now = self._look(snapshot, _current(snapshot, seen), lambda _: None)
+            bad = {slot: finding for slot, finding in now.items() if seen[slot] == finding}
+            report.bad += [_bad_block(self._path, finding) for finding in bad.values()]
+            seen = {slot: finding for slot, finding in now.items() if slot not in bad}
+        report.replaced_blocks -= len(report.bad)
+        report.bad.sort(key=lambda block: block.slot or 0)
+        return report
+
+    def _read_table(self) -> Snapshot:
+        return read_table(self._folder, fingerprint_of(self._path))
+
+    def _look(
+        self, snapshot: Snapshot, records: Iterable[Record], advance: Callable[[int], None]
+    ) -> dict[int, _Finding]:
+        """Check `records` of `snapshot` in several threads; returns those that seem bad by
+        slot."""
+        header = snapshot.header
+        if header is None:
+            return {}
+        epoch, slot_bytes = header.epoch, header.slot_bytes
+        feed = _Feed(iter(records))
+
+        def work() -> list[_Finding]:
+            reader = SlotReader(self._files, self._folder, slot_bytes)
+            findings = []
+            try:
+                while (record := feed.take()) is not None:
+                    finding = _examine(reader, record, epoch)
+                    if finding is not None:
+                        findings.append(finding)
+                    advance(slot_bytes)
+            finally:
+                reader.close()
+            return findings
+
+        threads = max(1, min(THREADS, MEMORY // slot_bytes))
+        with ThreadPoolExecutor(threads, "flexkv-verify") as pool:
+            try:
+                parts = [pool.submit(work) for _ in range(threads)]
+                return {f.record.slot: f for part in parts for f in part.result()}
+            finally:
+                feed.stop()
 
 
 def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
@@ -141,42 +204,6 @@ def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
         if record.key in latest:
             latest[record.key] = max(latest[record.key], record.generation)
     return [record for record in records if record.generation == latest[record.key]]
-
-
-def _look(
-    files: Files,
-    path: str,
-    snapshot: Snapshot,
-    records: Iterable[Record],
-    advance: Callable[[int], None],
-) -> dict[int, _Finding]:
-    """Check `records` of `snapshot` in several threads; returns those that seem bad by slot."""
-    header = snapshot.header
-    if header is None:
-        return {}
-    epoch, slot_bytes = header.epoch, header.slot_bytes
-    feed = _Feed(iter(records))
-
-    def work() -> list[_Finding]:
-        reader = SlotReader(files, path, slot_bytes)
-        findings = []
-        try:
-            while (record := feed.take()) is not None:
-                finding = _examine(reader, record, epoch)
-                if finding is not None:
-                    findings.append(finding)
-                advance(slot_bytes)
-        finally:
-            reader.close()
-        return findings
-
-    threads = max(1, min(THREADS, MEMORY // slot_bytes))
-    with ThreadPoolExecutor(threads, "flexkv-verify") as pool:
-        try:
-            parts = [pool.submit(work) for _ in range(threads)]
-            return {finding.record.slot: finding for part in parts for finding in part.result()}
-        finally:
-            feed.stop()
 
 
 class _Feed:
@@ -199,7 +226,7 @@ class _Feed:
 def _examine(reader: SlotReader, record: Record, epoch: int) -> _Finding | None:
     """Read the block of `record`. None if it is intact."""
     found = b""
-    name = os.path.basename(reader.file_of(record.slot))
+    name = reader.file_of(record.slot)
     try:
         data = reader.read(record.slot)
         if data is None:
