@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flexkv.tiers.disk import DiskTier, open_disk_tier
+from flexkv.tiers.disk import DiskTier, Drive, open_disk_tier
 from flexkv.tiers.disk.store import slots_within
 from flexkv.transfer.job import Outcome, Priority
 from flexkv.transfer.link import Link
@@ -49,6 +49,13 @@ def is_idle(link: Link) -> bool:
     """Whether nothing waits, runs or is to be polled."""
     with link._work:
         return not (link._queue or link._running or link._done)
+
+
+def is_kept_up(drive: Drive) -> bool:
+    """Whether every erasure has ended and was polled, and every reset was written."""
+    upkeep = drive._upkeep
+    reset = upkeep._reset.wanted or upkeep._reset.running
+    return not (reset or upkeep._erasing or upkeep._erased)
 
 
 class Client:
@@ -132,8 +139,8 @@ class Client:
     def settle(self) -> None:
         """Wait until nothing is to be done."""
         end = time.monotonic() + DEADLINE
-        while not all(is_idle(drive.link) for drive in self.tier.drives):
-            assert time.monotonic() < end, "a link is not idle"
+        while not all(is_idle(drive.link) and is_kept_up(drive) for drive in self.tier.drives):
+            assert time.monotonic() < end, "a drive is not idle"
             self.pump()
             time.sleep(0.0002)
 

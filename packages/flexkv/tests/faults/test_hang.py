@@ -10,8 +10,9 @@ import pytest
 from disk_blocks import DEADLINE, FINGERPRINT, SLOT, Client, capacity_of, names, opened
 from faults.faulty_files import HangingFiles
 
-from flexkv.tiers.disk import drive, open_disk_tier
+from flexkv.tiers.disk import drive, open_disk_tier, tier
 from flexkv.transfer.job import Outcome, Priority
+from flexkv.transfer.link import Link
 from packages.conftest import Clock
 
 SLOTS = 40
@@ -83,6 +84,38 @@ def test_a_tier_whose_only_directory_hangs_is_not_available(
     faults(1)
 
 
+def test_every_drive_comes_to_an_end_in_the_same_seconds(
+    tmp_path: Path, faults: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Three that hang take no longer than one."""
+    monkeypatch.setattr(tier, "time", clock)
+    monkeypatch.setattr(drive, "CLOSE_SECONDS", 0.2)
+    waited: list[float] = []
+    real = Link.close
+
+    def close(link: Link, timeout: float) -> bool:
+        waited.append(timeout)
+        ended = real(link, 0.0)
+        clock.skip(timeout)
+        return ended
+
+    monkeypatch.setattr(Link, "close", close)
+    roots = [str(tmp_path / name) for name in "abc"]
+    files = HangingFiles()
+    with files:
+        opened_tier = open_disk_tier(roots, FINGERPRINT, SLOT, capacity_of(SLOTS, 3), files=files)
+        client = Client(opened_tier)
+        client.write(KEYS)
+        client.settle()
+        files.hang(tmp_path)
+        opened_tier.read(KEYS, client.buffers[: len(KEYS)], Priority.LOAD)
+        assert not opened_tier.close()
+        assert sum(waited) <= 0.21
+    monkeypatch.undo()
+    assert opened_tier.close()
+    faults(3)
+
+
 def test_close_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, faults: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,19 +124,19 @@ def test_close_does_not_wait_for_a_disk_that_hangs(
     roots = tmp_path / "a", tmp_path / "b"
     files = HangingFiles()
     capacity = capacity_of(SLOTS, 2)
-    tier = open_disk_tier([str(root) for root in roots], FINGERPRINT, SLOT, capacity, files=files)
-    client = Client(tier)
+    made = open_disk_tier([str(root) for root in roots], FINGERPRINT, SLOT, capacity, files=files)
+    client = Client(made)
     client.write(KEYS)
     kept = on_drive(client, 1)
     files.hang(roots[0])
-    tier.read(KEYS, client.buffers[: len(KEYS)], Priority.LOAD)
+    made.read(KEYS, client.buffers[: len(KEYS)], Priority.LOAD)
     assert files.hanging.wait(DEADLINE)
-    assert not tier.close()
+    assert not made.close()
     with opened(roots[1], slots=SLOTS) as other:  # that one was closed
         assert other.found(KEYS) == kept
     files.release()
     monkeypatch.undo()
-    assert tier.close()
+    assert made.close()
     with opened(*roots, slots=SLOTS) as client:
         assert client.read(KEYS) == [DONE] * 30
     faults(1)

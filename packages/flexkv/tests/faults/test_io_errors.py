@@ -7,7 +7,7 @@ import errno
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from disk_blocks import Client, names, opened
 from faults.faulty_files import Fault, FaultyFiles
 
 from flexkv.errors import DiskError
-from flexkv.tiers.disk import OsFiles, table
+from flexkv.tiers.disk import OsFiles
 from flexkv.transfer.job import Outcome
 
 SLOTS = 48
@@ -76,36 +76,6 @@ def test_all_faults_together_yield_no_wrong_byte(
     assert done > 100
     assert refused > 0
     faults(files.counts.total())
-
-
-class HeaderlessFiles(OsFiles):
-    """Files of which the beginning of a table cannot be written any more, once `broken`."""
-
-    broken = False
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self.broken and offset == 0 and len(buffers[0]) == table.HEADER_BYTES:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().pwritev(fd, buffers, offset)
-
-
-def test_what_is_written_after_clear_is_not_kept_though_the_header_cannot_be_written(
-    tmp_path: Path, faults: Callable[[int], None]
-) -> None:
-    """The old blocks return, for which the disk is to blame; the new ones must not be taken for
-    what the old weights made of their keys."""
-    files = HeaderlessFiles()
-    with opened(tmp_path, slots=SLOTS, files=files) as client:
-        client.write(KEYS[:20])
-        files.broken = True
-        client.tier.clear()
-        client.salt = b"new weights"
-        assert set(client.write(KEYS[10:30])) == {DONE}
-    with opened(tmp_path, slots=SLOTS) as client:
-        found = client.found(KEYS)
-        assert client.read(found) == [DONE] * len(found)
-        assert set(found) <= set(KEYS[:20])
-    faults(1)
 
 
 class BrokenFiles(OsFiles):

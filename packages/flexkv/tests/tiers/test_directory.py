@@ -42,7 +42,7 @@ def made(path: object, *more: str) -> Path:
     """A folder of FlexKV that nobody owns, with files `more` that are not FlexKV's."""
     folder = Path(str(path))
     folder.mkdir()
-    for name in ("lock", "slab-00000", "slab-00001", "counters.json", *more):
+    for name in ("lock", "slab-00000", "slab-00001", "counters.json", "reset", *more):
         (folder / name).touch()
     (folder / "table").write_bytes(TABLE)
     return folder

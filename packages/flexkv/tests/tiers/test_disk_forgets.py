@@ -121,19 +121,6 @@ def test_clear_leaves_nothing_for_the_next_process(tmp_path: Path, moment: str) 
         assert client.read(names(20)) == [DONE] * 20
 
 
-def test_a_header_that_cannot_be_written_at_once_is_written_later(tmp_path: Path) -> None:
-    files = FaultyFiles(1, 0.0, Fault.ENOSPC)
-    with opened(tmp_path, files=files) as client:
-        client.write(names(10))
-        files.rate = 1.0
-        client.tier.clear()
-        client.settle()
-        files.rate = 0.0
-    assert files.counts[Fault.ENOSPC]
-    with opened(tmp_path) as client:
-        assert client.found(names(10)) == []
-
-
 STEPS = st.tuples(
     st.sampled_from(["write", "write", "read", "delete", "clear", "reopen"]),
     st.lists(st.integers(0, 30), max_size=12, unique=True),

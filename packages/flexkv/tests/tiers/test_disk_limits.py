@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from disk_blocks import (
     DEADLINE,
-    FINGERPRINT,
     SLOT,
     Client,
     names,
     opened,
 )
 from faults.faulty_files import Fault, FaultyFiles, HangingFiles
+from faults.test_runs import BadPlaces
 
 from flexkv.tiers.disk import drive, health
 from flexkv.transfer.job import Outcome, Priority
@@ -135,10 +135,49 @@ def test_a_broken_disk_is_left_alone_for_a_while(
         assert client.read(found) == [DONE] * len(found)
 
 
-def test_counters_are_saved_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive, "_LEDGER_SECONDS", 0.0)
-    counters = tmp_path / FINGERPRINT / "counters.json"
-    with opened(tmp_path) as client:
-        client.write(names(5))
+def test_a_job_counts_once_however_many_blocks_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "PAUSE_SECONDS", 3600.0)
+    files = FaultyFiles(1, 0.0, Fault.EIO)
+    with opened(tmp_path, files=files) as client:
+        client.write(names(60))
+        (one,) = client.tier.drives
+        files.rate = 1.0
+        for i in range(2):
+            assert client.read(names(28, first=i * 28)) == [Outcome.FAILED] * 28
+            client.settle()
+        assert one.readable
+        files.rate = 0.0
+        assert client.read(names(4, first=56)) == [DONE] * 4
+
+
+def test_a_job_that_got_something_done_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad place in every run, on a disk that works otherwise."""
+    monkeypatch.setattr(health, "FAILURES", 2)
+    monkeypatch.setattr(health, "PAUSE_SECONDS", 3600.0)
+    with opened(tmp_path, files=(files := BadPlaces())) as client:
+        client.write(names(60))
+        for first in range(0, 60, 4):
+            keys = names(4, first=first)
+            slot = client.slots_of(keys)[keys[1]]
+            files.bad = ("slab-00000", slot * SLOT, 1)
+            assert client.read(keys) == [DONE, Outcome.FAILED, DONE, DONE]
+            assert client.tier.drives[0].readable
+
+
+def test_a_job_that_was_dropped_says_nothing_about_the_disk(tmp_path: Path) -> None:
+    files = FaultyFiles(1, 0.0, Fault.EIO)
+    with opened(tmp_path, files=files) as client:
+        (one,) = client.tier.drives
+        files.rate = 1.0
+        for i in range(health.FAILURES):
+            client.tier.cancel(client.begin_write(names(1, first=1000)))
+            client.settle()
+            assert one.may_write(SLOT)
+            client.write(names(1, first=i))
         client.settle()
-        assert counters.exists()
+        assert not one.may_write(SLOT)
+        files.rate = 0.0

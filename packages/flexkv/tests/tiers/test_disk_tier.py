@@ -56,7 +56,13 @@ def test_an_absent_block_is_missing_and_the_others_are_read(tmp_path: Path) -> N
 
 def test_an_empty_batch_has_no_results(tmp_path: Path) -> None:
     with opened(tmp_path) as client:
-        assert client.write([]) == client.read([]) == []
+        tickets = {client.tier.write([], []), client.tier.read([], [], Priority.LOAD)}
+        assert len(tickets) == 2
+        client.settle()
+        assert client.results == {}
+        for ticket in tickets:
+            client.tier.cancel(ticket)
+            client.tier.hasten(ticket, Priority.LOAD)
 
 
 def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class Link:
         stall_seconds: a job that runs longer than this makes the link `stalled` until it ends.
 
     Attributes:
+        name: as given.
         queue_bytes: as given.
     """
 
@@ -42,6 +43,7 @@ class Link:
         queue_bytes: int,
         stall_seconds: float,
     ) -> None:
+        self.name = name
         self._stall_seconds = stall_seconds
         self._write_bytes = write_bytes
         self.queue_bytes = queue_bytes
@@ -50,6 +52,7 @@ class Link:
         self._reads = 0
         self._writing = 0
         self._closing = False
+        self._write_until = 0.0
         self._told_error = False
         self._work = threading.Condition()
         self._done: deque[Job] = deque()
@@ -102,6 +105,15 @@ class Link:
         done = self._done
         return [done.popleft() for _ in range(len(done))]
 
+    def begin_close(self, seconds: float) -> None:
+        """Begin no more but the writes that wait, and these for so many seconds. Idempotent."""
+        with self._work:
+            if not self._closing:
+                self._closing = True
+                self._write_until = time.monotonic() + seconds
+                self._queue.keep_only(Priority.WRITE)
+            self._work.notify_all()
+
     def close(self, timeout: float) -> bool:
         """Write what waits to be written for up to half of `timeout` seconds, drop all else, and
         let what runs end for the other half. Idempotent.
@@ -109,19 +121,10 @@ class Link:
         Returns whether all threads have ended.
         """
         end = time.monotonic() + timeout
-        with self._work:
-            self._closing = True
-            self._queue.keep_only(Priority.WRITE)
-            self._work.notify_all()
-            self._work.wait_for(self._is_drained, timeout / 2)
-            self._queue.keep_only(None)
-            self._work.notify_all()
+        self.begin_close(timeout / 2)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-    def _is_drained(self) -> bool:
-        return not self._queue and not self._running
 
     def _run(self) -> None:
         job = self._exchange(None)
@@ -163,6 +166,9 @@ class Link:
                     self._work.notify_all()
                 self._wake_writers()
             while self._queue or not self._closing:
+                if self._closing and time.monotonic() > self._write_until:
+                    self._queue.keep_only(None)
+                    continue
                 job = self._queue.pop(writes=self._may_write())
                 if job is not None:
                     job.begun = time.monotonic()

@@ -28,6 +28,7 @@ from flexkv.tiers.disk.slabs import is_slab
 
 TABLE = "table"
 LOCK = "lock"
+RESET = "reset"
 MAX_OWNERS = 64
 """Engines with blocks of one kind on one directory; more than the data-parallel ranks of a node."""
 
@@ -282,7 +283,7 @@ def _is_own(name: str) -> bool:
     return name in _OWN_NAMES or is_slab(name)
 
 
-_OWN_NAMES = frozenset({LOCK, TABLE, ledger.FILE, ledger.SCRATCH})
+_OWN_NAMES = frozenset({LOCK, TABLE, RESET, ledger.FILE, ledger.SCRATCH})
 
 
 def _is_at(path: str, folder: int) -> bool:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -21,6 +20,7 @@ from flexkv.tiers.disk.runs import (
 )
 from flexkv.tiers.disk.slabs import slots_per_slab
 from flexkv.tiers.disk.store import DiskStore, new_epoch
+from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.transfer.job import Job, Outcome, Priority
 from flexkv.transfer.link import Link
 
@@ -39,11 +39,8 @@ QUEUE_BYTES = 1 << 30
 a second, and what waits longer holds its blocks in host memory for too long."""
 
 CLOSE_SECONDS = 5.0
-"""How long shutdown waits for the jobs that run: for 8 reads of 16 MiB at 25 MB/s."""
-
-_LEDGER_SECONDS = 1.0
-"""Between two saves of the counters: what a kill may lose of them, for a write of a few hundred
-bytes."""
+"""How long shutdown waits for the jobs that run, and as long again for the upkeep: for 8 reads of
+16 MiB at 25 MB/s."""
 
 _RATE_WEIGHT = 0.1
 """Of the last write in the average: blocks go over within some ten writes when a drive slows."""
@@ -89,15 +86,11 @@ class Drive:
         self._generation = store.generation
         self._running: dict[Job, _Running] = {}
         self._unsent_bytes = 0
-        self._upkeep: dict[Job, int | None] = {}
+        self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._unerased: set[int] = set()
-        self._renewal: Callable[[], None] | None = None
-        self._renewing: Job | None = None
         self._reads = Health()
         self._writes = Health()
         self._write_rate = _FIRST_RATE
-        self._ledger_saved = time.monotonic()
-        self._ledger_changed = False
         self._told_damage = False
 
     @property
@@ -148,7 +141,7 @@ class Drive:
         if slot is not None:
             self._unsent_bytes += self._store.slot_bytes
             self._store.ledger.book_write(self._store.slot_bytes)
-            self._ledger_changed = True
+            self._upkeep.count()
         return slot
 
     def write(
@@ -182,21 +175,22 @@ class Drive:
     def clear(self) -> None:
         """Forget all blocks; see `LowerTier.clear`."""
         self.index.clear()
-        # The table is bound to one new epoch, what comes now to another: after a restart neither
-        # old nor new blocks are found.
+        # What is written from now on is bound to an epoch that no table has: after a restart
+        # neither old nor new blocks are found.
         self._epoch = new_epoch()
-        self._renewal = partial(self._store.save_header, new_epoch())
-        self._renewing = self._begin_upkeep(self._renewal)
+        self._upkeep.reset()
 
     def poll(self) -> list[Job]:
         """Jobs of `read` and `write` that ended since the last call."""
-        ended = []
-        for job in self.link.poll():
-            running = self._running.pop(job, None)
-            if running is None:
-                self._end_upkeep(job)
-                continue
-            self._ledger_changed = True
+        for slot, done in self._upkeep.poll():
+            if not done:
+                self._unerased.add(slot)
+            self.index.release(slot)
+        ended = self.link.poll()
+        if ended:
+            self._upkeep.count()
+        for job in ended:
+            running = self._running.pop(job)
             moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
             if moved:
                 self.traffic.add(moved * self.slot_bytes, job.seconds, running.writes)
@@ -210,26 +204,31 @@ class Drive:
             else:
                 for slot, outcome in zip(running.slots, job.outcomes, strict=True):
                     self._settle_read(slot, outcome)
-            ended.append(job)
-        if self._renewal is not None and self._renewing is None and self._writes.good:
-            self._renewing = self._begin_upkeep(self._renewal)
-        if self._ledger_changed and time.monotonic() - self._ledger_saved > _LEDGER_SECONDS:
-            self._save_ledger()
+            self._note(job, running.writes)
         return ended
 
-    def close(self) -> bool:
-        """End the link, then close the store. False if jobs hang; their files stay open."""
-        if not self.link.close(CLOSE_SECONDS):
+    def begin_close(self) -> None:
+        """Take nothing in any more; `close` waits for what is left. Idempotent."""
+        self.link.begin_close(CLOSE_SECONDS / 2)
+
+    def close(self, waited: float = 0.0) -> bool:
+        """End the link, then close the store. False if jobs hang; their files stay open.
+
+        Args:
+            waited: seconds since `begin_close`.
+        """
+        if not self.link.close(max(0.0, CLOSE_SECONDS - waited)):
             logger.warning("%s hangs: left as it is", self.path)
             return False
         self.poll()
-        try:
-            self._end_erasures()
-            if self._renewal is not None:
-                self._renewal()
-            self._store.save_ledger(self._store.ledger.dump())
-        except OSError as error:
-            logger.warning("cannot write to %s at the end: %s", self.path, error)
+        # What was forgotten must not return: the link drops writes, and some erasures failed.
+        dropped = [slot for job in self._running.values() if job.writes for slot in job.slots]
+        for slot in {*dropped, *self._unerased}:
+            self._upkeep.erase(slot)
+        self._upkeep.count()
+        if not self._upkeep.close(CLOSE_SECONDS):
+            logger.warning("%s hangs: left as it is", self.path)
+            return False
         self._running.clear()  # what was dropped lets its buffers go
         self._store.close()
         return True
@@ -294,7 +293,6 @@ class Drive:
             ledger.book_write(-self._store.slot_bytes)
             return
         ledger.failed_writes += outcome is Outcome.FAILED
-        self._note(self._writes, outcome is Outcome.FAILED, "written")
 
     def _settle_read(self, slot: int, outcome: Outcome) -> None:
         ledger = self._store.ledger
@@ -311,8 +309,6 @@ class Drive:
             self._erase(slot)
         else:
             self.index.release(slot)
-        if outcome is not Outcome.DROPPED:
-            self._note(self._reads, outcome is Outcome.FAILED, "read")
 
     def _erase(self, slot: int) -> None:
         """Forget what a slot in use holds, on disk too, then end that use.
@@ -321,50 +317,14 @@ class Drive:
         an evicted block is written over.
         """
         self.index.discard(slot)
-        self._begin_upkeep(partial(self._store.erase, slot), slot)
+        self._upkeep.erase(slot)
 
-    def _end_erasures(self) -> None:
-        """Erase what the link did not get to any more: what was forgotten must not return.
-
-        Raises:
-            OSError: as the system says.
-        """
-        slots = {slot for slot in self._upkeep.values() if slot is not None}
-        for running in self._running.values():
-            slots |= set(running.slots) if running.writes else set()
-        for slot in slots | self._unerased:
-            self._store.erase(slot)
-
-    def _save_ledger(self) -> None:
-        self._ledger_saved, self._ledger_changed = time.monotonic(), False
-        self._begin_upkeep(partial(self._store.save_ledger, self._store.ledger.dump()))
-
-    def _begin_upkeep(self, action: Callable[[], None], slot: int | None = None) -> Job:
-        """Have `action` done on the disk; it ends a use of `slot`."""
-
-        def work() -> list[Outcome]:
-            action()
-            return [Outcome.DONE]
-
-        job = Job(Priority.LOAD, 0, work)
-        self._upkeep[job] = slot
-        self.link.submit(job)
-        return job
-
-    def _end_upkeep(self, job: Job) -> None:
-        slot = self._upkeep.pop(job)
-        (outcome,) = job.outcomes
-        if slot is not None:
-            if outcome is not Outcome.DONE:
-                self._unerased.add(slot)
-            self.index.release(slot)
-        if job is self._renewing:
-            self._renewing = None
-            if outcome is Outcome.DONE:
-                self._renewal = None
-            # Other upkeep says nothing about writes: a few bytes may work where blocks do not.
-            self._note(self._writes, outcome is Outcome.FAILED, "written")
-
-    def _note(self, health: Health, failed: bool, what: str) -> None:
+    def _note(self, job: Job, writes: bool) -> None:
+        """Let the health of the device know of a job: it failed if it got nothing done at all. One
+        bad place costs one block, and says nothing of the others."""
+        if Outcome.DROPPED in job.outcomes:
+            return
+        failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
+        health, what = (self._writes, "written") if writes else (self._reads, "read")
         if health.note(failed):
             logger.error("%s cannot be %s: left alone for %g s", self.path, what, PAUSE_SECONDS)

@@ -32,6 +32,8 @@ class Files(Protocol):
 
     def truncate(self, fd: int, length: int) -> None: ...
 
+    def sync(self, fd: int) -> None: ...
+
     def close(self, fd: int) -> None: ...
 
 
@@ -61,6 +63,10 @@ class OsFiles:
 
     def truncate(self, fd: int, length: int) -> None:
         os.ftruncate(fd, length)
+
+    def sync(self, fd: int) -> None:
+        """Wait until what was written, or which names a directory has, survives a power failure."""
+        os.fsync(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -6,15 +6,15 @@ from __future__ import annotations
 import time
 
 FAILURES = 16
-"""Failures in a row after which a device is left alone: more than the jobs that run at once when
-it breaks, so that one fault that hits all of them is not yet a broken device."""
+"""Jobs that failed in a row after which a device is left alone: more than run at once when it
+breaks, so that one fault that hits all of them is not yet a broken device."""
 
 PAUSE_SECONDS = 30.0
 """For how long. A device that is broken costs one burst of failures in this time."""
 
 
 class Health:
-    """Counts failures in a row of one kind of operation on one device."""
+    """Counts the jobs of one kind on one device that failed in a row."""
 
     __slots__ = ("_failures", "_until")
 
@@ -28,7 +28,7 @@ class Health:
         return self._until == 0.0 or time.monotonic() >= self._until
 
     def note(self, failed: bool) -> bool:
-        """Count one result. True if it began a pause."""
+        """Count one job. True if it began a pause."""
         if not failed:
             self._failures = 0
             self._until = 0.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import directory, table
-from flexkv.tiers.disk.files import Files, read_fully, write_fully
+from flexkv.tiers.disk.files import Files, is_regular, read_fully, write_fully
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
@@ -40,8 +40,9 @@ def slots_within(capacity: int, slot_bytes: int) -> int:
 class DiskStore:
     """The open files of one folder, and the index over them.
 
-    `read`, `write`, `erase` and `save` are thread-safe as long as no two threads work on the same
-    slot; the index is for one thread. Owns the folder, its lock and its descriptors.
+    `read`, `write` and `erase` are thread-safe as long as no two threads work on the same slot;
+    `invalidate` and `save_ledger` are for one thread, the index for one. Owns the folder, its lock
+    and its descriptors.
 
     Attributes:
         path: of the folder.
@@ -83,13 +84,15 @@ class DiskStore:
         try:
             self._table = files.open(folder.fd, directory.TABLE, os.O_RDWR | os.O_CREAT)
             header = self._read_header()
-            fits = header is not None and header.slot_bytes == slot_bytes
+            reset = is_regular(folder.fd, directory.RESET)
+            fits = header is not None and header.slot_bytes == slot_bytes and not reset
             self.epoch = header.epoch if header is not None and fits else new_epoch()
             if not fits:
                 files.truncate(self._table, 0)
             self._slabs = Slabs(files, folder.fd, slot_bytes, num_slots)
             self._resize_table(num_slots)
-            self.save_header(self.epoch)
+            self._save_header(self.epoch)
+            self._unmark()
             self.direct = self._slabs.direct
             self.index = SlotIndex(num_slots)
             self.generation, outdated = self.index.restore(
@@ -160,20 +163,29 @@ class DiskStore:
         record = memoryview(table.EMPTY_RECORD)
         write_fully(self._files, self._table, record, table.record_offset(slot))
 
-    def save_header(self, epoch: int) -> None:
-        """Bind the table on disk to `epoch`: records of any other are empty from then on.
+    def invalidate(self) -> None:
+        """Have the next process find no block here, after a power failure too: neither those that
+        are there nor those that this process still writes.
+
+        Two places say so, of which one is enough: a file beside the table, and the header of the
+        table, bound to an epoch that no record has.
 
         Raises:
-            OSError: as the system says.
+            OSError: the header could not be written; tells whether the other says so meanwhile.
         """
-        header = table.Header(self.slot_bytes, self._num_slots, epoch, self._fingerprint)
-        write_fully(self._files, self._table, memoryview(header.encode()), 0)
+        marked = self._mark()
+        try:
+            self._save_header(new_epoch())
+        except OSError as error:
+            place = "a file beside it says so" if marked else "nothing on disk says so"
+            raise OSError(error.errno, f"{error.strerror}; {place}") from None
+        self._unmark()
 
     def save_ledger(self, content: bytes) -> None:
         """Write the counters, as `Ledger.dump` gave them.
 
         Raises:
-            OSError: as the system says.
+            OSError: as the system says; FileNotFoundError if the folder was removed.
         """
         save_ledger(self._folder.fd, content)
 
@@ -186,6 +198,31 @@ class DiskStore:
                 self._files.close(self._table)
         self._slabs, self._table = None, -1
         self._folder.release()
+
+    def _save_header(self, epoch: int) -> None:
+        """Bind the table on disk to `epoch`: records of any other are empty from then on.
+
+        Raises:
+            OSError: as the system says.
+        """
+        header = table.Header(self.slot_bytes, self._num_slots, epoch, self._fingerprint)
+        write_fully(self._files, self._table, memoryview(header.encode()), 0)
+        self._files.sync(self._table)
+
+    def _mark(self) -> bool:
+        """Say beside the table that it is worth nothing. False if the system refuses."""
+        try:
+            fd = self._files.open(self._folder.fd, directory.RESET, os.O_WRONLY | os.O_CREAT)
+            self._files.close(fd)
+            self._files.sync(self._folder.fd)
+        except OSError:
+            return False
+        return True
+
+    def _unmark(self) -> None:
+        """Take back what `_mark` said. If the system refuses, the table stays worth nothing."""
+        with contextlib.suppress(OSError):
+            os.unlink(directory.RESET, dir_fd=self._folder.fd)
 
     def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[bool]:
         """Whether each was written."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -158,7 +159,11 @@ class DiskTier:
         return results
 
     def close(self) -> bool:
-        ended = [drive.close() for drive in self._drives]
+        # All at once: an engine is given few seconds, however many drives it has.
+        begun = time.monotonic()
+        for drive in self._drives:
+            drive.begin_close()
+        ended = [drive.close(time.monotonic() - begun) for drive in self._drives]
         self._batches.clear()
         self._places.clear()
         self._queued_blocks = 0

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the files of a cache directory need beside reads and writes of blocks.
+
+One thread a directory does it: nobody waits for it, none of it makes the drive look stalled, and
+it goes on while the engine is idle and nobody polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from flexkv.tiers.disk.store import DiskStore
+
+logger = logging.getLogger(__name__)
+
+SAVE_SECONDS = 1.0
+"""Between two saves of the counters: what a kill may lose of them, for a write of a few hundred
+bytes."""
+
+_RETRY_SECONDS = 0.05
+"""After the first failure of a reset or a save; twice as long after each further one."""
+_LONGEST_RETRY_SECONDS = 5.0
+
+
+class _Task:
+    """What is to be done when it is due, and again until it succeeds.
+
+    Args:
+        action: does it; waits for the disk.
+        pause: seconds after a success before it is done again.
+        failure: what to log when it fails for the first time in a row.
+
+    Attributes:
+        wanted: whether it is to be done.
+        running: whether it is being done.
+        due: time.monotonic() from which on.
+    """
+
+    def __init__(self, action: Callable[[], None], pause: float, failure: str) -> None:
+        self.wanted = False
+        self.running = False
+        self.due = 0.0
+        self._action = action
+        self._pause = pause
+        self._failure = failure
+        self._failures = 0
+
+    def is_due(self, now: float) -> bool:
+        return self.wanted and self.due <= now
+
+    def run(self, path: str, last: bool) -> None:
+        """Do it. If it fails and this is not the last time, it stays wanted."""
+        self.running = True
+        self.wanted = False  # who wants it from now on wants it done once more
+        try:
+            self._action()
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is: the thread has more to do, and this would never be done.
+            self.wanted = not last
+            retry = min(_RETRY_SECONDS * 2.0**self._failures, _LONGEST_RETRY_SECONDS)
+            self.due = time.monotonic() + retry
+            if not self._failures or last:
+                with contextlib.suppress(Exception):  # there may be no memory for it either
+                    logger.error(self._failure, path, error)
+            self._failures += 1
+        else:
+            self._failures = 0
+            self.due = time.monotonic() + self._pause
+        self.running = False
+
+
+class Upkeep:
+    """Makes resets durable, erases records and saves counters, in this order. All methods are for
+    one thread, and none waits but `close`.
+
+    Args:
+        name: of the thread.
+        store: opened; borrowed until `close` returned True.
+    """
+
+    def __init__(self, name: str, store: DiskStore) -> None:
+        self._store = store
+        self._work = threading.Condition()
+        self._reset = _Task(
+            store.invalidate,
+            0.0,
+            "a reset of %s cannot be written to its table (%s meanwhile): retried until it is; if "
+            "the process ends while nothing says so, remove that folder before the next start: its "
+            "blocks are of before the reset",
+        )
+        self._save = _Task(
+            self._save_ledger,
+            SAVE_SECONDS,
+            "the counters of %s cannot be written (%s): retried",
+        )
+        self._erasing: deque[int] = deque()
+        self._erased: deque[tuple[int, bool]] = deque()
+        self._closing = False
+        # A daemon: a thread that hangs in its device must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Have no block of this folder found by the next process; see `DiskStore.invalidate`."""
+        with self._work:
+            self._reset.wanted, self._reset.due = True, 0.0
+            self._work.notify()
+
+    def erase(self, slot: int) -> None:
+        """Erase the record of a slot. `poll` returns the slot when that has ended."""
+        with self._work:
+            self._erasing.append(slot)
+            self._work.notify()
+
+    def count(self) -> None:
+        """The ledger has changed."""
+        if not self._save.wanted:
+            with self._work:
+                self._save.wanted = True
+                self._work.notify()
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """Slots whose erasure ended since the last call, and whether they were erased."""
+        erased = self._erased
+        return [erased.popleft() for _ in range(len(erased))]
+
+    def close(self, timeout: float) -> bool:
+        """Do what is left once and at once, for up to `timeout` seconds. Idempotent.
+
+        Returns whether the thread has ended; if not, the device hangs.
+        """
+        with self._work:
+            self._closing = True
+            self._work.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._wait():
+            if self._reset.is_due(self._now()):
+                self._reset.run(self._store.path, self._closing)
+            elif self._erasing:
+                self._erase(self._erasing[0])
+                self._erasing.popleft()
+            elif self._save.is_due(self._now()):
+                self._save.run(self._store.path, self._closing)
+
+    def _wait(self) -> bool:
+        """Wait until something is due. False at the end."""
+        with self._work:
+            while True:
+                wanted = [task for task in (self._reset, self._save) if task.wanted]
+                if self._erasing or any(task.is_due(self._now()) for task in wanted):
+                    return True
+                if self._closing:
+                    return False
+                due = min((task.due for task in wanted), default=math.inf)
+                self._work.wait(None if due == math.inf else due - self._now())
+
+    def _now(self) -> float:
+        # At the end all that is left is due.
+        return math.inf if self._closing else time.monotonic()
+
+    def _erase(self, slot: int) -> None:
+        try:
+            self._store.erase(slot)
+        except Exception:  # noqa: BLE001
+            # Whatever it is: the slot would stay in use for ever.
+            self._erased.append((slot, False))
+        else:
+            self._erased.append((slot, True))
+
+    def _save_ledger(self) -> None:
+        self._store.save_ledger(self._store.ledger.dump())
