@@ -84,11 +84,10 @@ class Node:
 
     def fill_host(self, keys: Sequence[bytes], computed: Sequence[bytes], tally: Tally) -> None:
         self.host.touch(keys)
-        keep = set(keys)
-        for key in keys:
+        for before, key in zip([None, *keys], keys, strict=False):
             if key not in self.host:
                 self.make_room(tally)
-                block = self.host.reserve(key, keep)
+                block = self.host.reserve(key, before)
                 if block is None:
                     break
                 self.host.publish([block])

@@ -26,7 +26,7 @@ def run(indexed: int = 200_000, repeats: int = 501) -> list[dict[str, Any]]:
     still in the processor's caches."""
     index = BlockIndex(indexed, LRUPolicy())
     keys = [os.urandom(KEY_BYTES) for _ in range(indexed)]
-    blocks = [index.reserve(key, set()) for key in keys]
+    blocks = [index.reserve(key, None) for key in keys]
     index.publish([block for block in blocks if block is not None])
     rng = random.Random(0)
     starts = [rng.randrange(indexed - PROMPT_BLOCKS) for _ in range(repeats)]

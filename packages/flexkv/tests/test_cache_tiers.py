@@ -180,8 +180,9 @@ def test_where_a_block_is(make: Callable[..., Engine]) -> None:
 
 def test_what_was_touched_is_evicted_later(make: Callable[..., Engine]) -> None:
     engine = make(slots=4)
-    engine.store("a", "b", "c", "d")
-    engine.cache.touch(keys("d", "c"))
+    engine.store("c", "d")
+    engine.store("a", "b")
+    engine.cache.touch(keys("c", "d"))
     engine.settle()
     engine.store("x", "y")
     found = [key for key in keys("a", "b", "c", "d") if engine.cache.lookup([key])]

@@ -9,39 +9,45 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexkv.eviction import POLICIES, EvictionPolicy, LRUPolicy
 
+USES = st.integers(0, 30)
+KEYS = st.binary(min_size=1, max_size=1)
+
 
 class LRUModel(RuleBasedStateMachine):
-    """LRU against the obvious slow implementation: a list, oldest first."""
+    """LRU against the obvious slow implementation: when each key was used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = LRUPolicy()
-        self.order: list[bytes] = []
+        self.used: dict[bytes, int] = {}
 
-    @rule(key=st.binary(min_size=1, max_size=1))
-    def add_or_touch(self, key: bytes) -> None:
-        if key in self.order:
-            self.order.remove(key)
-            self.policy.touch(key)
+    @rule(key=KEYS, use=USES)
+    def add_or_touch(self, key: bytes, use: int) -> None:
+        if key in self.used:
+            self.used[key] += use
+            self.policy.touch(key, self.used[key])
         else:
-            self.policy.add(key)
-        self.order.append(key)
+            self.used[key] = use
+            self.policy.add(key, use)
 
-    @precondition(lambda self: self.order)
+    @precondition(lambda self: self.used)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.order))
-        self.order.remove(key)
+        key = data.draw(st.sampled_from(sorted(self.used)))
+        del self.used[key]
         self.policy.remove(key)
 
     @rule()
     def clear(self) -> None:
-        self.order.clear()
+        self.used.clear()
         self.policy.clear()
 
     @invariant()
     def victim_is_the_oldest(self) -> None:
-        assert self.policy.victim() == (self.order[0] if self.order else None)
+        victim = self.policy.victim()
+        assert (victim is None) is (not self.used)
+        if victim is not None:
+            assert self.used[victim] == min(self.used.values())
 
 
 TestLRU = LRUModel.TestCase
@@ -52,11 +58,21 @@ def test_victims_are_exactly_the_keys_that_were_added(make: Callable[[], Evictio
     policy = make()
     keys = {bytes([i]) for i in range(50)}
     for key in sorted(keys):
-        policy.add(key)
+        policy.add(key, key[0])
     for i in range(0, 50, 3):
-        policy.touch(bytes([i]))
+        policy.touch(bytes([i]), 100 + i)
     seen = set()
     while (key := policy.victim()) is not None:
         policy.remove(key)
         seen.add(key)
     assert seen == keys
+
+
+def test_blocks_that_are_leased_over_and_over_take_no_more_memory() -> None:
+    policy = LRUPolicy()
+    for use in range(50_000):
+        policy.add(b"a", use)
+        policy.remove(b"a")
+    assert len(policy._heap) < 10_000
+    policy.add(b"b", 1)
+    assert policy.victim() == b"b"

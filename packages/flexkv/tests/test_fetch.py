@@ -309,7 +309,7 @@ def test_a_slow_source_is_waited_for_as_long_as_it_delivers(
 
 def test_a_fetch_joins_what_the_engine_stores(make: Callable[..., Node]) -> None:
     node = make("ac")
-    store = node.cache.store(keys("ab"), [1])
+    store = node.cache.store(keys("b"), [0])
     assert store is not None
     fetch = node.fetch("abc")
     (tier,) = node.tiers
@@ -327,7 +327,7 @@ def test_a_fetch_joins_what_the_engine_stores(make: Callable[..., Node]) -> None
 
 def test_a_store_that_fails_ends_the_fetch_that_joined_it(make: Callable[..., Node]) -> None:
     node = make("ac")
-    store = node.cache.store(keys("ab"), [1])
+    store = node.cache.store(keys("b"), [0])
     assert store is not None
     fetch = node.fetch("abc")
     node.tiers[0].end_all()
@@ -381,8 +381,8 @@ def test_a_read_that_outlives_a_clear_gives_nothing(make: Callable[..., Node]) -
 
 def test_a_fetch_pushes_out_others_and_never_its_own_prefix(make: Callable[..., Node]) -> None:
     node = make("bcd", slots=4)
-    node.store("axyd")
-    node.cache.poll()
+    for names in ("a", "d", "xy"):
+        node.store(names)
     fetch = node.fetch("abcd")
     node.tiers[0].end_all()
     node.cache.poll()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -13,19 +15,41 @@ KEYS = st.integers(0, 9).map(lambda i: bytes([i]))
 
 
 def ready_index(slots: int, keys: list[bytes]) -> BlockIndex:
+    """An index that has the blocks of a prefix."""
     index = BlockIndex(slots, LRUPolicy())
+    add(index, *keys)
+    return index
+
+
+def add(index: BlockIndex, *keys: bytes, after: bytes | None = None) -> None:
+    """Blocks of a prefix that goes on after a block, or begins."""
     blocks = []
     for key in keys:
-        block = index.reserve(key, set())
+        block = index.reserve(key, after)
         assert block is not None
         blocks.append(block)
+        after = key
     index.publish(blocks)
-    return index
+
+
+def ready(index: BlockIndex) -> set[bytes]:
+    return {key for key in map(bytes, ([i] for i in range(256))) if index.lookup([key])}
+
+
+def evict(index: BlockIndex, count: int) -> list[bytes]:
+    """The blocks that leave, in their order, to make room for others that do not come."""
+    left = []
+    for number in range(count):
+        before = ready(index)
+        block = index.reserve(b"new %d" % number, None)
+        assert block is not None
+        left += sorted(before - ready(index))
+    return left
 
 
 def test_only_complete_blocks_are_found() -> None:
     index = BlockIndex(4, LRUPolicy())
-    block = index.reserve(b"a", set())
+    block = index.reserve(b"a", None)
     assert block is not None
     assert index.lookup([b"a"]) == 0
     assert b"a" in index
@@ -41,7 +65,7 @@ def test_a_hit_ends_at_the_first_gap() -> None:
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     index = ready_index(3, [b"a", b"b", b"c"])
-    assert index.reserve(b"x", set()) is not None
+    assert index.reserve(b"x", None) is not None
     assert index.lookup([b"a", b"b", b"c"]) == 2
 
 
@@ -49,15 +73,74 @@ def test_leased_blocks_are_not_evicted() -> None:
     index = ready_index(2, [b"a", b"b"])
     leased = index.lease([b"a", b"b"])
     assert leased is not None
-    assert index.reserve(b"x", set()) is None
+    assert index.reserve(b"x", None) is None
     index.release(leased)
-    assert index.reserve(b"x", set()) is not None
+    assert index.reserve(b"x", None) is not None
 
 
 def test_a_prefix_does_not_evict_itself() -> None:
     index = ready_index(2, [b"a", b"b"])
-    assert index.reserve(b"c", {b"a", b"b", b"c"}) is None
+    assert index.reserve(b"c", b"b") is None
     assert index.lookup([b"a", b"b"]) == 2
+    assert index.reserve(b"x", None) is not None, "another one may have its slot"
+
+
+def test_a_block_stays_while_one_that_builds_on_it_is_being_written() -> None:
+    index = ready_index(3, [b"a", b"b"])
+    block = index.reserve(b"c", b"b")
+    assert block is not None
+    assert index.reserve(b"x", None) is None
+    index.abandon([block])
+    assert evict(index, 3) == [b"b", b"a"]
+
+
+def test_nothing_is_stored_behind_a_gap() -> None:
+    index = ready_index(4, [b"a"])
+    assert index.reserve(b"c", b"b") is None
+    assert index.free_slots == 3
+
+
+def test_prefixes_leave_whole_the_one_used_longest_ago_first() -> None:
+    index = ready_index(6, [b"a", b"b", b"c"])
+    add(index, b"p", b"q", b"r")
+    index.touch([b"a", b"b", b"c"])
+    assert evict(index, 6) == [b"r", b"q", b"p", b"c", b"b", b"a"]
+
+
+def test_the_use_of_an_end_counts_for_all_that_it_builds_on() -> None:
+    index = ready_index(5, [b"a", b"b"])
+    add(index, b"p", b"q")
+    add(index, b"c", after=b"b")
+    assert evict(index, 5) == [b"q", b"p", b"c", b"b", b"a"]
+
+
+def test_a_beginning_outlives_the_end_that_was_used_before_it() -> None:
+    index = ready_index(5, [b"a", b"b", b"c"])
+    add(index, b"p", b"q")
+    index.touch([b"a"])
+    assert evict(index, 5) == [b"c", b"b", b"q", b"p", b"a"]
+
+
+def test_a_beginning_that_two_prefixes_share_stays_until_both_have_left() -> None:
+    index = ready_index(4, [b"a", b"b"])
+    add(index, b"c", after=b"a")
+    add(index, b"x")
+    assert evict(index, 4) == [b"b", b"c", b"a", b"x"]
+
+
+def test_what_leaves_makes_its_predecessor_the_next_to_leave() -> None:
+    index = ready_index(3, [b"a", b"b", b"c"])
+    leaving = [index.lease_victim() for _ in range(3)]
+    assert [block.key for block in leaving if block] == [b"c", b"b", b"a"]
+    assert index.lease_victim() is None
+    used = index.lease([b"a", b"b", b"c"])
+    assert used is not None
+    for block in leaving:
+        assert block is not None
+        index.retire(block)
+    index.release(used)
+    assert index.lookup([b"a", b"b", b"c"]) == 3, "all were used again"
+    assert evict(index, 3) == [b"c", b"b", b"a"]
 
 
 def test_an_unreadable_block_is_found_no_more_and_its_slot_returns() -> None:
@@ -78,21 +161,21 @@ def test_a_pinned_block_is_not_evicted_until_the_index_is_cleared() -> None:
     assert index.pin([b"a", b"b", b"absent"], limit=2) == 0
     index.release(leased)
     index.touch([b"a", b"b", b"c"])
-    assert index.reserve(b"x", set()) is not None
-    assert index.reserve(b"y", set()) is None
+    assert index.reserve(b"x", None) is not None
+    assert index.reserve(b"y", None) is None
     assert index.lookup([b"a", b"b"]) == 2
     index.clear()
     assert index.pinned_blocks == 0
-    assert index.reserve(b"y", set()) is not None
+    assert index.reserve(b"y", None) is not None
 
 
 def test_a_block_may_be_pinned_before_it_is_ready() -> None:
     index = BlockIndex(1, LRUPolicy())
-    block = index.reserve(b"a", set())
+    block = index.reserve(b"a", None)
     assert block is not None
     assert index.pin([b"a"], limit=1) == 0
     index.publish([block])
-    assert index.reserve(b"x", set()) is None
+    assert index.reserve(b"x", None) is None
 
 
 def test_what_exceeds_the_limit_is_not_pinned() -> None:
@@ -116,7 +199,7 @@ def test_a_pinned_block_that_proves_unreadable_gives_its_pin_back() -> None:
 def test_clear_waits_for_writers_and_readers() -> None:
     index = ready_index(3, [b"a", b"b"])
     leased = index.lease([b"a"])
-    writing = index.reserve(b"c", set())
+    writing = index.reserve(b"c", None)
     assert leased is not None
     assert writing is not None
     index.clear()
@@ -133,22 +216,33 @@ class IndexModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = BlockIndex(SLOTS, LRUPolicy())
+        self.index: Any = BlockIndex(SLOTS, LRUPolicy())
         self.index.watch()
         self.told: set[bytes] = set()
         self.pinned: set[bytes] = set()
         self.writing: list[Block] = []
         self.leases: list[list[Block]] = []
 
-    @rule(key=KEYS, keep=st.sets(KEYS))
-    def reserve(self, key: bytes, keep: set[bytes]) -> None:
-        if key in self.index:
+    @rule(key=KEYS, after=st.none() | KEYS)
+    def reserve(self, key: bytes, after: bytes | None) -> None:
+        if key in self.index or key == after:
             return
-        before = {k for k in keep if self.index.lookup([k])}
-        block = self.index.reserve(key, keep)
+        before = self.built_on(after)
+        block = self.index.reserve(key, after)
         if block is not None:
+            assert after is None or after in self.index
             self.writing.append(block)
-        assert {k for k in keep if self.index.lookup([k])} == before
+        assert before == self.built_on(after), "nothing makes room for what builds on it"
+
+    def built_on(self, after: bytes | None) -> list[tuple[bytes, int]]:
+        """Slots of a block and of all that it builds on, as far as they are in the index."""
+        index = self.index
+        block = index._ready.get(after or b"") or index._writing.get(after or b"")
+        found = []
+        while block is not None and block.state is not BlockState.DROPPED:
+            found.append((block.key, block.slot))
+            block = block.parent
+        return found
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), works=st.booleans())
@@ -192,6 +286,16 @@ class IndexModel(RuleBasedStateMachine):
         assert self.index.pin(keys, PINS) == max(0, len(known) - room)
         self.pinned |= set(known[:room])
 
+    @rule(used=st.booleans())
+    def make_room(self, used: bool) -> None:
+        victim = self.index.lease_victim()
+        if victim is None:
+            return
+        lease = self.index.lease([victim.key]) if used else None
+        self.index.retire(victim)
+        if lease is not None:
+            self.leases.append(lease)
+
     @rule(keys=st.lists(KEYS, unique=True))
     def touch(self, keys: list[bytes]) -> None:
         self.index.touch(keys)
@@ -214,6 +318,18 @@ class IndexModel(RuleBasedStateMachine):
             (self.told.add if self.index.lookup([key]) else self.told.discard)(key)
         self.index.changed.clear()
         assert self.told == set(self.index._ready)
+
+    @invariant()
+    def exactly_the_ends_that_nobody_uses_may_be_evicted(self) -> None:
+        index = self.index
+        blocks = [*index._ready.values(), *index._writing.values()]
+        built_on = {id(block.parent) for block in blocks}
+        evictable = {
+            key: block.used
+            for key, block in index._ready.items()
+            if not (block.leases or block.pinned or id(block) in built_on)
+        }
+        assert index._policy._used == evictable
 
     @invariant()
     def no_slot_has_two_uses(self) -> None:

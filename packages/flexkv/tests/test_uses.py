@@ -24,7 +24,7 @@ def filled(keys: Sequence[bytes]) -> tuple[BlockIndex, LRUPolicy]:
     policy = LRUPolicy()
     index = BlockIndex(len(keys), policy)
     for key in keys:
-        block = index.reserve(key, set())
+        block = index.reserve(key, None)
         assert block is not None
         index.publish([block])
     return index, policy
@@ -32,7 +32,7 @@ def filled(keys: Sequence[bytes]) -> tuple[BlockIndex, LRUPolicy]:
 
 def order(policy: LRUPolicy) -> list[bytes]:
     """What leaves, in that order."""
-    return list(policy._order)
+    return sorted(policy._used, key=policy._used.__getitem__)
 
 
 @pytest.fixture

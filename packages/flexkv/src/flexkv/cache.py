@@ -183,20 +183,19 @@ class KVCache:
         """Reserve slots for blocks of a prefix.
 
         Args:
-            keys: the whole prefix, first block first.
+            keys: blocks of which each builds on the one before, first block first. They may begin
+                anywhere in the prefix: one block before those to store is enough.
             positions: which of them to store, ascending; as `missing` returned them.
 
         Returns:
             A transfer of the first blocks of `positions` that slots could be had for, or None if
-            there is none. The prefix itself is never evicted to make room for its own end.
+            there is none. The prefix itself is never evicted to make room for its own end, and what
+            has no predecessor in the arena is not stored.
         """
-        keep: set[bytes] = set()
-        if self._index.free_slots < len(positions):
-            keep = set(keys)
-            self._index.touch(keys)
         blocks = []
         for position in positions:
-            block = self._index.reserve(keys[position], keep)
+            before = keys[position - 1] if position else None
+            block = self._index.reserve(keys[position], before)
             if block is None:
                 break
             blocks.append(block)

@@ -6,14 +6,18 @@ blocks may be leased; a leased block is neither evicted nor moved until the last
 pinned block is not evicted until the index is cleared, or the block proves unreadable. Only ready
 blocks are ever found, so a block that was never completed is a miss.
 
-Pure and single-threaded; every operation is O(1) per block.
+Blocks of a prefix build on one another, and a block without those before it is worth nothing. So a
+block is not evicted while a block that builds on it has a slot: prefixes leave from their ends, and
+no prefix makes room for its own end. Using a block counts as using those that it builds on.
+
+Pure and single-threaded; every operation is O(1) per block, apart from the policy's.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexkv.eviction import EvictionPolicy
 
@@ -35,8 +39,26 @@ class Block:
     key: bytes
     slot: int
     state: BlockState
+    parent: Block | None = field(default=None, repr=False)
+    """The block that it builds on; None for the first of a prefix."""
+    children: int = 0
+    """Blocks with a slot that build on it, those on their way out left aside."""
+    used: int = 0
+    """When it was last used: grows from use to use."""
     leases: int = 0
     pinned: bool = False
+    leaving: bool = False
+    """Leased by `lease_victim`."""
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it may be evicted: whether the policy has it."""
+        return (
+            self.state is BlockState.READY
+            and not self.leases
+            and not self.children
+            and not self.pinned
+        )
 
 
 class BlockIndex:
@@ -55,6 +77,7 @@ class BlockIndex:
         self._free = list(range(num_slots - 1, -1, -1))
         self._writing: dict[bytes, Block] = {}
         self._ready: dict[bytes, Block] = {}
+        self._uses = 0
         self.evictions = 0
         self.pinned_blocks = 0
         self.changed: dict[bytes, None] | None = None
@@ -95,7 +118,7 @@ class BlockIndex:
         except KeyError:
             return None
         for block in blocks:
-            if block.leases == 0 and not block.pinned:
+            if block.is_evictable:
                 self._policy.remove(block.key)
             block.leases += 1
         return blocks
@@ -103,31 +126,43 @@ class BlockIndex:
     def release(self, blocks: Sequence[Block]) -> None:
         """End one lease of each block, which counts as its use.
 
-        The blocks are those of a prefix, first block first. They become evictable last block
-        first: a prefix without its end is worth something, an end without its prefix nothing.
+        The blocks are those of a prefix, first block first: its end counts as used before its
+        beginning.
         """
-        for block in reversed(blocks):
+        self._uses += len(blocks)
+        for age, block in enumerate(blocks):
             block.leases -= 1
+            block.used = self._uses - age
             if block.leases:
                 continue
             if block.state is BlockState.DROPPED:
                 self._free.append(block.slot)
-            elif not block.pinned:
-                self._policy.add(block.key)
+            elif block.is_evictable:
+                self._policy.add(block.key, block.used)
 
-    def reserve(self, key: bytes, keep: set[bytes]) -> Block | None:
+    def reserve(self, key: bytes, after: bytes | None) -> Block | None:
         """Give `key` a slot to be written, evicting a block if none is free.
 
         Args:
             key: of the block.
-            keep: keys whose blocks must not make room: the prefix that `key` belongs to.
+            after: key of the block that this one builds on; None if it is the first of its prefix.
 
         Returns:
-            The block, in state WRITING; None if no slot can be had, or the key has one already.
+            The block, in state WRITING; None if no slot can be had, if the key has one already, or
+            if `after` has none: no prefix would lead to it.
         """
-        if key in self or (not self._free and not self._evict(keep)):
+        if key in self:
             return None
-        block = Block(key, self._free.pop(), BlockState.WRITING)
+        block = Block(key, -1, BlockState.WRITING)
+        if after is not None:
+            block.parent = self._ready.get(after) or self._writing.get(after)
+            if block.parent is None:
+                return None
+        self._attach(block)
+        if not self._free and not self._evict():
+            self._detach(block)
+            return None
+        block.slot = self._free.pop()
         self._writing[key] = block
         return block
 
@@ -136,23 +171,25 @@ class BlockIndex:
 
         First block of the prefix first, as in `release`.
         """
-        for block in reversed(blocks):
+        self._uses += len(blocks)
+        for age, block in enumerate(blocks):
             if block.state is BlockState.DROPPED:
                 self._free.append(block.slot)
                 continue
             del self._writing[block.key]
             block.state = BlockState.READY
+            block.used = self._uses - age
             self._ready[block.key] = block
             self._note(block.key)
-            if not block.pinned:
-                self._policy.add(block.key)
+            if block.is_evictable:
+                self._policy.add(block.key, block.used)
 
     def abandon(self, blocks: Iterable[Block]) -> None:
         """These blocks could not be written; their slots are free again."""
         for block in blocks:
             if block.state is not BlockState.DROPPED:
                 del self._writing[block.key]
-                self._forget(block)
+                self._remove(block)
             self._free.append(block.slot)
 
     def drop(self, blocks: Iterable[Block]) -> None:
@@ -160,7 +197,7 @@ class BlockIndex:
         for block in blocks:
             if block.state is BlockState.READY:
                 del self._ready[block.key]
-                self._forget(block)
+                self._remove(block)
 
     def pin(self, keys: Iterable[bytes], limit: int) -> int:
         """Keep those blocks of `keys` that have a slot from being evicted.
@@ -180,35 +217,45 @@ class BlockIndex:
             if self.pinned_blocks >= limit:
                 refused += 1
                 continue
+            if block.is_evictable:
+                self._policy.remove(key)
             block.pinned = True
             self.pinned_blocks += 1
-            if block.state is BlockState.READY and block.leases == 0:
-                self._policy.remove(key)
         return refused
 
     def lease_victim(self) -> Block | None:
         """Lease the block that would be evicted next, so that it can be saved before; `retire`
-        ends that. None if there is none."""
+        ends that. The one that it builds on may be next. None if there is none."""
         key = self._policy.victim()
         if key is None:
             return None
-        blocks = self.lease([key])
-        assert blocks is not None
-        return blocks[0]
+        block = self._ready[key]
+        self._policy.remove(key)
+        block.leases += 1
+        self._detach(block)
+        block.leaving = True
+        return block
 
     def retire(self, block: Block) -> None:
         """End a lease of `lease_victim`: evict the block, unless somebody else leases it now."""
         if block.leases == 1 and block.state is BlockState.READY:
             self.drop([block])
             self.evictions += 1
+        block.leaving = False
+        if block.state is BlockState.READY:
+            self._attach(block)
         self.release([block])
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Count the ready ones of `keys` as used, the last of them as used first."""
-        for key in reversed(list(keys)):
-            block = self._ready.get(key)
-            if block is not None and block.leases == 0 and not block.pinned:
-                self._policy.touch(key)
+        ready = self._ready
+        self._uses += len(keys)
+        for age, key in enumerate(keys):
+            block = ready.get(key)
+            if block is not None:
+                block.used = self._uses - age
+                if block.is_evictable:
+                    self._policy.touch(key, block.used)
 
     def clear(self) -> None:
         """Drop every block. Slots in use become free when their writer or reader is done."""
@@ -222,16 +269,39 @@ class BlockIndex:
         self._ready.clear()
         self._policy.clear()
 
-    def _evict(self, keep: set[bytes]) -> bool:
+    def _evict(self) -> bool:
         victim = self._policy.victim()
-        if victim is None or victim in keep:
+        if victim is None:
             return False
         self._policy.remove(victim)
         block = self._ready.pop(victim)
-        self._forget(block)
+        self._remove(block)
         self._free.append(block.slot)
         self.evictions += 1
         return True
+
+    def _attach(self, block: Block) -> None:
+        """What `block` builds on stays as long as it does."""
+        parent = block.parent
+        if parent is not None:
+            if parent.is_evictable:
+                self._policy.remove(parent.key)
+            parent.children += 1
+
+    def _detach(self, block: Block) -> None:
+        """What `block` builds on need not stay for it any more."""
+        parent = block.parent
+        if parent is not None:
+            parent.children -= 1
+            parent.used = max(parent.used, block.used)
+            if parent.is_evictable:
+                self._policy.add(parent.key, parent.used)
+
+    def _remove(self, block: Block) -> None:
+        """`block` was taken out of every lookup, and what it builds on is still there."""
+        self._forget(block)
+        if not block.leaving:
+            self._detach(block)
 
     def _forget(self, block: Block) -> None:
         """`block` was taken out of every lookup."""

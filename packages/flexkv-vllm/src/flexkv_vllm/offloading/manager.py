@@ -186,19 +186,19 @@ class FlexKVOffloadingManager(OffloadingManager):
         request.settle()  # it runs
         if request.stale or not request.wishes.store:
             return _nothing_to_store()
-        prefix = request.offer(keys)
-        positions = self._cache.missing(prefix, len(prefix) - len(keys))
+        chain, positions = request.offer(keys)
         if len(positions) < len(keys):
             # vLLM offers what it has itself, too: some of it was hit.
-            there = set(keys).difference(prefix[i] for i in positions)
+            there = set(keys).difference(chain[i] for i in positions)
             self._cache.record([key for key in keys if key in there])
-        transfer = self._cache.store(prefix, positions) if positions else None
+        transfer = self._cache.store(chain, positions) if positions else None
         if request.wishes.pin:
             self._cache.pin(keys)
         if transfer is None:
             return _nothing_to_store()
         self._figures.note_activity()
         reserved = [OffloadKey(block.key) for block in transfer.blocks]
+        request.reserved(reserved)
         return PrepareStoreOutput(reserved, ArenaBlocks(transfer.cell, transfer.slots), [])
 
     def _poll(self) -> None:

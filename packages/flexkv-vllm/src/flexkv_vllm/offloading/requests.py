@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    get_offload_group_idx,
+)
 
 from flexkv import Fetch, KVCache, Medium, Presence
 from flexkv_vllm.offloading.compat import may_load_from
@@ -26,7 +31,8 @@ class RequestBlocks:
 
     Attributes:
         wishes: of the user.
-        stored: keys of the blocks that vLLM has offered so far, in order.
+        stored: keys of the blocks that vLLM has offered so far, in order, each with that of one
+            before it in its group.
         stale: whether the cache was reset since the request began: what it computes may build on
             what the reset was to forget.
     """
@@ -36,7 +42,8 @@ class RequestBlocks:
         self._from_host = wishes.load and may_load_from(context, Medium.HOST)
         self._from_disk = wishes.load and may_load_from(context, Medium.DISK)
         self.wishes = wishes
-        self.stored: dict[bytes, None] = {}
+        self.stored: dict[bytes, bytes | None] = {}
+        self._ends: dict[int, bytes] = {}
         self.stale = False
         self._wanted: dict[bytes, None] = {}
         self._lacks = False
@@ -79,13 +86,34 @@ class RequestBlocks:
         """Where a block that is loaded came from."""
         return Medium.DISK if key in self._awaited else Medium.HOST
 
-    def offer(self, keys: Sequence[bytes]) -> list[bytes]:
-        """vLLM wants these blocks stored; the whole prefix that it has offered, these last."""
+    def offer(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
+        """vLLM wants these blocks stored, again perhaps after a preemption.
+
+        Returns the keys of those that have no slot, each behind that of the last block before it
+        in its group that has one or is to get one now; and where in that list they are.
+        """
+        chain: list[bytes] = []
+        places: dict[bytes, int] = {}
+        previous: dict[int, bytes] = {}
         for key in keys:
-            self.stored.pop(key, None)
-        before = list(self.stored)
-        self.stored.update(dict.fromkeys(keys))
-        return [*before, *keys]
+            group = get_offload_group_idx(OffloadKey(key))
+            before = self.stored.setdefault(key, previous.get(group, self._ends.get(group)))
+            previous[group] = key
+            if not self._cache.missing((key,)):
+                self._ends[group] = key
+                continue
+            while before is not None and before not in places and self._cache.missing((before,)):
+                before = self.stored[before]
+            if before is not None and chain[-1:] != [before]:
+                chain.append(before)
+            places[key] = len(chain)
+            chain.append(key)
+        return chain, list(places.values())
+
+    def reserved(self, keys: Iterable[bytes]) -> None:
+        """Blocks that vLLM offered have got slots."""
+        for key in keys:
+            self._ends[get_offload_group_idx(OffloadKey(key))] = key
 
     def settle(self) -> None:
         """The request has what it wanted, or wants nothing any more: blocks are kept for it no
@@ -100,6 +128,7 @@ class RequestBlocks:
         self._awaited.clear()
         self._lacks = False
         self.stored.clear()
+        self._ends.clear()
         self.stale = True
 
     def _end_fetch(self) -> None:

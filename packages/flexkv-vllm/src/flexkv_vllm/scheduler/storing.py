@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from flexkv import KVCache, Transfer
@@ -65,6 +66,7 @@ class Stores:
         self._edge = edge
         self._describe = describe
         self._align = groups.alignment
+        self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
         self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
         self._pool: BlockPool | None = None
         self._running: dict[int, TrackedRequest] = {}
@@ -159,37 +161,44 @@ class Stores:
     ) -> None:
         if not candidates:
             return
-        keys = self._all_keys(tracked, candidates)
-        first = len(keys) - len(candidates)
-        missing = self._cache.missing(keys, first)
-        positions = [i for i in missing if all(candidates[i - first].engine_blocks)]
+        keys, places = self._chains(tracked.request, candidates)
+        positions = [i for i in self._cache.missing(keys) if i in places]
         if positions and tracked.wishes.store:
-            self._begin(tracked, candidates, keys, positions, orders)
+            self._begin(tracked, places, keys, positions, orders)
         if tracked.wishes.pin:
-            self._cache.pin(keys[first:])
+            self._cache.pin([keys[i] for i in places])
 
-    def _all_keys(self, tracked: TrackedRequest, candidates: Sequence[_Candidate]) -> list[bytes]:
-        """Keys of `candidates`, in their order, and before them those of the prefix that must not
-        make room for them."""
-        request = tracked.request
-        if self._groups.plain:
-            (group,) = self._groups.members
-            return list(self._keys.of(request, group, 0, candidates[-1].position + 1))
-        by_group = {
-            group.index: self._keys.of(request, group)
-            for group in {each.group for each in candidates}
-        }
+    def _chains(
+        self, request: Request, candidates: Sequence[_Candidate]
+    ) -> tuple[list[bytes], dict[int, _Candidate]]:
+        """Keys of those of `candidates` that vLLM still has, each behind that of the block that it
+        builds on; and where each of them is.
+
+        What looks back less far is worth nothing without full attention's last block, and needs
+        none of its own that comes before what a hit needs.
+        """
         keys: list[bytes] = []
-        for group in self._groups.members:
-            if group.reach is Reach.ALL:
-                begun = [each.position for each in candidates if each.group is group]
-                keys += self._keys.of(request, group, 0, min(begun)) if begun else []
-        return keys + [by_group[each.group.index][each.position] for each in candidates]
+        places: dict[int, _Candidate] = {}
+        for group in self._by_reach:
+            blocks = [
+                each for each in candidates if each.group is group and all(each.engine_blocks)
+            ]
+            if not blocks:
+                continue
+            blocks.sort(key=attrgetter("position"))
+            start, stop = max(0, blocks[0].position - 1), blocks[-1].position + 1
+            own = self._keys.of(request, group, start, stop)
+            if group.reach is Reach.ALL and start < blocks[0].position:
+                keys.append(own[0])
+            for each in blocks:
+                places[len(keys)] = each
+                keys.append(own[each.position - start])
+        return keys, places
 
     def _begin(
         self,
         tracked: TrackedRequest,
-        candidates: Sequence[_Candidate],
+        places: Mapping[int, _Candidate],
         keys: Sequence[bytes],
         positions: Sequence[int],
         orders: StepOrders,
@@ -197,8 +206,7 @@ class Stores:
         transfer = self._cache.store(keys, positions)
         if transfer is None:
             return
-        first = len(keys) - len(candidates)
-        stored = [(candidates[i - first], keys[i]) for i in positions[: len(transfer.blocks)]]
+        stored = [(places[i], keys[i]) for i in positions[: len(transfer.blocks)]]
         if self._describe is not None:
             for each, key in stored:
                 self._describe(tracked.request, each.group, ((each.position, key),))

@@ -135,12 +135,10 @@ class Fetcher:
             if first >= len(keys):
                 return None
         sources = self._sources(keys, first)
-        prefix = keys[: first + len(sources)]
-        index.touch(prefix)
         fetch = Fetch(keys, list(index.lease(keys[:first]) or ()), priority=priority)
         fetch.begun = fetch.progressed = time.monotonic()
         self._fetches[fetch] = None
-        self._fill(fetch, sources, set(prefix))
+        self._fill(fetch, sources)
         fetch.stop = len(fetch.blocks)
         fetch.advance()
         fetch.first = fetch.arrived
@@ -284,25 +282,30 @@ class Fetcher:
             sources.append(tier)
         return sources
 
-    def _fill(self, fetch: Fetch, sources: Sequence[LowerTier | None], keep: set[bytes]) -> None:
+    def _fill(self, fetch: Fetch, sources: Sequence[LowerTier | None]) -> None:
         """Lease what is there, read what is not, until the arena has no slot left."""
         index = self._index
         reads: dict[LowerTier, list[Block]] = {}
-        for tier in sources:
-            key = fetch.keys[len(fetch.blocks)]
-            # Reserving slots for earlier blocks may have evicted this one.
-            there = index.lease([key])
-            if there is None and key not in index:
-                block = None if tier is None else index.reserve(key, keep)
+        first = len(fetch.blocks)
+        wanted = fetch.keys[first : first + len(sources)]
+        # All that is there, so that it does not make room for what is not.
+        there = [index.lease([key]) for key in wanted]
+        for position, (key, tier) in enumerate(zip(wanted, sources, strict=True), first):
+            found = there[position - first]
+            if found is None and key not in index:
+                before = fetch.keys[position - 1] if position else None
+                block = None if tier is None else index.reserve(key, before)
                 if tier is None or block is None:
                     break
                 reads.setdefault(tier, []).append(block)
-            if there is None:
+            if found is None:
                 fetch.awaited.append(key)
                 if key in self._ticket_of:
                     fetch.tickets[self._ticket_of[key]] = None
-                self._waiting.setdefault(key, []).append((fetch, len(fetch.blocks)))
-            fetch.blocks.append(there[0] if there else None)
+                self._waiting.setdefault(key, []).append((fetch, position))
+            fetch.blocks.append(found[0] if found else None)
+        unused = there[len(fetch.blocks) - first :]
+        index.release([found[0] for found in unused if found is not None])
         for tier, number in fetch.tickets:
             tier.hasten(number, fetch.priority)
         for tier, blocks in reads.items():
