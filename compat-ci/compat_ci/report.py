@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from compat_ci.matrix import Engine, Level, Release
 from compat_ci.results import Outcomes, Table
@@ -33,17 +33,23 @@ def page(engines: dict[str, Engine], table: Table) -> str:
     for name, engine in engines.items():
         served = [release.version for release in engine.served]
         label = _NAMES.get(name, name)
+        newest_first = list(reversed(engine.releases))
+        limits = list(dict.fromkeys(text for release in newest_first for text in release.limits))
         rows = [
-            _row(release, table.get(name, {}).get(release.version, {}))
-            for release in reversed(engine.releases)
+            _row(release, table.get(name, {}).get(release.version, {}), limits)
+            for release in newest_first
         ]
         parts.append(
             f"\n## {label}\n\n"
-            f"FlexKV starts with {label} {_minor(served[0])} to {_minor(served[-1])}. Another "
+            f"FlexKV starts with {label} {_minor(served[0])} to {_minor(served[-1])}. With a newer "
+            f"{label} it starts with a warning, if that has all that FlexKV uses. Any other "
             "version stops the start with an error that says so; "
             "[`allow_untested_engine`](settings.md#allow_untested_engine) overrides it.\n\n"
             "| version | pins torch | static | scheduler | engine | limits |\n"
-            "|---|---|---|---|---|---|\n" + "".join(rows)
+            "|---|---|---|---|---|---|\n"
+            + "".join(rows)
+            + "\n"
+            + "".join(f"{number}. {text}\n" for number, text in enumerate(limits, 1))
         )
         parts.append("".join(_failures(engine, table)))
     return "".join(parts)
@@ -61,9 +67,11 @@ def summary(table: Table) -> str:
     return "".join(lines)
 
 
-def _row(release: Release, outcomes: Outcomes) -> str:
+def _row(release: Release, outcomes: Outcomes, limits: Sequence[str]) -> str:
+    """A row of the table; its last column has the numbers of the release's `limits`."""
     cells = [_cell(level, release, outcomes) for level in Level]
-    return f"| {release.version} | {release.torch} | {' | '.join(cells)} | {release.limits} |\n"
+    cells.append(", ".join(str(limits.index(text) + 1) for text in release.limits))
+    return f"| {release.version} | {release.torch} | {' | '.join(cells)} |\n"
 
 
 def _cell(level: Level, release: Release, outcomes: Outcomes) -> str:

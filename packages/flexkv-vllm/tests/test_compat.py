@@ -10,19 +10,46 @@ from patience import PATIENCE_SECONDS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import EngineVersionError
-from flexkv_vllm.compat import check_version, fences_get_through
+from flexkv_vllm.compat import check_version, fences_get_through, warn_if_newer
 
 
-@pytest.mark.parametrize("version", ["0.20.2", "0.32.0", "0.32.9", "0.30.0+cpu", "0.31.0rc1"])
+@pytest.mark.parametrize("version", ["0.20.2", "0.33.0", "0.32.9", "0.30.0+cpu", "0.31.0rc1"])
 def test_supported_versions(version: str) -> None:
     check_version(False, version)
 
 
-@pytest.mark.parametrize("version", ["0.19.9", "0.33.0", "1.0.0", "0.9.2", "dev"])
-def test_other_versions_are_refused_unless_allowed(version: str) -> None:
-    with pytest.raises(EngineVersionError, match=r"vLLM .* is installed; allowed: 0\.20 to 0\.32"):
+@pytest.mark.parametrize("version", ["0.19.9", "0.9.2", "0.0.0", "dev"])
+def test_older_versions_are_refused_unless_allowed(version: str) -> None:
+    with pytest.raises(EngineVersionError, match=r"vLLM .* is installed; allowed: 0\.20 to 0\.33"):
         check_version(False, version)
     check_version(True, version)
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.40.1rc1", "1.0.0"])
+def test_newer_versions_with_all_features_start_with_one_warning(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_version(False, version)
+    assert not caplog.records
+    warn_if_newer(version)
+    (record,) = caplog.records
+    assert version in record.getMessage()
+
+
+def test_newer_versions_that_lack_a_feature_are_refused_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "reset_cache")
+    lacking = r"vLLM 0\.34\.0 is installed; allowed.*; it lacks .*reset_cache"
+    with pytest.raises(EngineVersionError, match=lacking):
+        check_version(False, "0.34.0")
+    check_version(True, "0.34.0")
+    check_version(False, "0.33.0")
+
+
+def test_tested_versions_start_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_newer(vllm.__version__)
+    assert not caplog.records
 
 
 def test_the_installed_version_is_supported() -> None:

@@ -8,6 +8,7 @@ feature and not at the version.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -18,35 +19,57 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv import EngineVersionError
+from flexkv_vllm.compat_features import missing_features
+
+logger = logging.getLogger("flexkv.vllm")
 
 CONNECTOR_NAME = "FlexKVConnectorV1"
 
 OLDEST = (0, 20)
-NEWEST = (0, 32)
+NEWEST = (0, 33)
 """Releases (major, minor) whose scheduler at least has run with this adapter: those of
 compat-ci/versions.toml above the static level."""
 
 
 def check_version(allow_untested: bool, version: str = vllm.__version__) -> None:
-    """Refuse a vLLM outside the supported range.
+    """Refuse a vLLM that is older than the supported range, or newer and lacks what FlexKV uses.
 
     Args:
         allow_untested: the setting `allow_untested_engine`.
         version: vLLM's own version string. A development build without a number (0.0.0 or
-            "dev") is taken for untested.
+            "dev") is taken for too old.
 
     Raises:
-        EngineVersionError: names the version, the range, and how to override.
+        EngineVersionError: names the version, what is missing, the range, and how to override.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(match[1]), int(match[2])) if match else (0, 0)
-    if OLDEST <= release <= NEWEST or allow_untested:
+    if allow_untested or OLDEST <= _release(version) <= NEWEST:
         return
+    missing = missing_features() if _release(version) > NEWEST else []
+    if _release(version) > NEWEST and not missing:
+        return
+    lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     raise EngineVersionError(
         f"vLLM {version} is installed; allowed: {OLDEST[0]}.{OLDEST[1]} to "
-        f"{NEWEST[0]}.{NEWEST[1]}, or any with allow_untested_engine=true "
-        f"(FLEXKV_ALLOW_UNTESTED_ENGINE=1)"
+        f"{NEWEST[0]}.{NEWEST[1]}, a newer one that has all that FlexKV uses, or any with "
+        f"allow_untested_engine=true (FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
     )
+
+
+def warn_if_newer(version: str = vllm.__version__) -> None:
+    """Log one warning if this vLLM is newer than all that FlexKV was tested with."""
+    if _release(version) > NEWEST:
+        logger.warning(
+            "vLLM %s is newer than %d.%d, the newest that FlexKV was tested with. FlexKV starts, "
+            "because vLLM has all that it uses; compare some answers with and without FlexKV",
+            version,
+            *NEWEST,
+        )
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number; (0, 0) if there are none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def fences_get_through() -> bool:

@@ -38,7 +38,13 @@ from flexkv import (
     plan_arena,
     share_of,
 )
-from flexkv_vllm.compat import binds_pool, check_version, fails_by_request, tells_states
+from flexkv_vllm.compat import (
+    binds_pool,
+    check_version,
+    fails_by_request,
+    tells_states,
+    warn_if_newer,
+)
 from flexkv_vllm.compat_events import group_traits
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.groups import Groups, read_groups
@@ -171,6 +177,7 @@ def make_scheduler_side(
         ArenaError: they made none.
         DiskError: a cache directory cannot be used.
     """
+    warn_if_newer()
     session = attach(config.session_root, _engine_id(vllm_config))
     spec = session.arena.spec
     groups = _read_groups(vllm_config, kv_cache_config, spec.format.engine_blocks)

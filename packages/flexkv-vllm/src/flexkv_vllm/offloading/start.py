@@ -25,6 +25,7 @@ from flexkv import (
     Shard,
     attach,
 )
+from flexkv_vllm.compat import warn_if_newer
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.identity import outlives_process
 from flexkv_vllm.offloading.compat import offer_only_what_was_computed, worker_config
@@ -82,6 +83,7 @@ def make_manager(
         ArenaError: they made none.
         DiskError: a cache directory cannot be used.
     """
+    warn_if_newer()
     offer_only_what_was_computed()
     session = attach(settings.session_root, config.engine_id)
     try:

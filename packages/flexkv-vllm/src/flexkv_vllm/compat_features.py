@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a vLLM that FlexKV was not tested with has all that the adapter uses.
+
+`nox -s compat-newest` looks deeper, at types too, but runs no engine and needs the network. This
+check runs where the engine starts, in milliseconds, and decides whether a newer release is served.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+
+_SCHEDULING = "vllm.v1.core.sched.output"
+
+FIELDS = {
+    (_SCHEDULING, "SchedulerOutput"): (
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+        "scheduled_cached_reqs",
+        "scheduled_new_reqs",
+        "total_num_scheduled_tokens",
+    ),
+    (_SCHEDULING, "NewRequestData"): ("block_ids", "req_id"),
+    (_SCHEDULING, "CachedRequestData"): ("new_block_ids", "req_ids", "resumed_req_ids"),
+    ("vllm.v1.outputs", "KVConnectorOutput"): ("finished_recving", "kv_connector_worker_meta"),
+    ("vllm.v1.request", "Request"): (
+        "all_token_ids",
+        "block_hashes",
+        "is_finished",
+        "kv_transfer_params",
+        "lora_request",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+        "skip_reading_prefix_cache",
+    ),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
+    ("vllm.v1.core.block_pool", "BlockPool"): ("blocks",),
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
+        "kv_cache_groups",
+        "num_blocks",
+    ),
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): ("kv_cache_spec", "layer_names"),
+}
+"""Fields that the adapter reads, by module and class."""
+
+CALLS = {
+    ("vllm.v1.core.block_pool", "BlockPool.evict_blocks"): 1,
+    ("vllm.v1.core.block_pool", "BlockPool.free_blocks"): 1,
+    ("vllm.v1.core.block_pool", "BlockPool.get_cached_block"): 2,
+    ("vllm.v1.core.block_pool", "BlockPool.touch"): 1,
+    ("vllm.distributed.parallel_state", "get_tp_group"): 0,
+}
+"""Functions and methods that the adapter calls, and with how many positional arguments."""
+
+
+def missing_features() -> list[str]:
+    """What the adapter uses and the installed vLLM lacks, or has in another shape; empty if vLLM
+    has all of it."""
+    return [*_missing_fields(), *_misfit_calls(), *_misfit_methods()]
+
+
+def _missing_fields() -> Iterator[str]:
+    for (module, name), fields in FIELDS.items():
+        owner = _find(module, name)
+        if owner is None:
+            yield f"{module}.{name}"
+            continue
+        known = _fields_of(owner)
+        yield from (f"{module}.{name}.{field}" for field in fields if field not in known)
+
+
+def _fields_of(owner: Callable[..., object]) -> set[str]:
+    """Names that an object of this class has: of the class, or set by its constructor."""
+    known = set(dir(owner)) | set(getattr(owner, "__dataclass_fields__", ()))
+    constructor = getattr(owner, "__init__", None)
+    code = getattr(inspect.unwrap(constructor) if constructor else None, "__code__", None)
+    return known | set(code.co_names if code else ())
+
+
+def _misfit_calls() -> Iterator[str]:
+    for (module, name), count in CALLS.items():
+        function = _find(module, name)
+        if function is None:
+            yield f"{module}.{name}"
+            continue
+        arguments = [None] * (count + name.count("."))  # a method takes its object first
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            yield f"{module}.{name} with {count} arguments ({error})"
+
+
+def _misfit_methods() -> Iterator[str]:
+    """Methods of vLLM's connector that ours does not answer as vLLM calls them."""
+    # By name, as vLLM does it: the connector's module imports this one by way of the start.
+    connector = importlib.import_module("flexkv_vllm.connector").FlexKVConnectorV1
+    yield from (f"an answer to {name}" for name in sorted(connector.__abstractmethods__))
+    for name, ours in vars(connector).items():
+        if name.startswith("_") or not inspect.isfunction(ours):
+            continue
+        bases = connector.__mro__[1:]
+        theirs = next((vars(base)[name] for base in bases if name in vars(base)), None)
+        if theirs is None:
+            yield f"KVConnectorBase_V1.{name}"
+        elif inspect.isfunction(theirs) and not _answers(ours, theirs):
+            yield f"KVConnectorBase_V1.{name}{inspect.signature(theirs)}"
+
+
+def _answers(ours: Callable[..., object], theirs: Callable[..., object]) -> bool:
+    """Whether a call that fits `theirs` fits `ours`, by position and by name."""
+    kinds = inspect.Parameter
+    named = [
+        parameter
+        for parameter in inspect.signature(theirs).parameters.values()
+        if parameter.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}
+    ]
+    signature = inspect.signature(ours)
+    try:
+        signature.bind(**{parameter.name: None for parameter in named})
+        signature.bind(*(None for each in named if each.kind is kinds.POSITIONAL_OR_KEYWORD))
+    except TypeError:
+        return False
+    return True
+
+
+def _find(module: str, name: str) -> Callable[..., object] | None:
+    try:
+        found: object = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return found if callable(found) else None
