@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from connector_rank import ConnectorRank, each_thread_is_a_worker, flexkv_of
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
 from late_mover import LateMover
 from patience import wait_until
@@ -31,7 +32,9 @@ from texts import Text
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventPublisher
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -157,16 +160,15 @@ class World:
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
-        fenced = self.entry == PLUGIN
-        time = StoreTime.STEP if fenced else StoreTime.FINISH
+        if self.entry != PLUGIN:
+            return self._start_behind_vllms(ranks, kv_cache_config)
         made = [
             AdapterRank(
                 number,
                 ranks,
                 self.windows,
                 self._make_pages(ranks),
-                adapter=Adapter(self.vllm_config, time),
-                fenced=fenced,
+                adapter=Adapter(self.vllm_config, StoreTime.STEP),
             )
             for number in range(ranks)
         ]
@@ -178,6 +180,25 @@ class World:
                 for rank in made
             ]
         )
+        return made
+
+    def _start_behind_vllms(
+        self, ranks: int, kv_cache_config: KVCacheConfig
+    ) -> Sequence[ConnectorRank]:
+        made = [
+            ConnectorRank(
+                number,
+                ranks,
+                self.windows,
+                self._make_pages(ranks),
+                connector=KVConnectorFactory.create_connector(
+                    self.vllm_config, KVConnectorRole.WORKER, kv_cache_config
+                ),
+            )
+            for number in range(ranks)
+        ]
+        with each_thread_is_a_worker():
+            run_together([rank.register for rank in made])
         return made
 
     def _make_pages(self, ranks: int) -> dict[str, torch.Tensor]:
@@ -195,9 +216,7 @@ class World:
     @property
     def side(self) -> Any:
         """FlexKV's scheduler side, behind whichever connector vLLM made."""
-        connector = self.connector
-        adapter = getattr(connector, "_adapter", None) or connector._flexkv_connector._adapter
-        return adapter._scheduler
+        return flexkv_of(self.connector)._scheduler
 
     @property
     def cache(self) -> Any:

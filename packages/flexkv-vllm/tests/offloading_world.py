@@ -15,7 +15,7 @@ import pytest
 from engine_world import World, run_together
 from kv_pages import BLOCK_TOKENS, make_pages
 from late_mover import LateMover
-from ranks import LOADS_FIRST, SAVES_IDLE, Rank, step_result
+from ranks import LOADS_FIRST, Rank, ended_transfers, step_result
 from texts import Text
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -74,7 +74,7 @@ class OffloadingRank(Rank):
         assert not self.wrong, self.wrong
         if not LOADS_FIRST:
             connector.start_load_kv(context)
-        if SAVES_IDLE or output.total_num_scheduled_tokens:
+        if self.saves_idle or output.total_num_scheduled_tokens:
             connector.wait_for_save()
         result = step_result(
             output,
@@ -100,20 +100,6 @@ class OffloadingRank(Rank):
 
     def shutdown(self) -> None:
         self.connector.shutdown()
-
-
-def ended_transfers(connector: OffloadingConnector, finished: set[str]) -> dict[str, set[str]]:
-    """What a worker's output tells of transfers that have ended, as this vLLM asks for it."""
-    ask = getattr(connector, "get_transfer_results", None)  # since 0.30
-    if ask is None:
-        sent, received = connector.get_finished(finished)
-        return {"finished_sending": sent, "finished_recving": received}
-    results = ask(finished)
-    return {
-        "finished_sending": results.finished_sending,
-        "finished_recving": results.finished_recving,
-        "failed_recving": results.failed_recving,
-    }
 
 
 class OffloadingWorld(World):

@@ -30,7 +30,8 @@ LOADS_FIRST = "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
 
 @dataclass(slots=True)
 class Rank(ABC):
-    """One worker of `ranks`: its KV pages, and its copy of the block tables."""
+    """One worker of `ranks`: its KV pages, and its copy of the block tables. `saves_idle` if vLLM
+    waits for saves in steps that compute nothing, too."""
 
     number: int
     ranks: int
@@ -40,6 +41,7 @@ class Rank(ABC):
     wrong: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Requests that the running step computes on wrong bytes, with the first such block."""
     checked_bytes: int = 0
+    saves_idle: bool = SAVES_IDLE
 
     @abstractmethod
     def run(
@@ -112,12 +114,9 @@ class Rank(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class AdapterRank(Rank):
-    """A rank with FlexKV's own connector. `fenced` if vLLM hands it the orders before it reuses
-    blocks; `saves_idle` if it waits for saves in steps that compute nothing, too."""
+    """A rank with FlexKV's own connector."""
 
     adapter: Adapter
-    fenced: bool
-    saves_idle: bool = SAVES_IDLE
 
     @property
     def side(self) -> Any:
@@ -127,10 +126,9 @@ class AdapterRank(Rank):
         self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
     ) -> ModelRunnerOutput:
         adapter, metadata = self.adapter, output.kv_connector_metadata
-        if self.fenced:
-            adapter.fence(metadata)
+        adapter.fence(metadata)
         self.follow_tables(output)
-        layerwise = self.fenced and bool(metadata.layerwise or metadata.unfilled)
+        layerwise = bool(metadata.layerwise or metadata.unfilled)
         before = LOADS_FIRST or layerwise
         if before:
             adapter.start_loads(metadata)
@@ -148,7 +146,7 @@ class AdapterRank(Rank):
             finished_sending=sent,
             finished_recving=received,
             invalid_block_ids=bad_blocks,
-            kv_connector_stats=adapter.take_stats() if self.fenced else None,
+            kv_connector_stats=adapter.take_stats(),
             kv_connector_worker_meta=adapter.step_report(metadata),
             **failed_requests(adapter.take_failed_requests()),
         )
@@ -186,6 +184,20 @@ def step_result(output: SchedulerOutput, **told: Any) -> ModelRunnerOutput:
         sampled_token_ids=[[] for _ in request_ids],
         kv_connector_output=KVConnectorOutput(**told),
     )
+
+
+def ended_transfers(connector: Any, finished: set[str]) -> dict[str, set[str]]:
+    """What a worker's output tells of transfers that have ended, as this vLLM asks for it."""
+    ask = getattr(connector, "get_transfer_results", None)  # since 0.30
+    if ask is None:
+        sent, received = connector.get_finished(finished)
+        return {"finished_sending": sent, "finished_recving": received}
+    results = ask(finished)
+    return {
+        "finished_sending": results.finished_sending,
+        "finished_recving": results.finished_recving,
+        "failed_recving": results.failed_recving,
+    }
 
 
 def failed_requests(request_ids: set[str]) -> dict[str, set[str]]:

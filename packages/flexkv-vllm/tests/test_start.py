@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_world import MakeWorld
 from kv_pages import LAYERS, make_pages
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -194,3 +195,15 @@ def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig)
     groups = read(kv_cache_config)
     config = CacheConfig(load_mode="layerwise")
     assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode.ASYNC
+
+
+def test_a_second_scheduler_of_an_engine_is_refused(make_world: MakeWorld) -> None:
+    """It would hand out the same slots."""
+    world = make_world()
+    with pytest.raises(ArenaError, match="handed to scheduler process"):
+        Adapter(world.vllm_config, StoreTime.STEP).start_scheduler(make_kv_cache_config(64))
+    prompt = list(range(100))
+    world.generate(prompt)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 96
+    world.check_outputs()

@@ -11,14 +11,16 @@ from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from patience import PATIENCE_SECONDS
 from traffic import Traffic, loaded, make_stems, preempted, refused
-from world_config import IN_TREE, PLUGIN
+from world_config import IN_MULTI, IN_TREE, PLUGIN
 
 from flexkv import Direction, Status
 
 BOTH = pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "entry", [PLUGIN, IN_TREE, IN_MULTI], ids=["plugin", "in-tree", "in-multi"]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("block_tokens", [16, 48])
 def test_a_forgotten_prefix_comes_back(

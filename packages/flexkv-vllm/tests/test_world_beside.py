@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
+from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.request import RequestStatus
+from world_config import IN_MULTI
 
 TOKENS = 8 * BLOCK_TOKENS
 
@@ -66,3 +68,14 @@ def test_what_another_connector_has_not_loaded_yet_is_not_stored(
     again = world.generate(prompt)
     assert world.external_tokens[again] == 0
     world.check_outputs()
+
+
+def test_inside_multi_connector_every_block_is_released(make_world: MakeWorld) -> None:
+    """Where vLLM's own connector, without the plugin, is one of several."""
+    rng = random.Random(3)
+    world = make_world(entry=IN_MULTI, num_blocks=40, slots=40, block_tokens=48)
+    world.slow_down(rng, failure_rate=0.05)
+    Traffic(world, rng, make_stems(rng, 4)).run(60, until=[preempted, loaded, refused])
+    assert not world.cache.busy
+    world.assert_untracked()
+    world.forget()  # refused while a request holds blocks

@@ -27,6 +27,8 @@ from flexkv.tiers.disk.table import RECORD_BYTES
 PLUGIN = "flexkv_vllm.connector"
 IN_TREE = "vllm.distributed.kv_transfer.kv_connector.v1.flexkv_connector"
 OFFLOADING = "flexkv_vllm.offloading"
+IN_MULTI = f"MultiConnector:{IN_TREE}"
+"""vLLM's own connector inside its MultiConnector."""
 DISK_TIMEOUT_SECONDS = 2 * PATIENCE_SECONDS
 """A disk hangs for as long only where a test makes it."""
 DISK_OVERHEAD = 32768
@@ -174,6 +176,12 @@ def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dic
         return {
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": vllms | settings,
+        }
+    if entry == IN_MULTI:
+        child = connector_of(IN_TREE, block_tokens, settings) | {"kv_role": "kv_both"}
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": [child]},
         }
     # What is loaded must not depend on how fast this machine is just now.
     ours = {"block_tokens": block_tokens, "always_load": True}

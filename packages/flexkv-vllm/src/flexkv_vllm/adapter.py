@@ -50,6 +50,11 @@ class Adapter:
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
+    @property
+    def enabled(self) -> bool:
+        """Whether the settings let FlexKV do anything."""
+        return self._config.enable
+
     def start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         if self._config.enable:
             self._scheduler, self._session = make_scheduler_side(

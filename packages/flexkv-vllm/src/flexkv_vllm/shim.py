@@ -4,7 +4,8 @@
 vLLM's own `FlexKVConnectorV1` forwards to this class, but tells it neither of preemptions nor of
 resets, and keeps the step's orders to itself. So blocks are stored only once their request has
 finished and vLLM holds them, and the orders are read off vLLM's connector. A reset of the cache
-does not reach FlexKV on this way; the log says so.
+does not reach FlexKV on this way; the log says so. Nor does the scheduler side learn of KV cache
+groups, or vLLM of requests whose loads failed: models that need either are refused at start.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 from vllm.distributed.parallel_state import get_tp_group
 
+from flexkv import LayoutError
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler.side import StoreTime
+from flexkv_vllm.start import check_groups_behind_shim
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +43,9 @@ class FlexKVConnectorV1Impl:
     """The methods that vLLM's own connector forwards, in its order."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+        self._vllm_config = vllm_config
         self._adapter = Adapter(vllm_config, StoreTime.FINISH)
+        self._connector: KVConnectorBase_V1 | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._adapter.start_scheduler(None)
             logger.warning(
@@ -52,7 +58,7 @@ class FlexKVConnectorV1Impl:
         self._adapter.shutdown()
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
-        self._adapter.start_loads(_step_metadata())
+        self._adapter.start_loads(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are asynchronous."""
@@ -63,13 +69,17 @@ class FlexKVConnectorV1Impl:
         """Nothing to save by layer."""
 
     def wait_for_save(self) -> None:
-        self._adapter.start_stores(_step_metadata())
+        self._adapter.start_stores(self._step_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._adapter.get_finished(_step_metadata())
+        return self._adapter.get_finished(self._step_metadata())
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        kv_cache_config = get_kv_transfer_group()._kv_cache_config
+        if not self._adapter.enabled:
+            return
+        self._connector = self._find_connector()
+        kv_cache_config = self._connector._kv_cache_config
+        check_groups_behind_shim(self._vllm_config, kv_cache_config)
         rank = get_tp_group().rank_in_group
         self._adapter.start_worker(kv_caches, kv_cache_config, rank)
 
@@ -103,8 +113,23 @@ class FlexKVConnectorV1Impl:
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._adapter.take_bad_blocks()
 
+    def _step_metadata(self) -> KVConnectorMetadata | None:
+        """The orders of the running step, which vLLM bound to its own connector."""
+        return None if self._connector is None else self._connector._connector_metadata
 
-def _step_metadata() -> KVConnectorMetadata | None:
-    """The orders of the running step, which vLLM bound to its own connector."""
-    metadata: KVConnectorMetadata | None = get_kv_transfer_group()._connector_metadata
-    return metadata
+    def _find_connector(self) -> KVConnectorBase_V1:
+        """vLLM's connector that forwards to this object.
+
+        Raises:
+            LayoutError: vLLM has put it where FlexKV cannot reach it.
+        """
+        outermost = get_kv_transfer_group()
+        connectors = [outermost, *getattr(outermost, "_connectors", ())]
+        for connector in connectors:
+            if getattr(connector, "_flexkv_connector", None) is self:
+                return connector
+        raise LayoutError(
+            f"vLLM's own FlexKVConnectorV1 is inside {type(outermost).__name__}, where FlexKV "
+            f"cannot read its orders; allowed: alone or in MultiConnector, or to let vLLM load the "
+            f"plugin 'flexkv' (see VLLM_PLUGINS)"
+        )

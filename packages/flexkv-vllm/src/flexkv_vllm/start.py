@@ -52,6 +52,7 @@ from flexkv_vllm.identity import model_identity, outlives_process
 from flexkv_vllm.keys import BlockKeys
 from flexkv_vllm.scheduler.choosing import LoadChooser, LoadMode
 from flexkv_vllm.scheduler.side import SchedulerSide, StoreTime
+from flexkv_vllm.support import check_attention, check_parallelism
 from flexkv_vllm.telemetry.events import BlockEvents
 from flexkv_vllm.worker.device import device_of, make_mover, numa_node_of
 from flexkv_vllm.worker.layers import split_layers
@@ -81,7 +82,7 @@ def read_settings(vllm_config: VllmConfig) -> CacheConfig:
     log_ignored_variables()
     if config.enable:
         check_version(config.allow_untested_engine)
-        _check_parallelism(vllm_config)
+        check_parallelism(vllm_config)
         check_attention(vllm_config)
     return config
 
@@ -324,32 +325,25 @@ def running_on(cpus: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _check_parallelism(vllm_config: VllmConfig) -> None:
-    parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise LayoutError(f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size is free)")
-
-
-def check_attention(vllm_config: VllmConfig) -> None:
-    """Refuse a model that vLLM cannot compute on with behind a prefix.
+def check_groups_behind_shim(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> None:
+    """Refuse a model whose KV cache is not what the scheduler side assumes behind vLLM's own
+    connector, which does not show it.
 
     Raises:
-        LayoutError: latent attention on a CPU for which vLLM has only its reference kernels. It
-            turns its own prefix cache off there, but not those of connectors.
+        LayoutError: it is not.
     """
-    on_cpu = vllm_config.device_config.device_type == "cpu"
-    cached = vllm_config.cache_config.enable_prefix_caching
-    if on_cpu and vllm_config.model_config.use_mla and not cached:
-        raise LayoutError(
-            "vLLM computes wrong tokens behind a cached prefix of a model with latent attention "
-            "(MLA) on this processor; allowed: a GPU, or a CPU with AMX instructions"
-        )
+    groups = _read_groups(vllm_config, kv_cache_config)
+    if groups.plain and groups.members == _read_groups(vllm_config, None).members:
+        return
+    kinds = [f"{group.reach.value}, {group.engine_block_tokens} tokens" for group in groups.members]
+    raise LayoutError(
+        f"the model's KV cache has groups ({'; '.join(kinds)}) that vLLM's own FlexKVConnectorV1 "
+        f"does not show to FlexKV; allowed behind it: one group of full attention in blocks of "
+        f"{vllm_config.cache_config.block_size} tokens. Let vLLM load the plugin 'flexkv' (see "
+        f"VLLM_PLUGINS) for all others"
+    )
 
 
 def _read_groups(

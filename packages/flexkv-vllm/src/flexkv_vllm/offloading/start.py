@@ -33,6 +33,7 @@ from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
 from flexkv_vllm.start import copy_cpus, meet, open_tiers, running_on
+from flexkv_vllm.support import check_launcher
 from flexkv_vllm.worker.device import device_of, make_mover, numa_node_of
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def make_worker(
         FlexKVError: the pages cannot be described or the arena cannot be had.
     """
     vllm_config = worker_config()
+    check_launcher(vllm_config)
     layouts = describe_groups(kv_caches)
     tensors = {str(i): entry.tensor for i, entry in enumerate(kv_caches.tensors)}
     device = device_of(tensors)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker of the engine without a model behind a connector of vLLM's own: it calls that and
+nothing else, so FlexKV hears of no more than vLLM's connector passes on."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from late_mover import LateMover
+from ranks import LOADS_FIRST, Rank, ended_transfers, step_result
+from texts import Text
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from flexkv_vllm import shim
+
+
+def flexkv_of(connector: Any) -> Any:
+    """FlexKV's adapter behind a connector of vLLM's."""
+    inner = getattr(connector, "_connectors", [connector])[0]
+    return (
+        inner._flexkv_connector._adapter if hasattr(inner, "_flexkv_connector") else inner._adapter
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ConnectorRank(Rank):
+    """A rank that drives a connector as vLLM's model runner does."""
+
+    connector: KVConnectorBase_V1
+
+    @property
+    def adapter(self) -> Any:
+        return flexkv_of(self.connector)
+
+    @property
+    def side(self) -> Any:
+        return self.adapter._worker
+
+    def register(self) -> None:
+        """Meet the other ranks, which do so in other threads: what vLLM keeps for a process is kept
+        for this thread."""
+        _HERE.connector, _HERE.number = self.connector, self.number
+        self.connector.register_kv_caches(self.pages)
+
+    def run(
+        self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
+    ) -> ModelRunnerOutput:
+        connector = self.connector
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        connector.handle_preemptions(metadata)
+        self.follow_tables(output)
+        connector.bind_connector_metadata(metadata)
+        context: Any = None
+        if LOADS_FIRST:
+            connector.start_load_kv(context)
+        self.forward(output, texts, weights)
+        assert not self.wrong, self.wrong
+        if not LOADS_FIRST:
+            connector.start_load_kv(context)
+        if self.saves_idle or output.total_num_scheduled_tokens:
+            connector.wait_for_save()
+        result = step_result(
+            output,
+            **ended_transfers(connector, output.finished_req_ids),
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        return result
+
+    def slow_down(
+        self, rng: random.Random, polls: tuple[int, int], failure_rate: float
+    ) -> list[LateMover]:
+        self.side._mover = LateMover(self.side._mover, rng, polls, failure_rate)
+        return [self.side._mover]
+
+    def wait_for_layer(self, name: str) -> None:
+        self.connector.wait_for_layer_load(name)
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
+
+
+_HERE = threading.local()
+
+
+def each_thread_is_a_worker() -> Any:
+    """While it is entered, `ConnectorRank.register` can be called in several threads."""
+    return mock.patch.multiple(
+        shim,
+        get_kv_transfer_group=lambda: _HERE.connector,
+        get_tp_group=lambda: SimpleNamespace(rank_in_group=_HERE.number),
+    )
