@@ -54,7 +54,9 @@ from world_config import (
     make_kv_cache_config,
 )
 
+from flexkv.transfer.board import CELLS
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.orders import StepOrders
 from flexkv_vllm.scheduler.side import StoreTime
 
 
@@ -157,6 +159,7 @@ class World:
         self.stats: list[dict[str, float]] = []
         self.preemptions = 0
         self.late_movers: list[LateMover] = []
+        self.closed = False
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
@@ -231,12 +234,44 @@ class World:
         self.side._poll()
 
     def settle(self) -> None:
-        """Until no copy and no disk operation is under way."""
-        wait_until(lambda: not self.cache.busy, self.poll)
+        """Until no copy and no disk operation is under way. At rest no worker polls its copies."""
+        for late in self.late_movers:
+            late.catch_up()
+        if self.is_on:
+            wait_until(lambda: not self.cache.busy, self.poll)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether FlexKV was not turned off."""
+        return self.side is not None
+
+    def assert_at_rest(self) -> None:
+        """All requests have ended, and nothing is kept for any: no block of the engine's, no cell,
+        lease or reserved slot, no fetch, and nothing that is known of one."""
+        # All but vLLM's null block.
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.num_blocks - 1
+        if not self.is_on:
+            return
+        self.settle()
+        index, transfers = self.cache._index, self.cache._transfers
+        assert sorted(transfers._device._board._free) == list(range(CELLS))
+        assert [block.key for block in index._ready.values() if block.leases] == []
+        assert index._writing == {}
+        used = [block.slot for block in index._ready.values()]
+        assert sorted([*used, *index._free]) == list(range(index.num_slots))
+        assert transfers._fetcher._fetches == transfers._fetcher._waiting == {}
+        self.assert_untracked()
 
     def assert_untracked(self) -> None:
-        """Of requests that have ended nothing is known any more."""
-        assert self.side.tracked_requests == 0
+        """Of requests that have ended nothing is known any more, on either side."""
+        side = self.side
+        assert side._requests == {}
+        assert side._loads._unfinished == side._loads._running == {}
+        assert side._stores._running == {}
+        assert side._orders == StepOrders()
+        for rank in self.ranks:
+            rank.assert_at_rest()
 
     def slow_down(
         self,
@@ -326,14 +361,41 @@ class World:
         return request_id
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache, so that only FlexKV can have a prefix."""
+        """Empty vLLM's own prefix cache, so that only FlexKV can have a prefix, with all that is on
+        its way there."""
+        if not self.scheduler.has_requests():
+            self.settle()
         assert self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
+        """End what has not ended, see that nothing is left of it, and shut down. Idempotent."""
         self.closing.close()
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self.run()
+            self.assert_at_rest()
+        finally:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
         self.scheduler.shutdown()
         for rank in reversed(self.ranks):
             rank.shutdown()
+
+    def restart(self, *, reset_connector: bool) -> bool:
+        """Have vLLM begin all that runs anew, with nothing in its prefix cache. False if it refuses
+        to: it does while a load or a held block is under way."""
+        while self.steps:
+            self.finish_step()  # vLLM pauses its engine before
+        try:
+            return self.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=reset_connector
+            )
+        except RuntimeError:
+            return False
 
     def check_outputs(self) -> None:
         """Whatever a request has said so far is what its text says."""

@@ -35,6 +35,7 @@ class LateMover:
         failure_rate: share of transfers refused with an error.
 
     Attributes:
+        polls: may be changed.
         failure_rate: may be changed.
         failing: directions of those that it is the share of; may be changed.
         refused: how many were.
@@ -45,7 +46,7 @@ class LateMover:
     ) -> None:
         self._inner = inner
         self._rng = rng
-        self._polls = polls
+        self.polls = polls
         self.failure_rate = failure_rate
         self.failing = frozenset(Direction)
         self._waiting: dict[int, Waiting] = {}
@@ -67,7 +68,7 @@ class LateMover:
             self.refused += 1
             raise ValueError("refused by the test")
         ticket, self._next = self._next, self._next + 1
-        polls = self._rng.randint(*self._polls)
+        polls = self._rng.randint(*self.polls)
         self._waiting[ticket] = Waiting(direction, blocks, offsets, flag_address, planes, polls)
         return ticket
 
@@ -103,6 +104,11 @@ class LateMover:
         if stream != 0:
             raise ValueError("the test's pages are in CPU memory")
         return self.wait(ticket, PATIENCE_SECONDS)
+
+    def catch_up(self) -> None:
+        """Begin all that was put off."""
+        for ticket in list(self._waiting):
+            self.wait(ticket, PATIENCE_SECONDS)
 
     def close(self) -> None:
         self._inner.close()

@@ -31,6 +31,7 @@ from flexkv_vllm.compat import fails_by_request
 # With older releases the spec refuses to be imported.
 pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26")
 
+from flexkv_vllm.offloading.idle import IdleManager
 from flexkv_vllm.offloading.worker import GroupMover
 
 WINDOW = 40
@@ -98,6 +99,10 @@ class OffloadingRank(Rank):
         self.worker._groups = groups
         return list(late.values())
 
+    def assert_at_rest(self) -> None:
+        assert self.worker.get_finished() == []
+        assert self.worker._jobs == {}
+
     def shutdown(self) -> None:
         self.connector.shutdown()
 
@@ -132,11 +137,17 @@ class OffloadingWorld(World):
     def cache(self) -> Any:
         return self.manager._cache
 
+    @property
+    def is_on(self) -> bool:
+        return not isinstance(self.manager, IdleManager)
+
     def poll(self) -> None:
         self.manager._poll()
 
     def assert_untracked(self) -> None:
         assert self.manager._requests == {}
+        for rank in self.ranks:
+            rank.assert_at_rest()
 
 
 MakeOffloadingWorld = Callable[..., OffloadingWorld]

@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.orders import StepOrders
 
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
 SAVES_IDLE = "wait_for_save" not in _STEP.parameters
@@ -58,6 +59,10 @@ class Rank(ABC):
     @abstractmethod
     def wait_for_layer(self, name: str) -> None:
         """The forward is about to compute this layer."""
+
+    @abstractmethod
+    def assert_at_rest(self) -> None:
+        """No copy is under way, and nothing is kept of one."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -159,6 +164,12 @@ class AdapterRank(Rank):
 
     def wait_for_layer(self, name: str) -> None:
         self.adapter.wait_for_layer(name)
+
+    def assert_at_rest(self) -> None:
+        side = self.side
+        assert self.adapter.get_finished(StepOrders()) == (None, None)
+        assert side._loads == side._stores == side._releases == {}
+        assert side._layerwise == []
 
     def shutdown(self) -> None:
         self.adapter.shutdown()

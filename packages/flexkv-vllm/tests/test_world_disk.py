@@ -107,7 +107,7 @@ def test_what_the_engine_has_itself_is_not_prefetched(make_world: MakeWorld) -> 
         world.generate(text)
         world.settle()
     world.add(texts[0])
-    assert world.side._fetches._early == {}
+    assert all(tracked.early is None for tracked in world.side._requests.values())
     world.run()
     assert world.cache.counters.fetched_blocks == 0
 
@@ -237,7 +237,6 @@ def test_an_abort_while_the_disk_reads_gives_everything_back(make_world: MakeWor
     world.run()
     world.settle()
     assert hits(world, texts[3]) == PROMPT_BLOCKS
-    assert world.side._fetches._early == world.side._fetches._waiting == {}
 
 
 def test_damage_on_disk_is_a_miss(make_world: MakeWorld, tmp_path: Path) -> None:
@@ -292,8 +291,6 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
         ).run(60, until=[fetched])
         world.settle()
         world.assert_untracked()
-        assert world.side._loads._loadings == {}
-        assert world.side._fetches._early == world.side._fetches._waiting == {}
         world.close()
 
 
@@ -343,8 +340,6 @@ def test_the_rest_of_a_load_that_does_not_come_is_computed(
     hang.end()
     world.settle()
     world.check_outputs()
-    assert world.side._loads._loadings == {}
-    assert world.side._fetches._waiting == {}
 
 
 @pytest.mark.parametrize(("admission", "turns"), [("write_through", 12), ("second_hit", 1)])

@@ -135,7 +135,6 @@ def test_while_the_disk_reads_a_request_is_not_looked_up_again(
     hang.end()
     world.run()
     assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
-    assert world.side._matcher._plans == {}
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -200,6 +199,5 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
     Traffic(world, rng, make_stems(rng, 4)).run(120, until=[preempted, loaded, refused])
     world.settle()
     world.assert_untracked()
-    assert world.side._stores._held == {}
     # Nothing of vLLM's is held for good: all blocks but the null block are free.
     assert world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 60 - 1

@@ -48,7 +48,6 @@ def test_a_forgotten_prefix_comes_back_in_one_step(
     assert layerwise_loads(world) == (1 if cut else 0)
     world.run()
     world.check_outputs()
-    assert not world.cache.busy
 
 
 @pytest.mark.parametrize("rate", [1.0, 1e15], ids=["slow", "fast"])
@@ -105,7 +104,6 @@ def test_failed_loads_are_recomputed_or_fail_their_request_only(
     assert world.cache.counters.failed_loads == 1
     third = world.generate(random_prompt(rng, 100))
     assert len(world.outputs[third]) == 4
-    assert not world.cache.busy
 
 
 def test_nothing_computed_on_a_failed_load_is_stored(make_world: MakeWorld) -> None:

@@ -133,6 +133,5 @@ def test_a_request_is_served_whatever_its_parameters_are(
     world.forget()
     assert world.external_tokens[world.generate(prompt, params=params)] == 192
     world.check_outputs()
-    assert world.side._wishes._wishes == {}
     adapter = world.connector._adapter
     assert not adapter._edge.failures

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
 from disk_world import Hang, fill, prompts
 from engine_world import MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS
+from patience import wait_until
 from subscriber import Subscriber, drain, loadable
 from traffic import Traffic, loaded, make_stems
+
+from flexkv import Direction
+from flexkv_vllm.compat import binds_pool
+
+NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
+"""Polls of a late mover."""
 
 
 def test_nothing_that_is_under_way_is_kept(make_world: MakeWorld) -> None:
@@ -59,8 +66,6 @@ def test_a_reset_while_the_disk_reads(make_world: MakeWorld) -> None:
     # It began to compute after the reset.
     assert subscriber.told == loadable(world)
     assert len(subscriber.told["CPU"]) == 6
-    assert world.side._fetches._early == world.side._fetches._waiting == {}
-    assert world.side._fetches._awaited == {}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -89,16 +94,12 @@ def test_new_weights_never_meet_old_bytes(
         if rng.random() >= 0.3:
             return
         while world.steps:
-            world.finish_step()  # vLLM pauses its engine before weights change
+            world.finish_step()
         under_way = world.cache.transfers_under_way
-        # vLLM refuses while a load or a held block is under way.
-        with contextlib.suppress(RuntimeError):
-            if world.scheduler.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=True
-            ):
-                resets += 1
-                stores_under_way += under_way
-                world.weights = bytes([resets % 256, resets // 256])
+        if world.restart(reset_connector=True):
+            resets += 1
+            stores_under_way += under_way
+            world.weights = bytes([resets % 256, resets // 256])
 
     def enough(_: World) -> bool:
         return resets > 5 and stores_under_way > 0
@@ -108,10 +109,92 @@ def test_new_weights_never_meet_old_bytes(
         rng,
         make_stems(rng, 4),
         most_steps=4,
-        abort_rate=0.0,
+        abort_rate=0.1,
         reset_rate=0.0,
+        restart_rate=0.0,
         disturb=change_weights,
     ).run(150, until=[enough, loaded])
     drain(subscriber)
     assert world.cache.counters.resets == resets
     assert subscriber.told == loadable(world)
+
+
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("way", ["abort", "restart", "restart, abort", "abort, restart"])
+def test_a_store_is_done_before_its_blocks_are_written_to(
+    make_world: MakeWorld, windows: tuple[int, ...], way: str
+) -> None:
+    """However vLLM takes the blocks of a request, and in whatever order."""
+    world = make_world(num_blocks=60, budget=512, windows=windows)
+    rng = random.Random(1)
+    (late,) = world.slow_down(rng, polls=NOT_BEFORE_SOMEBODY_WAITS)
+    prompt = random_prompt(rng, 300)
+    request_id = world.add(prompt, max_tokens=30)
+    other = world.add(random_prompt(rng, 20), max_tokens=1)
+    world.step()
+    (store, *_) = world.side._stores._running.values()
+    assert store.request_id == request_id
+    for act in way.split(", "):
+        if act == "abort":
+            world.abort(request_id)
+        else:
+            assert world.restart(reset_connector=False)
+    # Takes nearly all blocks.
+    world.add(random_prompt(rng, 25 * BLOCK_TOKENS), max_tokens=1)
+    wait_until(lambda: other not in world.scheduler.requests, world.step)
+    for _ in range(3):
+        world.step()
+    world.run()
+    world.forget()
+    late.polls = (0, 0)
+    again = world.generate(prompt)
+    world.check_outputs()
+    assert world.external_tokens[again] == 18 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+def test_a_reset_beside_the_last_store_of_an_ended_request(
+    make_world: MakeWorld, windows: tuple[int, ...]
+) -> None:
+    """As when an engine is paused: vLLM refuses to reset while a block is held."""
+    world = make_world(num_blocks=128, windows=windows)
+    rng = random.Random(2)
+    (late,) = world.slow_down(rng, polls=NOT_BEFORE_SOMEBODY_WAITS)
+    prompt = random_prompt(rng, 100)
+    ended = world.add(prompt, max_tokens=3)
+    world.add(random_prompt(rng, 100), max_tokens=50)
+    wait_until(lambda: ended not in world.scheduler.requests, world.step)
+    assert world.cache.transfers_under_way > 0
+    assert world.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert world.cache.counters.resets == 1
+    late.polls = (0, 0)
+    world.run()
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 0
+    world.check_outputs()
+
+
+@pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
+def test_a_refused_load_of_a_request_that_begins_anew(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step vLLM preempts the request, begins it anew, and is told that its load failed."""
+    world = make_world(settings={"load_mode": "layerwise"}, budget=512, num_blocks=128, slots=128)
+    rng = random.Random(3)
+    stem, tail = random_prompt(rng, 160), random_prompt(rng, 160)
+    world.generate(stem)
+    world.forget()
+    (late,) = world.slow_down(rng, polls=(0, 0))
+    late.failing, late.failure_rate = frozenset({Direction.STORE}), 1.0
+    world.add(stem + tail, max_tokens=30)
+    world.step()
+    late.failure_rate = 0.0
+    assert world.restart(reset_connector=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "load", lambda keys: None)
+        world.step()
+    world.run()
+    world.forget()
+    again = world.generate(stem + tail + random_prompt(rng, 5))
+    world.check_outputs()
+    assert world.external_tokens[again] == 160

@@ -54,6 +54,8 @@ class Traffic:
         abort_rate: of requests that any unfinished one is aborted after.
         reset_rate: of requests that vLLM's own prefix cache is reset after.
         clear_rate: of those resets that reset FlexKV's, too.
+        restart_rate: of requests that vLLM's own prefix cache is reset after with all that run, as
+            where an engine sleeps or its weights change: they begin anew.
         params: makes the parameters of a request.
         disturb: called after each request.
     """
@@ -66,6 +68,7 @@ class Traffic:
     abort_rate: float = 0.2
     reset_rate: float = 0.05
     clear_rate: float = 0.3
+    restart_rate: float = 0.05
     params: Callable[[], Any] = _nothing
     disturb: Callable[[], None] = _nothing
 
@@ -95,9 +98,29 @@ class Traffic:
         world.add(prompt, max_tokens=rng.randint(1, self.most_tokens), params=self.params())
         for _ in range(rng.randint(0, self.most_steps)):
             world.step()
-        unfinished = [each for each in world.outputs if each in world.scheduler.requests]
-        if unfinished and rng.random() < self.abort_rate:
-            world.abort(rng.choice(unfinished))
-        if rng.random() < self.reset_rate:
-            world.scheduler.reset_prefix_cache(reset_connector=rng.random() < self.clear_rate)
+        # What vLLM does between two steps, in any order.
+        happens = [
+            (self.abort_rate, self._abort_one),
+            (self.reset_rate, self._reset),
+            (self.restart_rate, self._restart),
+            (self.restart_rate, self._abort_one),
+        ]
+        rng.shuffle(happens)
+        for rate, act in happens:
+            if rng.random() < rate:
+                act()
         self.disturb()
+
+    def _abort_one(self) -> None:
+        unfinished = [each for each in self.world.outputs if each in self.world.scheduler.requests]
+        if unfinished:
+            self.world.abort(self.rng.choice(unfinished))
+
+    def _reset(self) -> None:
+        self.world.scheduler.reset_prefix_cache(reset_connector=self._clears())
+
+    def _restart(self) -> None:
+        self.world.restart(reset_connector=self._clears())
+
+    def _clears(self) -> bool:
+        return self.rng.random() < self.clear_rate

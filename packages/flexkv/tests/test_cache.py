@@ -190,6 +190,13 @@ class CacheModel(RuleBasedStateMachine):
         self.pending: list[Transfer] = []
 
     def teardown(self) -> None:
+        for transfer in list(self.pending):
+            self.cache.cancel(transfer)
+        index = self.cache._index
+        assert sorted(self.workers.arena.board._free) == list(range(CELLS))
+        used = [block.slot for block in index._ready.values()]
+        assert sorted([*used, *index._free]) == list(range(index.num_slots))
+        assert all(block.leases == 0 for block in index._ready.values())
         self.workers.arena.close()
 
     @rule(length=st.integers(1, 6), chain=st.integers(0, 2))
@@ -224,6 +231,24 @@ class CacheModel(RuleBasedStateMachine):
                 assert self.bytes_of_slot[block.slot] == block.key
         self.workers.report(transfer, Status.DONE, status)
         assert self.cache.poll() == [transfer]
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        transfer = data.draw(st.sampled_from(self.pending))
+        self.pending.remove(transfer)
+        self.cache.cancel(transfer)
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def overwrite(self, data: st.DataObject) -> None:
+        """Whatever a store's workers say of it after that, its bytes are not to be found."""
+        transfer = data.draw(st.sampled_from(self.pending))
+        if transfer.direction is Direction.STORE:
+            self.pending.remove(transfer)
+            self.cache.discard(transfer)
+            self.workers.report(transfer, Status.DONE, Status.DONE)
+            assert self.cache.poll() == [transfer]
 
     @rule()
     def clear(self) -> None:

@@ -113,14 +113,16 @@ class Adapter:
         with self._edge.guard("ordering a load", "vLLM is told that it failed"):
             self._scheduler.allocated(request, blocks, tokens)
             return
-        if tokens:
-            self._scheduler.refuse_load(request, blocks, tokens)
+        self._scheduler.refuse(request, blocks, tokens)
 
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         if self._scheduler is None:
             return StepOrders()
-        with self._edge.guard("building a step's orders", "the step stores no more"):
+        with self._edge.guard(
+            "building a step's orders", "no more is stored of the requests that run"
+        ):
             return self._scheduler.build_orders(output)
+        self._scheduler.lose_track()
         return self._scheduler.take_orders(output)
 
     def step_ended(self, output: KVConnectorOutput) -> None:
@@ -128,16 +130,14 @@ class Adapter:
             return
         with self._edge.guard("ending a step", "copies that ended are seen later"):
             report = output.kv_connector_worker_meta
-            self._scheduler.step_ended(
-                output.finished_recving or (), report if isinstance(report, StepReport) else None
-            )
+            self._scheduler.step_ended(report if isinstance(report, StepReport) else None)
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         if self._scheduler is None:
             return False
         with self._edge.guard("ending a request", "its last blocks are not cached"):
             return self._scheduler.finished(request, tables)
-        return self._scheduler.hold(request.request_id)
+        return self._scheduler.forget(request.request_id)
 
     def reset(self) -> bool:
         if self._scheduler is not None:

@@ -130,6 +130,12 @@ def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, in
     return {} if state is None else state.boundary_state_offloads
 
 
+def zeroed_blocks(output: SchedulerOutput) -> list[int] | None:
+    """Blocks that vLLM zeroes in a step before it writes to them, and may do so before workers are
+    handed the step's fences; None if there are none."""
+    return getattr(output, "new_block_ids_to_zero", None)
+
+
 def transfer_results(
     sent: set[str] | None, received: set[str] | None, failed: set[str]
 ) -> base.KVConnectorTransferResults:

@@ -328,6 +328,8 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
         lag=rng if asynchronous else None,
     )
     world.slow_down(rng, failure_rate=0.05)
-    Traffic(world, rng, make_stems(rng, 4)).run(60, until=[preempted, loaded, refused])
+    # vLLM's connector asserts that no request that begins anew has just been loaded.
+    traffic = Traffic(world, rng, make_stems(rng, 4), restart_rate=0.0)
+    traffic.run(60, until=[preempted, loaded, refused])
     world.settle()
     world.assert_untracked()

@@ -149,6 +149,7 @@ def test_random_traffic_over_a_disk(
         most_tokens=19,
         most_steps=5,
         reset_rate=0.1,
+        restart_rate=0.0,
         clear_rate=0.2,
     ).run(60, until=[fetched])
     world.settle()

@@ -210,6 +210,19 @@ class KVCache:
         self._counters.stores += 1
         return transfer
 
+    def cancel(self, transfer: Transfer) -> None:
+        """Take back a transfer that no worker was told of."""
+        self._transfers.cancel(transfer)
+        if transfer.direction is Direction.STORE:
+            self._index.abandon(transfer.blocks)
+            self._transfers.stored(transfer.blocks, False)
+        else:
+            self._index.release(transfer.blocks)
+
+    def discard(self, transfer: Transfer) -> None:
+        """What a store under way reads has been overwritten: its blocks are never found."""
+        self._index.discard(transfer.blocks)
+
     def poll(self) -> list[Transfer]:
         """Finish what ranks and lower tiers have reported: publish stores, release loads.
 

@@ -192,6 +192,13 @@ class BlockIndex:
                 self._remove(block)
             self._free.append(block.slot)
 
+    def discard(self, blocks: Iterable[Block]) -> None:
+        """What is being written to these blocks is wrong: they never become ready."""
+        for block in blocks:
+            if block.state is BlockState.WRITING:
+                del self._writing[block.key]
+                self._remove(block)
+
     def drop(self, blocks: Iterable[Block]) -> None:
         """Remove leased blocks from every lookup: they proved unreadable."""
         for block in blocks:

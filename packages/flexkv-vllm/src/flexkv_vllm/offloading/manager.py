@@ -27,7 +27,7 @@ from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
-from flexkv_vllm.scheduler.wishes import WishBook
+from flexkv_vllm.scheduler.wishes import WishReader
 from flexkv_vllm.telemetry.figures import CacheFigures
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._cache = cache
         self._session = session
         self._edge = edge
-        self._wishes = WishBook()
+        self._wishes = WishReader()
         self._figures = CacheFigures(cache, edge, lambda: self._wishes.ignored)
         self._events = OffloadedBlocks(cache) if tells_events else None
         self._requests: dict[str, RequestBlocks] = {}
@@ -72,7 +72,6 @@ class FlexKVOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._edge.guard("ending a request", "its blocks stay until a reset"):
             self._asking.pop(req_context.req_id, None)
-            self._wishes.forget(req_context.req_id)
             request = self._requests.pop(req_context.req_id, None)
             if request is not None:
                 request.settle()

@@ -87,6 +87,21 @@ class Loading:
         return max(0, block * self.step - self.skip)
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A transfer under way.
+
+    Attributes:
+        tracked: whom it is for.
+        start: tokens before it.
+        computed_on: vLLM's blocks that the forward beside it computes on or fills.
+    """
+
+    tracked: TrackedRequest
+    start: int
+    computed_on: Sequence[int] = ()
+
+
 class Loads:
     """The loads of one engine's requests, one at most for each.
 
@@ -109,20 +124,14 @@ class Loads:
         self._groups = groups
         self._keys = keys
         self._edge = edge
-        self._loadings: dict[str, tuple[TrackedRequest, Loading]] = {}
-        self._transfers: dict[int, tuple[TrackedRequest, int]] = {}
-        self._failed_at: dict[str, int] = {}
+        self._unfinished: dict[TrackedRequest, None] = {}
+        self._running: dict[int, _Running] = {}
         self._half_loaded: set[bytes] = set()
         self._pool: BlockPool | None = None
-        self._computed_on: dict[int, list[int]] = {}
 
     def bind_pool(self, pool: BlockPool) -> None:
         """vLLM's blocks: what a failed load left there is no hit."""
         self._pool = pool
-
-    def limit(self, request_id: str, tokens: int) -> int:
-        """How many of the first `tokens` tokens of a request may be offered to it."""
-        return min(tokens, self._failed_at.get(request_id, tokens))
 
     def begin(
         self,
@@ -142,13 +151,12 @@ class Loads:
             orders: of the step.
             layerwise: the forward of this very step needs them; all are there.
         """
-        request_id = tracked.request.request_id
         make = self._plain if self._groups.plain else self._grouped
         loading = make(tracked, local_tokens, tokens)
         if not layerwise:
-            tracked.loading = True
-            self._loadings[request_id] = tracked, loading
-            self._order_part(request_id, orders)
+            tracked.loading = loading
+            self._unfinished[tracked] = None
+            self._order_part(tracked, loading, orders)
             return
         complete = self._cache.lookup(loading.keys) == len(loading.keys)
         order = loading.next_part(self._cache, more_may_come=False) if complete else None
@@ -156,14 +164,13 @@ class Loads:
             self.refuse(tracked, loading.engine_blocks, local_tokens, orders, layerwise=True)
             return
         tracked.built_on = order.transfer_id
-        self._computed_on[order.transfer_id] = self._blocks_from(tracked, local_tokens)
-        size = self._keys.hash_tokens
-        request = tracked.request
-        hashes = request.block_hashes[local_tokens // size : (local_tokens + tokens) // size]
-        self._half_loaded.update(hashes)
-        self._transfers[order.transfer_id] = (tracked, local_tokens)
+        filled = self._blocks_from(tracked, local_tokens)
+        self._running[order.transfer_id] = _Running(tracked, local_tokens, filled)
         orders.layerwise.append(order)
-        self.end(request_id)
+        size = self._keys.hash_tokens
+        hashes = tracked.request.block_hashes
+        self._half_loaded.update(hashes[local_tokens // size : (local_tokens + tokens) // size])
+        self.end(tracked)
 
     def shares_half_loaded(self, request: Request, local_tokens: int) -> bool:
         """Whether vLLM found blocks for a request that another one of the same step loads.
@@ -182,13 +189,14 @@ class Loads:
 
     def continue_all(self, orders: StepOrders) -> None:
         """Order what has come of loads that were not ordered whole."""
-        for request_id in list(self._loadings):
-            if request_id in orders.loads:
+        for tracked in list(self._unfinished):
+            loading = tracked.loading
+            if loading is None or tracked.id in orders.loads:
                 continue  # one part in a step
             with self._edge.guard("loading the rest of a prefix", "vLLM is told that it failed"):
-                self._order_part(request_id, orders)
+                self._order_part(tracked, loading, orders)
                 continue
-            self._fail_rest(request_id, orders)
+            self.fail_rest(tracked, orders)
 
     def refuse(
         self,
@@ -200,50 +208,53 @@ class Loads:
         layerwise: bool,
     ) -> None:
         """vLLM was promised a load of `engine_blocks` behind `local_tokens`, but it is not made."""
-        request_id = tracked.request.request_id
-        self.end(request_id)
-        self._note_failure(request_id, local_tokens)
+        tracked.fail_from(local_tokens)
         if layerwise:
             # The step computes on them all the same, and vLLM throws that away.
             orders.unfilled.extend(engine_blocks)
             tracked.next_fill = NEVER
             self._disown(self._blocks_from(tracked, local_tokens))
         else:
-            orders.failed_loads[request_id] = engine_blocks
+            orders.failed_loads[tracked.id] = engine_blocks
+        self.end(tracked)
 
     def ended(self, transfer: Transfer) -> None:
         """A load's transfer has ended."""
-        computed_on = self._computed_on.pop(transfer.id, [])
-        if transfer.status is Status.FAILED:
-            self._disown(computed_on)
-        tracked, start = self._transfers.pop(transfer.id, (None, 0))
-        if tracked is None or transfer.status is not Status.FAILED:
+        running = self._running.pop(transfer.id, None)
+        if running is None or transfer.status is not Status.FAILED:
             return
-        self._note_failure(tracked.request.request_id, start)
+        tracked = running.tracked
+        tracked.fail_from(running.start)
         if tracked.built_on == transfer.id:
             tracked.next_fill = NEVER
+        self._disown(running.computed_on)
 
-    def abandon(self, request_id: str, orders: StepOrders) -> None:
+    def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """The request has ended. What was ordered ends before vLLM gives its blocks away."""
-        if request_id in self._loadings:
-            orders.failed_loads[request_id] = []
-        self.end(request_id)
-        self._failed_at.pop(request_id, None)
-        for transfer_id, (tracked, _) in list(self._transfers.items()):
-            if tracked.request.request_id == request_id:
-                del self._transfers[transfer_id]
+        if tracked.loading is not None:
+            orders.failed_loads[tracked.id] = []
+        self.end(tracked)
 
-    def end(self, request_id: str) -> None:
+    def fail_rest(self, tracked: TrackedRequest, orders: StepOrders) -> None:
+        """What was not ordered of a request's load, if any, will not be: vLLM is told."""
+        loading = tracked.loading
+        if loading is not None:
+            orders.failed_loads[tracked.id] = loading.rest
+            tracked.fail_from(loading.tokens_ordered)
+            self.end(tracked)
+
+    def end(self, tracked: TrackedRequest) -> None:
         """Nothing more is ordered for the request."""
-        self._loadings.pop(request_id, None)
-        self._fetches.end(request_id)
+        tracked.loading = None
+        self._unfinished.pop(tracked, None)
+        self._fetches.end(tracked)
 
     def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
         """vLLM's blocks of a request behind what it had itself."""
         start = local_tokens // self._groups.members[0].engine_block_tokens
         return tracked.engine_blocks[0][start:]
 
-    def _disown(self, engine_blocks: list[int]) -> None:
+    def _disown(self, engine_blocks: Sequence[int]) -> None:
         """Take blocks that a forward computed on or filled without its load out of vLLM's own
         prefix cache. Where it computes anew vLLM leaves them there, for the request to fill them;
         one that is aborted meanwhile never does."""
@@ -281,24 +292,14 @@ class Loads:
             )
         return Loading(keys, engine_blocks, 0, 1, local_tokens, 0)
 
-    def _order_part(self, request_id: str, orders: StepOrders) -> None:
-        tracked, loading = self._loadings[request_id]
-        more_may_come = self._fetches.is_waiting(request_id)
+    def _order_part(self, tracked: TrackedRequest, loading: Loading, orders: StepOrders) -> None:
+        more_may_come = self._fetches.is_waiting(tracked)
         start = loading.tokens_ordered
         order = loading.next_part(self._cache, more_may_come)
         if order is not None:
-            orders.loads[request_id] = order
-            self._transfers[order.transfer_id] = (tracked, start)
+            orders.loads[tracked.id] = order
+            self._running[order.transfer_id] = _Running(tracked, start)
             if order.last:
-                self.end(request_id)
+                self.end(tracked)
         elif not more_may_come:
-            self._fail_rest(request_id, orders)
-
-    def _fail_rest(self, request_id: str, orders: StepOrders) -> None:
-        _, loading = self._loadings[request_id]
-        orders.failed_loads[request_id] = loading.rest
-        self._note_failure(request_id, loading.tokens_ordered)
-        self.end(request_id)
-
-    def _note_failure(self, request_id: str, start: int) -> None:
-        self._failed_at[request_id] = min(start, self._failed_at.get(request_id, NEVER))
+            self.fail_rest(tracked, orders)

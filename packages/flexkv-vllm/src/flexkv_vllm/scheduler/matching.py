@@ -14,7 +14,7 @@ from flexkv_vllm.scheduler.choosing import LoadChooser
 from flexkv_vllm.scheduler.fetches import Fetches
 from flexkv_vllm.scheduler.hits import Present, full_reach, longest_hit
 from flexkv_vllm.scheduler.paces import Span
-from flexkv_vllm.scheduler.tracked import Match
+from flexkv_vllm.scheduler.tracked import Match, TrackedRequest
 from flexkv_vllm.telemetry.events import BlockEvents
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """What is to be loaded for a request of several groups, as it was when its turn came.
 
     Attributes:
@@ -79,17 +79,18 @@ class Matcher:
         self._chooser = chooser
         self._events = events
         self._pool: BlockPool | None = None
-        # Of requests that wait for a fetch: vLLM asks in every step, and a long prompt takes long.
-        self._plans: dict[str, _Plan] = {}
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's own prefix cache: what it has need not be prefetched."""
         self._pool = pool
 
-    def prefetch(self, request: Request, max_tokens: int | None) -> None:
-        """Begin to fetch what a queued request will want; `max_tokens` are loaded at most."""
+    def prefetch(self, tracked: TrackedRequest) -> None:
+        """Begin to fetch what a queued request will want."""
+        request, most = tracked.request, tracked.wishes.max_load_tokens
         local_tokens = self._cached_by_engine(request)
-        limit = self._limit(request, local_tokens, max_tokens)
+        limit: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        if most is not None:
+            limit = min(limit, local_tokens + most)
         if self._groups.plain:
             (group,) = self._groups.members
             start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
@@ -97,55 +98,52 @@ class Matcher:
         else:
             hit = longest_hit(self._groups, self._obtainable(request), local_tokens, limit)
             wanted = self._needed(request, local_tokens, hit)
-        self._fetches.begin_early(request.request_id, _flat(wanted))
-        self._describe_awaited(request, wanted)
+        self._fetches.begin_early(tracked, _flat(wanted))
+        self._describe_awaited(tracked, wanted)
 
-    def match(self, request: Request, local_tokens: int, limit: int) -> tuple[int, Match] | None:
-        """What of the first `limit` tokens can be loaded beyond `local_tokens`: how many tokens,
-        and what is known of them. None while a lower tier reads it; what has come stays in host
-        memory until `Fetches.end`."""
+    def match(self, tracked: TrackedRequest, local_tokens: int) -> tuple[int, Match] | None:
+        """What can be loaded beyond `local_tokens`: how many tokens, and what is known of them.
+        None while a lower tier reads it; what has come stays in host memory until
+        `Fetches.end`."""
+        most = tracked.wishes.max_load_tokens
+        limit = tracked.request.num_tokens if most is None else local_tokens + most
+        limit = min(limit, tracked.failed_at)
         if self._groups.plain:
-            return self._match_plain(request, local_tokens, limit)
-        return self._match_groups(request, local_tokens, limit)
+            return self._match_plain(tracked, local_tokens, limit)
+        return self._match_groups(tracked, local_tokens, limit)
 
     def blocks_of(self, request: Request, tokens: int) -> list[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
         return _flat(self._needed(request, 0, tokens))
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._plans.pop(request_id, None)
-
     def _match_plain(
-        self, request: Request, local_tokens: int, limit: int
+        self, tracked: TrackedRequest, local_tokens: int, limit: int
     ) -> tuple[int, Match] | None:
         (group,) = self._groups.members
         first = local_tokens // group.block_tokens
-        keys = self._keys.of(request, group, first, limit // group.block_tokens)
+        keys = self._keys.of(tracked.request, group, first, limit // group.block_tokens)
 
         def is_worth_waiting(fetch: Fetch, end: int) -> bool:
             span = Span(local_tokens, end * group.block_tokens)
             return self._chooser.is_worth_waiting(fetch, span)
 
-        hits = self._fetches.offer(request.request_id, keys, first, is_worth_waiting)
-        self._describe_awaited(request, [_Wanted(group, first, keys)])
+        hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
+        self._describe_awaited(tracked, [_Wanted(group, first, keys)])
         if hits is None:
             return None
         tokens = (first + hits) * group.block_tokens - local_tokens
         span = Span(local_tokens, local_tokens + tokens)
         if hits == 0 or tokens <= 0 or not self._chooser.is_worth_loading(span, hits):
             return 0, Match(local_tokens)
-        return tokens, Match(
-            local_tokens, self._awaited_tokens(request.request_id, keys[:hits], tokens)
-        )
+        return tokens, Match(local_tokens, self._awaited_tokens(tracked, keys[:hits], tokens))
 
     def _match_groups(
-        self, request: Request, local_tokens: int, limit: int
+        self, tracked: TrackedRequest, local_tokens: int, limit: int
     ) -> tuple[int, Match] | None:
         if local_tokens % self._groups.alignment:
             return 0, Match(local_tokens)
-        request_id = request.request_id
-        plan = self._plan(request, local_tokens, min(limit, request.num_tokens - 1))
+        request = tracked.request
+        plan = self._plan(tracked, local_tokens, min(limit, request.num_tokens - 1))
         keys = _flat(plan.wanted)
         hit = plan.hit
         if keys:
@@ -156,35 +154,31 @@ class Matcher:
                 span = Span(local_tokens, plan.hit)
                 return complete and self._chooser.is_worth_waiting(fetch, span)
 
-            found = self._fetches.offer(request_id, keys, local_tokens, is_worth_waiting)
-            self._describe_awaited(request, plan.wanted)
+            found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting)
+            self._describe_awaited(tracked, plan.wanted)
             if found is None:
-                self._plans[request_id] = plan
+                tracked.plan = plan
                 return None
             if found < len(keys):
                 hit = longest_hit(self._groups, self._in_host(request), local_tokens, plan.limit)
-        self._plans.pop(request_id, None)
+        tracked.plan = None
         span = Span(local_tokens, hit)
         if hit <= local_tokens or not self._chooser.is_worth_loading(span, len(keys)):
             return 0, Match(local_tokens, junction=plan.junction)
-        disk = span.tokens if self._fetches.awaited(request_id) else 0
+        disk = span.tokens if tracked.awaited else 0
         return span.tokens, Match(local_tokens, disk, junction=plan.junction)
 
-    def _plan(self, request: Request, local_tokens: int, limit: int) -> _Plan:
+    def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
         """What to load. vLLM computes the last token in any case, and for it one token more of a
         window: `limit` ends before it."""
-        plan = self._plans.get(request.request_id)
+        plan, request = tracked.plan, tracked.request
         if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
             return plan
         obtainable = self._obtainable(request)
         hit = longest_hit(self._groups, obtainable, local_tokens, limit)
         reach = full_reach(self._groups, obtainable, local_tokens, limit)
         junction = reach if reach > hit else 0
-        return _Plan(local_tokens, limit, hit, junction, self._needed(request, local_tokens, hit))
-
-    def _limit(self, request: Request, local_tokens: int, max_tokens: int | None) -> int:
-        last: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
-        return last if max_tokens is None else min(last, local_tokens + max_tokens)
+        return Plan(local_tokens, limit, hit, junction, self._needed(request, local_tokens, hit))
 
     def _needed(self, request: Request, local_tokens: int, hit: int) -> list[_Wanted]:
         """Blocks to load for a hit that ends at `hit` tokens."""
@@ -236,20 +230,18 @@ class Matcher:
             count += 1
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
-    def _describe_awaited(self, request: Request, wanted: Sequence[_Wanted]) -> None:
+    def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[_Wanted]) -> None:
         """For events: blocks that are fetched are told in full once they are there."""
-        if self._events is None:
-            return
-        awaited = self._fetches.awaited(request.request_id)
-        if not awaited:
+        awaited = tracked.awaited
+        if self._events is None or not awaited:
             return
         for each in wanted:
             found = ((each.start + i, key) for i, key in enumerate(each.keys) if key in awaited)
-            self._events.describe(request, each.group, found)
+            self._events.describe(tracked.request, each.group, found)
 
-    def _awaited_tokens(self, request_id: str, keys: Sequence[bytes], tokens: int) -> int:
+    def _awaited_tokens(self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int) -> int:
         """How many of the `tokens` that end with the last block of `keys` had to be fetched."""
-        awaited = self._fetches.awaited(request_id)
+        awaited = tracked.awaited
         if not awaited:
             return 0
         (group,) = self._groups.members

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flexkv import Direction, KVCache
-from flexkv_vllm.compat import offered_states
+from flexkv_vllm.compat import offered_states, zeroed_blocks
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.groups import Groups
 from flexkv_vllm.keys import BlockKeys
@@ -25,7 +26,7 @@ from flexkv_vllm.scheduler.matching import Matcher
 from flexkv_vllm.scheduler.paces import LEAST_TOKENS, Span
 from flexkv_vllm.scheduler.storing import Stores
 from flexkv_vllm.scheduler.tracked import NEVER, Match, TrackedRequest
-from flexkv_vllm.scheduler.wishes import WishBook
+from flexkv_vllm.scheduler.wishes import WishReader
 from flexkv_vllm.telemetry.events import BlockEvents
 from flexkv_vllm.telemetry.figures import CacheFigures
 from flexkv_vllm.telemetry.stats import Samples
@@ -82,7 +83,7 @@ class SchedulerSide:
         self._store_time = store_time
         self._edge = edge
         self._events = events
-        self._wishes = WishBook()
+        self._wishes = WishReader()
         self._figures = CacheFigures(cache, edge, lambda: self._wishes.ignored)
         self._keys = keys
         self._chooser = chooser
@@ -99,8 +100,7 @@ class SchedulerSide:
             describe=None if events is None else events.describe,
         )
         self._requests: dict[str, TrackedRequest] = {}
-        self._matches: dict[str, Match] = {}
-        self._finishing: dict[str, TrackedRequest] = {}
+        self._begun: set[str] = set()
         self._orders = StepOrders()
 
     @property
@@ -117,42 +117,41 @@ class SchedulerSide:
         self._keys.hash_tokens = getattr(pool, "hash_block_size", self._keys.hash_tokens)
         self._matcher.bind_pool(pool)
         self._loads.bind_pool(pool)
-        self._stores.bind_pool(pool)
 
     def queued(self, request: Request) -> None:
         """vLLM has put `request` in its queue: what only lower tiers have can come meanwhile."""
-        if self._may_load(request):
+        tracked = self._track(request)
+        if self._may_load(tracked):
             self._poll()
-            self._matcher.prefetch(request, self._wishes.of(request).max_load_tokens)
+            self._matcher.prefetch(tracked)
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` can be loaded, and whether it will be done
         asynchronously. None while a lower tier reads: vLLM asks again, and holds no blocks for the
         request until then. vLLM may ask any number of times before it acts."""
+        tracked = self._track(request)
+        tracked.match = None
         if self._loads.shares_half_loaded(request, local_tokens):
             return None, False
-        if not self._may_load(request):
+        if not self._may_load(tracked):
+            tracked.match = Match(local_tokens)
             return 0, False
         self._poll()
-        request_id = request.request_id
-        wishes = self._wishes.of(request)
-        most = wishes.max_load_tokens
-        limit = request.num_tokens if most is None else local_tokens + most
-        found = self._matcher.match(request, local_tokens, self._loads.limit(request_id, limit))
+        found = self._matcher.match(tracked, local_tokens)
         if found is None:
             return None, False
         tokens, match = found
-        in_host = not self._fetches.is_waiting(request_id)
+        in_host = not self._fetches.is_waiting(tracked)
         blocks = -(-tokens // self._groups.members[0].block_tokens)
         if (
             tokens
             and in_host
-            and self._chooser.is_layerwise(blocks, self._running, wishes.load_mode)
+            and self._chooser.is_layerwise(blocks, self._running, tracked.wishes.load_mode)
         ):
             tokens, match = self._for_this_step(request, tokens, match)
-        self._matches[request_id] = match
+        tracked.match = match
         if tokens == 0:
-            self._fetches.end(request_id)
+            self._fetches.end(tracked)
         return tokens, tokens > 0 and not match.layerwise
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
@@ -160,28 +159,30 @@ class SchedulerSide:
 
         vLLM calls again with 0 tokens when the load has ended.
         """
-        request_id = request.request_id
-        tracked = self._requests.get(request_id)
-        if tracked is None:
-            wishes = self._wishes.of(request)
-            tracked = TrackedRequest(request, wishes, self._stores.first_fill(wishes))
-            self._requests[request_id] = tracked
-        tracked.set_blocks(self._tables(blocks.get_block_ids()))
-        match = self._matches.get(request_id)
+        tracked = self._track(request)
+        tables = blocks.get_block_ids()
+        if request.num_computed_tokens:
+            # Its load has ended. What it has beside the blocks known so far is filled next.
+            tracked.set_blocks(self._tables(tables))
+            self._fetches.end(tracked)
+            return
+        match = tracked.match
+        self._fence(tables, 0 if match is None else match.local_tokens)
+        self._begun.add(tracked.id)
+        tracked.begin(self._tables(tables), self._stores.first_fill(tracked.wishes))
         if match is not None:
             tracked.disk_tokens = min(match.disk_tokens, tokens)
             tracked.junction = match.junction
-        if tokens:
-            local_tokens = 0 if match is None else match.local_tokens
-            layerwise = match is not None and match.layerwise
-            self._loads.begin(tracked, local_tokens, tokens, self._orders, layerwise=layerwise)
-        elif not tracked.loading:
-            self._fetches.end(request_id)
-        if match is not None:
-            del self._matches[request_id]
             self._cache.record(self._matcher.blocks_of(request, match.local_tokens + tokens))
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.disk_tokens)
+        if tokens == 0 or match is None:
+            self._fetches.end(tracked)
+        if tokens:
+            local_tokens, layerwise = (
+                (0, False) if match is None else (match.local_tokens, match.layerwise)
+            )
+            self._loads.begin(tracked, local_tokens, tokens, self._orders, layerwise=layerwise)
 
     def hit_tokens(self, request: Request, tokens: int) -> tuple[int, int]:
         """Of the `tokens` that are loaded for `request`, those that were in host memory, and those
@@ -190,32 +191,33 @@ class SchedulerSide:
         disk = 0 if tracked is None else min(tracked.disk_tokens, tokens)
         return tokens - disk, disk
 
-    def refuse_load(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """As `allocated`, but without a load: vLLM is told that it failed."""
-        match = self._matches.pop(request.request_id, Match(0))
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            tracked = TrackedRequest(request, self._wishes.of(request), NEVER)
-        tracked.set_blocks(self._tables(blocks.get_block_ids()))
-        group = self._groups.members[0]
-        start = match.local_tokens // group.engine_block_tokens
-        count = -(-tokens // group.engine_block_tokens)
-        engine_blocks = list(blocks.get_block_ids()[group.index])[start : start + count]
-        self._loads.refuse(
-            tracked, engine_blocks, match.local_tokens, self._orders, layerwise=match.layerwise
-        )
-        tracked.loading = not match.layerwise
+    def refuse(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """In place of `allocated`, which failed: vLLM is told that the load failed, if there was to
+        be one, and nothing is known of the request's blocks."""
+        tracked = self._track(request)
+        match = tracked.match or Match(0)
+        tables = blocks.get_block_ids()
+        self._stores.fence_all(self._orders)
+        self._begun.add(tracked.id)
+        tracked.set_blocks(self._tables(tables))
+        if tokens:
+            group = self._groups.members[0]
+            start = match.local_tokens // group.engine_block_tokens
+            stop = -(-(match.local_tokens + tokens) // group.engine_block_tokens)
+            self._loads.refuse(
+                tracked,
+                list(tables[group.index][start:stop]),
+                match.local_tokens,
+                self._orders,
+                layerwise=match.layerwise,
+            )
+        tracked.lose_blocks()
 
-    def step_ended(self, received: Iterable[str], report: StepReport | None) -> None:
-        """A step is over; all ranks have ended the loads of the requests `received`. The workers
-        may have something to report of it."""
+    def step_ended(self, report: StepReport | None) -> None:
+        """A step is over. The workers may have something to report of it."""
         self._chooser.step_ended(0 if report is None else report.number)
         if report is not None:
             self._chooser.loaded(report.load_rate)
-        for request_id in received:
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                tracked.loading = False
         self._poll()
 
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
@@ -228,9 +230,18 @@ class SchedulerSide:
         self._note_step(output)
         return self.take_orders(output)
 
+    def lose_track(self) -> None:
+        """In place of what `build_orders` has not done: nothing is known of any request's blocks
+        until vLLM gives it some anew, and loads that were not ordered whole fail."""
+        for tracked in self._requests.values():
+            self._loads.fail_rest(tracked, self._orders)
+            tracked.lose_blocks()
+        self._stores.fence_all(self._orders)
+
     def take_orders(self, output: SchedulerOutput) -> StepOrders:
         """What was collected for this step so far; collecting begins anew."""
         self._loads.step_is_complete()
+        self._begun.clear()
         orders, self._orders = self._orders, StepOrders()
         orders.has_forward = output.total_num_scheduled_tokens > 0
         return orders
@@ -250,32 +261,31 @@ class SchedulerSide:
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         """`request` has ended with the blocks `tables`, by vLLM's groups. True if vLLM must hold
-        them for now."""
-        request_id = request.request_id
-        self._matches.pop(request_id, None)
-        self._wishes.forget(request_id)
-        self._matcher.forget(request_id)
-        self._loads.abandon(request_id, self._orders)
-        tracked = self._requests.pop(request_id, None)
-        if tracked is None or tracked.loading or not tracked.ran:
-            return False  # vLLM itself holds the blocks of a load under way, ours or another's
-        if self._store_time is StoreTime.FINISH or not self._groups.plain:
-            tracked.set_blocks(self._tables(tables))
-        self._finishing[request_id] = tracked
-        self._stores.add_filled(tracked, request.num_computed_tokens, self._orders)
-        self._cache.touch(self._matcher.blocks_of(request, request.num_computed_tokens))
-        self._figures.note_activity()
-        self._poll()
-        return self.hold(request_id)
-
-    def hold(self, request_id: str) -> bool:
-        """True if stores still read the blocks of the finished request: vLLM must hold them until
-        the workers release it. Cannot fail."""
-        tracked = self._finishing.pop(request_id, None)
-        if tracked is None or not tracked.stores:
+        them until the workers release it."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
             return False
-        self._orders.releases[request_id] = sorted(tracked.stores)
-        return True
+        self._end(tracked)
+        if tracked.ran:
+            if self._store_time is StoreTime.FINISH:
+                tracked.set_blocks(self._tables(tables))
+                self._stores.add_filled(tracked, request.num_computed_tokens, self._orders)
+            self._cache.touch(self._matcher.blocks_of(request, request.num_computed_tokens))
+            self._figures.note_activity()
+        return self.must_hold(tracked.id)
+
+    def forget(self, request_id: str) -> bool:
+        """In place of `finished`, which failed: nothing more is stored of the request."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._end(tracked)
+        return self.must_hold(request_id)
+
+    def must_hold(self, request_id: str) -> bool:
+        """Whether vLLM must hold the blocks of a request that has ended, since stores read them and
+        no fence keeps others from writing there."""
+        fenced = self._store_time is StoreTime.STEP
+        return not fenced and self._stores.hold(request_id, self._orders)
 
     def reset(self) -> None:
         """Forget every block, as when the model's weights change.
@@ -283,11 +293,9 @@ class SchedulerSide:
         Requests that have computed something go on with it, but nothing that they compute on top of
         it is stored.
         """
-        self._cache.clear()
         for tracked in self._requests.values():
-            # Without blocks it was preempted, and will compute everything anew.
-            if tracked.has_blocks:
-                tracked.next_fill = NEVER
+            tracked.next_fill = NEVER
+        self._cache.clear()
         self._figures.note_activity()
 
     @property
@@ -334,9 +342,40 @@ class SchedulerSide:
         last = request.num_tokens - 1 - match.local_tokens
         return min(tokens, last), dataclasses.replace(match, layerwise=True)
 
-    def _may_load(self, request: Request) -> bool:
-        wanted = self._wishes.of(request).load
-        return wanted and not getattr(request, "skip_reading_prefix_cache", False)
+    def _track(self, request: Request) -> TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        if tracked is not None:
+            self._end(tracked)  # an earlier one of the same id
+        tracked = TrackedRequest(request, self._wishes.of(request))
+        self._requests[tracked.id] = tracked
+        return tracked
+
+    def _end(self, tracked: TrackedRequest) -> None:
+        """The request has ended: all that is known of it goes, but for copies under way."""
+        self._loads.abandon(tracked, self._orders)
+        self._requests.pop(tracked.id, None)
+
+    @staticmethod
+    def _may_load(tracked: TrackedRequest) -> bool:
+        skips = getattr(tracked.request, "skip_reading_prefix_cache", False)
+        return tracked.wishes.load and not skips
+
+    def _fence(self, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM gave blocks, by its groups, to a request that has the first `tokens` tokens in them:
+        the rest will be written to."""
+        if not self._stores.under_way:
+            return
+        if not any(tables):
+            # Another connector's turn it is, and vLLM does not tell which blocks it fills.
+            self._stores.fence_all(self._orders)
+            return
+        sizes = {group.index: group.engine_block_tokens for group in self._groups.members}
+        # Where there are none of our blocks, all count as new.
+        firsts = (tokens // sizes.get(index, tokens + 1) for index in range(len(tables)))
+        written = (table[first:] for table, first in zip(tables, firsts, strict=True))
+        self._stores.fence(itertools.chain.from_iterable(written), self._orders)
 
     def _tables(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Of the tables of all vLLM's groups, those of the cached ones."""
@@ -365,27 +404,32 @@ class SchedulerSide:
         """Keep up with the blocks that vLLM gave and took in this step."""
         for request_id in output.preempted_req_ids or ():
             tracked = self._requests.get(request_id)
-            if tracked is not None:
-                self._orders.fences.extend(tracked.stores)
-                tracked.set_blocks(())
-                tracked.ran = False
-                tracked.next_fill = self._stores.first_fill(tracked.wishes)
+            # vLLM may have preempted it before this step, and begun it anew in it.
+            if tracked is not None and request_id not in self._begun:
+                tracked.lose_blocks()
         for new in output.scheduled_new_reqs:
-            tracked = self._requests.get(new.req_id)
-            if tracked is not None:
-                tracked.set_blocks(self._tables(new.block_ids))
-                tracked.ran = True
+            self._fence(new.block_ids, new.num_computed_tokens)
+            self._has(new.req_id, new.block_ids)
         cached = output.scheduled_cached_reqs
-        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        each = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, new_blocks, computed_tokens in each:
             if new_blocks is None:
                 continue
-            tracked = self._requests.get(request_id)
-            if tracked is None:
+            if request_id in cached.resumed_req_ids:
+                self._fence(new_blocks, computed_tokens)
+                self._has(request_id, new_blocks)
                 continue
-            added = self._tables(new_blocks)
-            if request_id in cached.resumed_req_ids or not tracked.engine_blocks:
-                tracked.set_blocks(added)
-                tracked.ran = True
-            else:
-                for table, blocks in zip(tracked.engine_blocks, added, strict=True):
-                    table.extend(blocks)
+            self._fence(new_blocks, 0)
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.add_blocks(self._tables(new_blocks))
+        zeroed = zeroed_blocks(output)
+        if zeroed and self._stores.under_way:
+            self._stores.discard(zeroed)
+
+    def _has(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """vLLM schedules a request with all these blocks."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.set_blocks(self._tables(tables))
+            tracked.ran = True

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +18,6 @@ from flexkv_vllm.scheduler.tracked import NEVER, TrackedRequest
 from flexkv_vllm.scheduler.wishes import Wishes
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 Describe = Callable[["Request", Group, Iterable[tuple[int, bytes]]], None]
@@ -32,8 +32,27 @@ class _Candidate(NamedTuple):
     engine_blocks: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A store under way, which outlives its request.
+
+    Attributes:
+        transfer: the core's.
+        request_id: whose blocks it reads.
+        engine_blocks: vLLM's blocks that it reads.
+    """
+
+    transfer: Transfer
+    request_id: str
+    engine_blocks: frozenset[int]
+
+
 class Stores:
     """The stores of one engine's requests.
+
+    vLLM may give the blocks that a store reads to another request before the store has ended: their
+    request ended, was preempted, or has left them behind its window. Workers then wait for the
+    store before anything is written there: it is fenced.
 
     Full attention stores every block. Of what looks back less far, only what a later request can
     use is stored: what is needed to go on at the end of the prompt and where another request's
@@ -68,13 +87,12 @@ class Stores:
         self._align = groups.alignment
         self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
         self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
-        self._pool: BlockPool | None = None
-        self._running: dict[int, TrackedRequest] = {}
-        self._held: dict[int, list[KVCacheBlock]] = {}
+        self._running: dict[int, _Running] = {}
 
-    def bind_pool(self, pool: BlockPool) -> None:
-        """vLLM's blocks: those that it may give away while they are read are held there."""
-        self._pool = pool
+    @property
+    def under_way(self) -> int:
+        """Stores that have not ended."""
+        return len(self._running)
 
     def first_fill(self, wishes: Wishes) -> int:
         """`next_fill` of a request of which nothing was considered yet."""
@@ -127,12 +145,37 @@ class Stores:
 
     def ended(self, transfer: Transfer) -> None:
         """A store's transfer has ended."""
-        tracked = self._running.pop(transfer.id, None)
-        if tracked is not None:
-            tracked.stores.discard(transfer.id)
-        held = self._held.pop(transfer.id, None)
-        if held and self._pool is not None:
-            self._pool.free_blocks(held)
+        self._running.pop(transfer.id, None)
+
+    def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:
+        """Something is written to these blocks from this step on: workers first wait for the stores
+        that read them."""
+        written = set(engine_blocks)
+        orders.fences.extend(
+            transfer_id
+            for transfer_id, running in self._running.items()
+            if not running.engine_blocks.isdisjoint(written)
+        )
+
+    def fence_all(self, orders: StepOrders) -> None:
+        """It is not known what is written to from this step on."""
+        orders.fences.extend(self._running)
+
+    def discard(self, engine_blocks: Iterable[int]) -> None:
+        """These blocks are overwritten before workers can wait for the stores that read them: what
+        those store is never found."""
+        written = set(engine_blocks)
+        for running in self._running.values():
+            if not running.engine_blocks.isdisjoint(written):
+                self._cache.discard(running.transfer)
+
+    def hold(self, request_id: str, orders: StepOrders) -> bool:
+        """Whether stores still read the blocks of a request that has ended: workers then say when
+        they do no more."""
+        reading = [i for i, each in self._running.items() if each.request_id == request_id]
+        if reading:
+            orders.releases[request_id] = reading
+        return bool(reading)
 
     def _filled(self, tracked: TrackedRequest, start: int, stop: int) -> Iterable[_Candidate]:
         """Blocks that were filled between `start` and `stop` tokens and are stored at once."""
@@ -206,27 +249,23 @@ class Stores:
         transfer = self._cache.store(keys, positions)
         if transfer is None:
             return
-        stored = [(places[i], keys[i]) for i in positions[: len(transfer.blocks)]]
-        if self._describe is not None:
-            for each, key in stored:
-                self._describe(tracked.request, each.group, ((each.position, key),))
-        engine_blocks = [block for each, _ in stored for block in each.engine_blocks]
-        if not self._groups.plain:
-            # vLLM takes back what has left the window, though the request still runs.
-            assert self._pool is not None
-            self._held[transfer.id] = [self._pool.blocks[block] for block in engine_blocks]
-            self._pool.touch(self._held[transfer.id])
-        orders.stores.append(
-            CopyOrder(
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._cache.cancel, transfer)
+            stored = [(places[i], keys[i]) for i in positions[: len(transfer.blocks)]]
+            engine_blocks = [block for each, _ in stored for block in each.engine_blocks]
+            order = CopyOrder(
                 transfer.id,
                 transfer.cell,
                 engine_blocks,
                 transfer.slots,
                 built_on=tracked.built_on,
             )
-        )
-        tracked.stores.add(transfer.id)
-        self._running[transfer.id] = tracked
+            self._running[transfer.id] = _Running(transfer, tracked.id, frozenset(engine_blocks))
+            orders.stores.append(order)
+            undo.pop_all()
+        if self._describe is not None:
+            for each, key in stored:
+                self._describe(tracked.request, each.group, ((each.position, key),))
 
 
 def _candidate(group: Group, table: Sequence[int], position: int) -> _Candidate:

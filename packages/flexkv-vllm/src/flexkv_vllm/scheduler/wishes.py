@@ -71,8 +71,8 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 """What reads the value, with a ValueError where it cannot, and what is allowed."""
 
 
-class WishBook:
-    """The wishes of all requests that have any.
+class WishReader:
+    """Reads the wishes of requests.
 
     Attributes:
         ignored: parameters that were not understood, so far.
@@ -80,26 +80,15 @@ class WishBook:
 
     def __init__(self) -> None:
         self.ignored = 0
-        self._wishes: dict[str, Wishes] = {}
 
     def of(self, request: Request) -> Wishes:
-        """What `request` wishes; read once."""
+        """What `request` wishes."""
         return self.read(request.request_id, getattr(request, "kv_transfer_params", None))
 
     def read(self, request_id: str, params: object) -> Wishes:
-        """What the request of that id wishes in its `kv_transfer_params`; read once."""
+        """What the request of that id wishes in its `kv_transfer_params`."""
         if not params:
             return NONE
-        known = self._wishes.get(request_id)
-        if known is None:
-            known = self._wishes[request_id] = self._read(request_id, params)
-        return known
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._wishes.pop(request_id, None)
-
-    def _read(self, request_id: str, params: object) -> Wishes:
         if not isinstance(params, Mapping):
             self._ignore(request_id, f"is {_shown(params)}", "a dictionary")
             return NONE

@@ -61,6 +61,11 @@ class DeviceLink:
         self._pending[transfer.id] = transfer
         return transfer
 
+    def cancel(self, transfer: Transfer) -> None:
+        """A transfer that was never ordered is under way no more."""
+        del self._pending[transfer.id]
+        self._board.give_back(transfer.cell)
+
     def poll(self) -> list[Transfer]:
         """Transfers that all ranks have reported since the last call, DONE or FAILED."""
         finished = []

@@ -75,6 +75,10 @@ class TransferScheduler:
         """A transfer between arena and engine; None if too many are under way."""
         return self._device.begin(direction, blocks)
 
+    def cancel(self, transfer: Transfer) -> None:
+        """See `DeviceLink.cancel`."""
+        self._device.cancel(transfer)
+
     def fetch(self, keys: Sequence[bytes], priority: Priority) -> Fetch | None:
         """See `Fetcher.begin`."""
         return self._fetcher.begin(keys, priority) if self._tiers else None
