@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from flexkv.session import server
 from flexkv.tiers.disk import drive
-from flexkv.transfer import fetch, link
+from flexkv.transfer import demote, fetch, link
 
 # Code that has no time to keep: how long an example took says nothing. All else as the profile
 # that is in force.
@@ -49,6 +49,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (fetch, link):
+    for module in (demote, fetch, link):
         monkeypatch.setattr(module, "time", made)
     return made

@@ -45,7 +45,7 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
     keys = names(3 * _BLOCKS)
     index, policy = filled(keys)
-    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    log = UseLog(index, (), None)
     log.note(keys[:-1], offers=True)
     log.note(keys[:2], offers=True)
     log.count()
@@ -58,7 +58,7 @@ def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
 def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
     keys = names(3)
     index, policy = filled(keys)
-    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    log = UseLog(index, (), None)
     noted = keys[:1]
     log.note(noted, offers=False)
     noted[:] = keys[1:]
@@ -69,7 +69,7 @@ def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
 def test_a_backlog_is_counted_by_a_sixteenth() -> None:
     keys = names(4 * _BLOCKS)
     index, policy = filled(keys)
-    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    log = UseLog(index, (), None)
     for _ in range(8):
         log.note(keys, offers=False)
     log.count()
@@ -80,7 +80,7 @@ def test_a_backlog_is_counted_by_a_sixteenth() -> None:
 def test_a_cleared_log_counts_nothing() -> None:
     keys = names(3)
     index, policy = filled(keys)
-    log = UseLog(index, (), list.clear)  # type: ignore[arg-type]
+    log = UseLog(index, (), None)
     log.note(keys, offers=False)
     log.clear()
     assert not log

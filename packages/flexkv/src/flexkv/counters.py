@@ -37,7 +37,8 @@ class Counters:
     demoted_blocks: int = 0
     """Blocks written to a lower tier, or found there."""
     dropped_demotions: int = 0
-    """Blocks not written to a lower tier: its queue was full, or its write budget spent."""
+    """Blocks not written to a lower tier: its queue was full, its write budget spent, or the block
+    before them is not there."""
     failed_demotions: int = 0
     refused_pins: int = 0
     """Blocks that were not pinned because too much is."""

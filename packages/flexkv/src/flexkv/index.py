@@ -47,8 +47,8 @@ class Block:
     """When it was last used: grows from use to use."""
     leases: int = 0
     pinned: bool = False
-    leaving: bool = False
-    """Leased by `lease_victim`."""
+    leaving: int = 0
+    """Its `used` when `lease_victim` leased it; 0 if that did not."""
 
     @property
     def is_evictable(self) -> bool:
@@ -131,14 +131,13 @@ class BlockIndex:
         """
         self._uses += len(blocks)
         for age, block in enumerate(blocks):
-            block.leases -= 1
             block.used = self._uses - age
-            if block.leases:
-                continue
-            if block.state is BlockState.DROPPED:
-                self._free.append(block.slot)
-            elif block.is_evictable:
-                self._policy.add(block.key, block.used)
+            self._end_lease(block)
+
+    def release_unused(self, blocks: Iterable[Block]) -> None:
+        """As `release`, but this was no use."""
+        for block in blocks:
+            self._end_lease(block)
 
     def reserve(self, key: bytes, after: bytes | None) -> Block | None:
         """Give `key` a slot to be written, evicting a block if none is free.
@@ -240,18 +239,20 @@ class BlockIndex:
         self._policy.remove(key)
         block.leases += 1
         self._detach(block)
-        block.leaving = True
+        block.leaving = block.used
         return block
 
     def retire(self, block: Block) -> None:
-        """End a lease of `lease_victim`: evict the block, unless somebody else leases it now."""
-        if block.leases == 1 and block.state is BlockState.READY:
+        """End a lease of `lease_victim`: evict the block, unless somebody else leases it now, or
+        has used it meanwhile."""
+        used = block.leases > 1 or block.used > block.leaving
+        if block.state is BlockState.READY and not used:
             self.drop([block])
             self.evictions += 1
-        block.leaving = False
+        block.leaving = 0
         if block.state is BlockState.READY:
             self._attach(block)
-        self.release([block])
+        self._end_lease(block)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the ready ones of `keys` as used, the last of them as used first."""
@@ -275,6 +276,15 @@ class BlockIndex:
         self._writing.clear()
         self._ready.clear()
         self._policy.clear()
+
+    def _end_lease(self, block: Block) -> None:
+        block.leases -= 1
+        if block.leases:
+            return
+        if block.state is BlockState.DROPPED:
+            self._free.append(block.slot)
+        elif block.is_evictable:
+            self._policy.add(block.key, block.used)
 
     def _evict(self) -> bool:
         victim = self._policy.victim()

@@ -156,8 +156,8 @@ def test_one_bad_place_in_a_run_that_is_written_fails_one_block_and_no_other(
     with store(tmp_path) as (client, files):
         if full:
             assert client.write(old) == [DONE] * SLOTS
-        # The first batch is written to the first slots, its last block first.
-        slot = RUN - 1 - place if not full else _oldest(client) + RUN - 1 - place
+        # The first batch takes the first slots; the next one those of its end, the last one first.
+        slot = place if not full else _oldest(client) - place
         files.limit = limit
         if part == "block":
             files.bad = ("slab-00000", slot * SLOT + SLOT // 2, 1)

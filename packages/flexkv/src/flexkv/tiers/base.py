@@ -116,7 +116,8 @@ class LowerTier(Protocol):
         ...
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Begin to write blocks from `buffers`; returns the ticket of the batch.
+        """Begin to write blocks of a prefix, in its order, from `buffers`; returns the ticket of
+        the batch. Where there is no room for one, those behind it are DROPPED as well.
 
         A block whose key the tier has, or is writing, is DONE at once.
         """

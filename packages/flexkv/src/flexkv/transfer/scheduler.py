@@ -54,7 +54,8 @@ class TransferScheduler:
         self._demoter: Demoter | None = None
         if self._tiers:
             self._demoter = Demoter(index, slot_view, self._tiers[0], counters)
-        self._uses = UseLog(index, self._tiers, self._offer)
+        complete = None if self._demoter is None else self._demoter.complete
+        self._uses = UseLog(index, self._tiers, complete)
 
     @property
     def busy(self) -> bool:
@@ -95,8 +96,8 @@ class TransferScheduler:
         """Blocks came from the engine, or failed to."""
         for block in blocks:
             self._fetcher.settle(block.key)
-        if ready and self._admission.on_store:
-            self._offer([block.key for block in blocks])
+        if ready and self._demoter is not None and self._admission.on_store:
+            self._demoter.offer([block.key for block in blocks])
 
     def used(self, keys: Sequence[bytes], hit: bool) -> None:
         """A prefix was used; `hit` if a request found it, not made it."""
@@ -126,7 +127,3 @@ class TransferScheduler:
         """End the lower tiers. False if one hangs, and still reads or writes arena memory."""
         ended = [tier.close() for tier in self._tiers]
         return all(ended)
-
-    def _offer(self, keys: Sequence[bytes]) -> None:
-        if self._demoter is not None:
-            self._demoter.offer(keys)

@@ -38,18 +38,19 @@ class UseLog:
     Args:
         index: of the arena.
         tiers: lower tiers, the fastest first.
-        offer: is given a prefix that was used, of which the first lower tier lacks a block.
+        complete: is given a prefix that was used, of which the first lower tier lacks a block; None
+            if there is no tier.
     """
 
     def __init__(
         self,
         index: BlockIndex,
         tiers: Sequence[LowerTier],
-        offer: Callable[[Sequence[bytes]], None],
+        complete: Callable[[Sequence[bytes]], None] | None,
     ) -> None:
         self._index = index
         self._tiers = tiers
-        self._offer = offer
+        self._complete = complete
         self._uses: deque[_Use] = deque()
         self._backlog = 0
 
@@ -65,7 +66,7 @@ class UseLog:
             offers: whether to offer it to the first lower tier if that lacks a block.
         """
         if keys:
-            self._uses.append(_Use(list(keys), len(keys), offers and bool(self._tiers)))
+            self._uses.append(_Use(list(keys), len(keys), offers))
             self._backlog += len(keys)
 
     def count(self) -> None:
@@ -81,8 +82,8 @@ class UseLog:
             self._count_part(use, part)
             if use.left == 0:
                 self._uses.popleft()
-                if use.lacks:
-                    self._offer(use.keys)
+                if use.lacks and self._complete is not None:
+                    self._complete(use.keys)
 
     def clear(self) -> None:
         """The arena was cleared."""
@@ -93,7 +94,7 @@ class UseLog:
         self._index.touch(part)
         for tier in self._tiers:
             tier.touch(part)
-        if use.offers and not use.lacks:
+        if use.offers and self._tiers and not use.lacks:
             below = self._tiers[0].contains(part)
             use.lacks = any(
                 not there and self._index.lookup((key,))

@@ -111,10 +111,13 @@ class Drive:
         return self._reads.good and not self.link.stalled
 
     def may_write(self, size: int) -> bool:
-        """Whether writes are worth asking for now, and within the budget."""
+        """Whether writes are worth asking for now, have room in the queue, and are within the
+        budget."""
+        waiting = self.link.queued_bytes + self._unsent_bytes
         return (
             self._writes.good
             and not self.link.stalled
+            and waiting + size <= self.link.queue_bytes
             and self._store.ledger.may_write(size, self._day_bytes)
         )
 
@@ -134,10 +137,10 @@ class Drive:
             for run in self._runs(slots, READ_RUN_BYTES)
         )
 
-    def reserve(self, key: bytes) -> int | None:
-        """A slot for a block that the index does not have, to be given to `write`. None if every
-        slot is in use."""
-        slot = self.index.reserve(key)
+    def reserve(self, key: bytes, behind: int | None) -> int | None:
+        """A slot for a block that the index does not have, to be given to `write`; see
+        `SlotIndex.reserve`."""
+        slot = self.index.reserve(key, behind)
         if slot is not None:
             self._unsent_bytes += self._store.slot_bytes
             self._store.ledger.book_write(self._store.slot_bytes)
@@ -147,16 +150,17 @@ class Drive:
     def write(
         self, slots: Sequence[int], keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[Begun]:
-        """Begin to write all blocks that slots were reserved for, in that order."""
-        first = self._generation + 1
+        """Begin to write all blocks that slots were reserved for, in that order, which is that of a
+        prefix: after a restart the last counts as used longest ago."""
         self._generation += len(slots)
+        latest = self._generation
         self._unsent_bytes = 0
         return self._begin(
             (
                 self._writing(
                     [slots[i] for i in run],
                     [keys[i] for i in run],
-                    [first + i for i in run],
+                    [latest - i for i in run],
                     [buffers[i] for i in run],
                 ),
                 run,

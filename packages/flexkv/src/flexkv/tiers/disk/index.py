@@ -115,11 +115,16 @@ class SlotIndex:
         self._relink(used)
         return max(generations, default=0), outdated
 
-    def reserve(self, key: bytes) -> int | None:
+    def reserve(self, key: bytes, behind: int | None = None) -> int | None:
         """A slot to write the block of `key` to; evicts one if none is free.
 
-        `key` is neither ready nor being written. It counts as used now. None if every slot is in
-        use.
+        Args:
+            key: neither ready nor being written.
+            behind: a slot in use; the block counts as used just before the one there, else as used
+                now.
+
+        Returns:
+            None if every slot is in use.
         """
         if self._free == NO_SLOT and not self._evict():
             return None
@@ -130,7 +135,7 @@ class SlotIndex:
         self._slots.add(key, slot)
         self._states[slot] = _State.WRITING
         self._uses[slot] = 1
-        self._link(slot)
+        self._link(slot, self._ring if behind is None else behind)
         return slot
 
     def publish(self, slot: int, checksum: bytes) -> bool:
@@ -180,7 +185,7 @@ class SlotIndex:
         for slot in self._slots.get_all(reversed(keys)):
             if slot != NO_SLOT and self._states[slot] == _State.READY:
                 self._unlink(slot)
-                self._link(slot)
+                self._link(slot, self._ring)
 
     def discard(self, slot: int) -> None:
         """Forget the block in a slot in use."""
@@ -239,12 +244,13 @@ class SlotIndex:
         self._free = slot
         self._used_slots -= 1
 
-    def _link(self, slot: int) -> None:
-        first = self._next[self._ring]
-        self._next[slot] = first
-        self._previous[slot] = self._ring
-        self._previous[first] = slot
-        self._next[self._ring] = slot
+    def _link(self, slot: int, behind: int) -> None:
+        """Link `slot` as used just before `behind`; behind the ring's own place, as used last."""
+        older = self._next[behind]
+        self._next[slot] = older
+        self._previous[slot] = behind
+        self._previous[older] = slot
+        self._next[behind] = slot
 
     def _unlink(self, slot: int) -> None:
         before, after = self._previous[slot], self._next[slot]

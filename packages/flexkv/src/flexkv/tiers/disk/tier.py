@@ -100,18 +100,19 @@ class DiskTier:
         ticket = next(self._tickets)
         names = [disk_key(key) for key in keys]
         wanted: dict[Drive, dict[int, int]] = {}
-        # The end of a prefix first: it then counts as used longest ago, and leaves first.
-        for position in reversed(range(len(names))):
-            name = names[position]
+        last: dict[Drive, int] = {}
+        refused = False
+        for position, name in enumerate(names):
             if any(drive.index.has(name) for drive in self._drives):
                 self._results.append(BlockResult(ticket, position, Outcome.DONE))
                 continue
-            drive = self._choose(len(buffers[position]))
-            slot = None if drive is None else drive.reserve(name)
+            drive = None if refused else self._choose(len(buffers[position]))
+            slot = None if drive is None else drive.reserve(name, last.get(drive))
             if drive is None or slot is None:
+                refused = True
                 self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
             else:
-                wanted.setdefault(drive, {})[position] = slot
+                wanted.setdefault(drive, {})[position] = last[drive] = slot
         for drive, slots in wanted.items():
             positions = list(slots)
             begun = drive.write(

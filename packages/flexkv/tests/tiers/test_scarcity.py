@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where not all of a prefix finds room on disk, its beginning does, and stays longest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disk_blocks import SLOT, names, opened
+from faults.faulty_files import HangingFiles
+
+from flexkv.tiers.disk import drive
+from flexkv.transfer.job import Outcome
+
+DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
+KEYS = names(24)
+
+
+class SlowFiles(HangingFiles):
+    """Writes wait until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.go.wait()
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_too_few_slots_keep_the_beginning(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=10) as client:
+        assert client.write(KEYS) == [DONE] * 10 + [DROPPED] * 14
+        assert client.found(KEYS) == KEYS[:10]
+
+
+def test_a_spent_budget_keeps_the_beginning(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=64, day_bytes=10 * SLOT) as client:
+        assert client.write(KEYS) == [DONE] * 10 + [DROPPED] * 14
+        assert client.found(KEYS) == KEYS[:10]
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_full_queue_keeps_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drives: int
+) -> None:
+    monkeypatch.setattr(drive, "THREADS", 1)
+    roots = [tmp_path / str(number) for number in range(drives)]
+    files = SlowFiles()
+    files.go.set()
+    with opened(*roots, slots=64, queue_bytes=8 * SLOT, files=files) as client:
+        files.go.clear()
+        ticket = client.begin_write(KEYS)
+        files.go.set()
+        outcomes = client.wait(ticket, len(KEYS))
+        done = outcomes.count(DONE)
+        assert outcomes == [DONE] * done + [DROPPED] * (len(KEYS) - done)
+        assert done == 8
+        assert client.found(KEYS) == KEYS[:done]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("drives", [1, 2])
+def test_the_end_leaves_first(tmp_path: Path, restart: bool, drives: int) -> None:
+    roots = [tmp_path / str(number) for number in range(drives)]
+    with opened(*roots, slots=20 // drives) as client:
+        assert client.write(KEYS[:20]) == [DONE] * 20
+        if not restart:
+            assert client.write(names(8, first=100)) == [DONE] * 8
+            assert client.found(KEYS) == KEYS[:12]
+    if restart:
+        with opened(*roots, slots=20 // drives) as client:
+            assert client.write(names(8, first=100)) == [DONE] * 8
+            assert client.found(KEYS) == KEYS[:12]
