@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from late_mover import LateMover
-from ranks import LOADS_FIRST, Rank, ended_transfers, step_result
+from ranks import LOADS_FIRST, Rank, assert_adapter_at_rest, ended_transfers, step_result
 from texts import Text
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -86,6 +86,9 @@ class ConnectorRank(Rank):
 
     def wait_for_layer(self, name: str) -> None:
         self.connector.wait_for_layer_load(name)
+
+    def assert_at_rest(self) -> None:
+        assert_adapter_at_rest(self.adapter)
 
     def shutdown(self) -> None:
         self.connector.shutdown()

@@ -166,13 +166,18 @@ class AdapterRank(Rank):
         self.adapter.wait_for_layer(name)
 
     def assert_at_rest(self) -> None:
-        side = self.side
-        assert self.adapter.get_finished(StepOrders()) == (None, None)
-        assert side._loads == side._stores == side._releases == {}
-        assert side._layerwise == []
+        assert_adapter_at_rest(self.adapter)
 
     def shutdown(self) -> None:
         self.adapter.shutdown()
+
+
+def assert_adapter_at_rest(adapter: Any) -> None:
+    """Its worker side copies nothing, and knows nothing of any request."""
+    side = adapter._worker
+    assert adapter.get_finished(StepOrders()) == (None, None)
+    assert side._loads == side._stores == side._releases == {}
+    assert side._layerwise == []
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
