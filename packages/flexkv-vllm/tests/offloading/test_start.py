@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import engine_world
 import pytest
 import torch
 from engine_world import random_prompt
@@ -48,6 +49,23 @@ def test_what_cannot_work_is_refused(
     with pytest.raises(error) as caught:
         make_offloading_world(**options)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_ranks_of_an_external_launcher_are_refused(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would have a scheduler of its own."""
+    make = engine_world.make_config
+
+    def launched(*args: Any, **options: Any) -> Any:
+        config = make(*args, **options)
+        config.parallel_config.distributed_executor_backend = "external_launcher"
+        return config
+
+    monkeypatch.setattr(engine_world, "make_config", launched)
+    with pytest.raises(LayoutError, match=r"external_launcher.*allowed: 'mp'"):
+        make_offloading_world(ranks=2)
+    assert make_offloading_world(ranks=1).manager
 
 
 def test_block_tokens_that_agree_are_fine(make_offloading_world: MakeOffloadingWorld) -> None:
