@@ -21,6 +21,7 @@ from flexkv_vllm.edge import Edge
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.worker.device import work_so_far
+from flexkv_vllm.worker.offsets import SlotOffsets
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -185,15 +186,11 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 raise ValueError(f"{size} engine blocks from {index} on do not fill whole blocks")
             blocks = array("Q", job.engine_blocks[block_at : block_at + size])
             count = -(-(skip + size) // self._chunk)
-            offsets = self._offsets(slots[slot_at : slot_at + count], group.block_bytes)
-            plan.append((group, blocks, offsets[skip : skip + size]))
+            place = SlotOffsets(self._arena, self._rank, group.block_bytes)
+            offsets = place.of(slots[slot_at : slot_at + count], skip, size)
+            plan.append((group, blocks, offsets))
             block_at += size
             slot_at += count
         if slot_at != len(slots):
             raise ValueError(f"vLLM's blocks fill {slot_at} slots, but there are {len(slots)}")
         return plan
-
-    def _offsets(self, slots: Sequence[int], block_bytes: int) -> array[int]:
-        starts = [self._arena.shard_offset(slot, self._rank) for slot in slots]
-        steps = range(0, self._chunk * block_bytes, block_bytes)
-        return array("Q", [start + step for start in starts for step in steps])

@@ -17,6 +17,7 @@ from flexkv_vllm.telemetry.figures import CopyFigures
 from flexkv_vllm.telemetry.stats import Samples
 from flexkv_vllm.worker.device import work_so_far
 from flexkv_vllm.worker.layers import LayerParts
+from flexkv_vllm.worker.offsets import SlotOffsets
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -108,7 +109,7 @@ class WorkerSide:
         self._arena = session.arena
         self._mover = mover
         self._rank = rank
-        self._block_step = block_step
+        self._slot_offsets = SlotOffsets(session.arena, rank, block_step)
         self._engine_blocks = session.arena.spec.format.engine_blocks
         self._device = device
         self._edge = edge
@@ -139,7 +140,7 @@ class WorkerSide:
         slots = range(min(self._arena.spec.num_slots, engine_blocks // self._engine_blocks))
         count = max(1, _CALIBRATION_BYTES // (self._block_bytes[Direction.LOAD] or 1))
         blocks = array("Q", range(min(count, len(slots) * self._engine_blocks)))
-        offsets = self._places(slots)[: len(blocks)]
+        offsets = self._slot_offsets.of(slots, count=len(blocks))
         with self._edge.guard("measuring copies", "the first loads measure them"):
             for _ in range(_CALIBRATIONS):
                 ticket = self._mover.submit(Direction.LOAD, blocks, offsets)
@@ -329,13 +330,7 @@ class WorkerSide:
 
     def _offsets(self, order: CopyOrder) -> array[int]:
         """Where each engine block of `order` lies in the arena."""
-        return self._places(order.slots)[order.skip : order.skip + len(order.engine_blocks)]
-
-    def _places(self, slots: Sequence[int]) -> array[int]:
-        """Where each engine block of `slots` lies in the arena."""
-        starts = [self._arena.shard_offset(slot, self._rank) for slot in slots]
-        steps = range(0, self._engine_blocks * self._block_step, self._block_step)
-        return array("Q", [start + step for start in starts for step in steps])
+        return self._slot_offsets.of(order.slots, order.skip, len(order.engine_blocks))
 
     def _poll_loads(self) -> set[str]:
         received = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexkv.errors import LayoutError
 from flexkv.layout.kv_layout import SHARD_ALIGNMENT, KVLayout
@@ -64,25 +64,23 @@ class BlockFormat:
     engine_blocks: int
     shard_bytes: tuple[int, ...]
     replicas: int = 1
+    shard_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where each part starts within the slot, in bytes."""
+    slot_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes from one slot to the next."""
 
-    @property
-    def ranks(self) -> int:
-        return len(self.shard_bytes) * self.replicas
-
-    @property
-    def shard_offsets(self) -> tuple[int, ...]:
-        """Where each part starts within the slot, in bytes."""
+    def __post_init__(self) -> None:
         offsets, end = [], 0
         for size in self.shard_bytes:
             offsets.append(end)
             end += -(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-        return tuple(offsets)
+        last = offsets[-1] + self.shard_bytes[-1]
+        object.__setattr__(self, "shard_offsets", tuple(offsets))
+        object.__setattr__(self, "slot_bytes", -(-last // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes from one slot to the next."""
-        end = self.shard_offsets[-1] + self.shard_bytes[-1]
-        return -(-end // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    def ranks(self) -> int:
+        return len(self.shard_bytes) * self.replicas
 
 
 def choose_engine_blocks(
