@@ -166,8 +166,8 @@ class RuntimeDirectory:
     def _refused(self, why: str) -> ArenaError:
         return ArenaError(
             f"runtime_dir {self._path!r} cannot be used: {why}; allowed: an absolute path of a "
-            f"directory, no symbolic link, that this user owns or can create and nobody else can "
-            f"write to, nor to those above it (chmod go-w)"
+            f"directory that this user can create and write, no symbolic link; nobody else may "
+            f"write to it or to those above it (chmod go-w)"
         )
 
     def _address(self, file: str) -> str:
