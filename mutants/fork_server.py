@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -52,12 +52,13 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Run `tests`; stop at the first that fails and after `limit` seconds.
+    """Run `tests`, up to the first that fails unless `all_tests`, for `limit` seconds at most.
 
     temporary: the tests' own folder, emptied first. log: file for all that they print.
     """
 
     tests: list[str]
+    all_tests: bool
     limit: float
     temporary: str
     log: str
@@ -65,11 +66,17 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it. reason: the first test that failed, or what else ended the run."""
+    """What came of it.
+
+    reason: the first test that failed, or what else ended the run. passed: the tests that passed,
+    and seconds of each. failed: those that failed.
+    """
 
     ending: Ending
     seconds: float
     reason: str = ""
+    passed: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "ending": self.ending.value})
@@ -77,21 +84,25 @@ class Outcome:
     @classmethod
     def from_json(cls, text: str) -> Outcome:
         values = json.loads(text)
-        return cls(Ending(values["ending"]), values["seconds"], values["reason"])
+        return cls(**{**values, "ending": Ending(values["ending"])})
 
 
 class Witness:
-    """A plugin of pytest: how many tests passed, and which failed first."""
+    """A plugin of pytest: which tests passed, in how many seconds, and which failed."""
 
     def __init__(self) -> None:
-        self.passed = 0
-        self.failed = ""
+        self.passed: dict[str, float] = {}
+        self.failed: list[str] = []
+        self._seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.failed:
-            self.failed = report.nodeid
+        test = report.nodeid
+        self._seconds[test] = self._seconds.get(test, 0.0) + report.duration
+        if report.failed:
+            self.failed.append(test)
+            self.passed.pop(test, None)
         elif report.passed and report.when == "call":
-            self.passed += 1
+            self.passed[test] = self._seconds[test]
 
 
 def main() -> None:
@@ -115,12 +126,14 @@ def run(order: Order) -> Outcome:
     child = os.fork()
     if child == 0:
         _test(order, verdict)
-    in_time = _wait(child, order.limit)
-    # The child's number is not given away before `waitpid`.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        in_time = _wait(child, order.limit)
+    finally:
+        # The child's number is not given away before `waitpid`.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     seconds = time.monotonic() - began
     if not in_time:
         return Outcome(Ending.TIMED_OUT, seconds, f"not finished after {order.limit:.0f} s")
@@ -128,9 +141,9 @@ def run(order: Order) -> Outcome:
         return Outcome(Ending.FAILED, seconds, f"the process ended with status {status}")
     code, passed, failed = json.loads(verdict.read_text(encoding="utf-8"))
     if code == 0 and passed:
-        return Outcome(Ending.PASSED, seconds)
+        return Outcome(Ending.PASSED, seconds, passed=passed)
     if code == 1 and failed:
-        return Outcome(Ending.FAILED, seconds, failed)
+        return Outcome(Ending.FAILED, seconds, failed[0], passed, failed)
     reason = "all its tests are skipped here" if code == 0 else f"pytest ended with status {code}"
     return Outcome(Ending.BROKEN, seconds, f"{reason}\n{_tail(order.log)}")
 
@@ -150,7 +163,8 @@ def _test(order: Order, verdict: Path) -> NoReturn:
     hypothesis.settings.register_profile("mutants", derandomize=True, phases=phases)
     hypothesis.settings.load_profile("mutants")
     witness = Witness()
-    options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={order.temporary}"]
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={order.temporary}"]
+    options += [] if order.all_tests else ["-x"]
     code = pytest.main([*options, *order.tests], plugins=[witness])
     partial = verdict.with_suffix(".part")
     partial.write_text(json.dumps([int(code), witness.passed, witness.failed]), encoding="utf-8")

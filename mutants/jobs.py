@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,6 @@ from mutants.fork_server import Ending, Order, Outcome
 from mutants.scratch import BuildError, Scratch, is_built
 from mutants.verdicts import Result, Verdict, judge
 
-Tests = tuple[str, ...]
 _Item = TypeVar("_Item")
 
 _ENGINE_TESTS = ("packages/flexkv-vllm/", "integration/", "compat-ci/")
@@ -44,19 +43,20 @@ class Job:
         self._stack = stack
         self._servers: dict[bool, subprocess.Popen[str]] = {}
 
-    def run(self, tests: Tests, limit: float, mutant: Mutant | None = None) -> Outcome:
-        """Runs `tests` with the mutant, or with nothing changed."""
+    def run(self, tests: Sequence[str], limit: float, mutant: Mutant | None = None) -> Outcome:
+        """Runs `tests` with the mutant up to the first that fails, or all with nothing changed."""
         try:
             with self._scratch.with_fault(mutant):
-                return self._ask(tests, limit)
+                return self._ask(tests, mutant is None, limit)
         except (BuildError, ValueError) as error:
             return Outcome(Ending.BROKEN, 0.0, str(error))
 
-    def _ask(self, tests: Tests, limit: float) -> Outcome:
+    def _ask(self, tests: Sequence[str], all_tests: bool, limit: float) -> Outcome:
         server = self._server(any(test.startswith(_ENGINE_TESTS) for test in tests))
         assert server.stdin is not None
         assert server.stdout is not None
-        order = Order(list(tests), limit, str(self._scratch.temporary), str(self._log))
+        folder = str(self._scratch.temporary)
+        order = Order(list(tests), all_tests, limit, folder, str(self._log))
         print(json.dumps(dataclasses.asdict(order)), file=server.stdin, flush=True)
         if answer := server.stdout.readline():
             return Outcome.from_json(answer)
@@ -81,31 +81,53 @@ class Job:
 def run(mutants: Sequence[Mutant], count: int, report: Callable[[Result], None]) -> list[Result]:
     """The results of all mutants, by `count` jobs; `report` is called with each as it comes.
 
-    First each set of tests is run without a mutant: one that does not pass then says nothing.
+    First all tests are run without a mutant, those of a file together: a test that does not pass
+    then says nothing.
     """
-    # Those that share what a process has to import, or to build, follow one another.
-    ordered = sorted(mutants, key=lambda m: (m.tests, m.file))
+    # Those of a file follow one another: what is built of it is built again for these alone.
+    ordered = sorted(mutants, key=lambda mutant: (mutant.file, mutant.tests))
+    files: dict[str, set[str]] = {}
+    for test in {test for mutant in ordered for test in mutant.tests}:
+        files.setdefault(_file(test), set()).add(test)
+    unchanged: dict[str, Outcome] = {}
     results: list[Result] = []
+
+    def try_file(job: Job, file: str) -> None:
+        unchanged[file] = job.run(sorted(files[file]), _UNCHANGED_SECONDS)
+
+    def try_mutant(job: Job, mutant: Mutant) -> None:
+        result = _try(job, mutant, unchanged)
+        results.append(result)
+        report(result)
+
     with _jobs(min(count, len(ordered)), any(is_built(m.file) for m in ordered)) as jobs:
-        sets = sorted({mutant.tests for mutant in ordered})
-        unchanged: dict[Tests, Outcome] = {}
-        _share(jobs, sets, lambda job, t: unchanged.update({t: job.run(t, _UNCHANGED_SECONDS)}))
-
-        def attack(job: Job, mutant: Mutant) -> None:
-            result = _attack(job, mutant, unchanged[mutant.tests])
-            results.append(result)
-            report(result)
-
-        _share(jobs, ordered, attack)
+        _share(jobs, sorted(files), try_file)
+        _share(jobs, ordered, try_mutant)
     return results
 
 
-def _attack(job: Job, mutant: Mutant, unchanged: Outcome) -> Result:
-    if unchanged.ending is not Ending.PASSED:
-        reason = f"without the mutant: {unchanged.reason}"
-        return Result(mutant, Verdict.ERROR, reason, unchanged.seconds)
-    limit = _SPARE_SECONDS + _SPARE_TIMES * unchanged.seconds
+def _try(job: Job, mutant: Mutant, unchanged: Mapping[str, Outcome]) -> Result:
+    """Run a mutant's tests with it, if they passed without it."""
+    seconds = 0.0
+    for test in mutant.tests:
+        outcome = unchanged[_file(test)]
+        passed = [name for name in outcome.passed if _is_of(name, test)]
+        failed = [name for name in outcome.failed if _is_of(name, test)]
+        if failed or not passed:
+            reason = f"{failed[0]} fails" if failed else outcome.reason or f"{test} is skipped here"
+            return Result(mutant, Verdict.ERROR, f"without the mutant: {reason}")
+        seconds += sum(outcome.passed[name] for name in passed)
+    limit = _SPARE_SECONDS + _SPARE_TIMES * seconds
     return judge(mutant, job.run(mutant.tests, limit, mutant))
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _is_of(name: str, test: str) -> bool:
+    """Whether `test`, an argument of pytest, means the test of that name."""
+    return name == test or name.startswith((f"{test}::", f"{test}[", f"{test}/"))
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class Scratch:
         self.tree = folder / "tree"
         self.temporary = folder / "t"
         self._build_folder = folder / "build"
+        self._cache = folder / "cache"
         self._stale = builds
         for name in _files(ROOT):
             target = self.tree / name
@@ -56,6 +57,7 @@ class Scratch:
             "OMP_NUM_THREADS": "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
+            "FLEXKV_TEST_CACHE": str(self._cache),
             # A module is compiled from what its file holds now: files that are changed within one
             # second differ in nothing that Python compares.
             "PYTHONDONTWRITEBYTECODE": "1",

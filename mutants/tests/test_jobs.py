@@ -27,6 +27,9 @@ from flexkv.changes import take_newest
 def test_keys():
     assert take_newest({b"a": None}, 1) == [b"a"]
 
+def test_fails():
+    assert False
+
 def test_dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,6 +79,12 @@ def test_each_run_imports_what_the_files_hold_then(job: Job) -> None:
         failed = _run(job, "test_keys", MUTANT)
         assert failed.ending is Ending.FAILED
         assert failed.reason == "test_copy.py::test_keys"
+
+
+def test_without_a_mutant_all_tests_run(job: Job) -> None:
+    outcome = job.run(("test_copy.py::test_keys", "test_copy.py::test_fails"), 600.0)
+    assert list(outcome.passed) == ["test_copy.py::test_keys"]
+    assert outcome.failed == ["test_copy.py::test_fails"]
 
 
 def test_a_process_that_dies_has_failed(job: Job) -> None:

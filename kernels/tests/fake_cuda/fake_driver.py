@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from flexkv_kernels import CudaOptions, cuda_unavailable
 
 FOLDER = Path(__file__).resolve().parent
 KERNELS = FOLDER.parents[1]
+_LIBRARY = "libfakecuda.so"
 
 # Of CUresult.
 INVALID_VALUE = 1
@@ -27,7 +29,15 @@ LAUNCH_FAILED = 719
 
 
 def build(folder: Path) -> Path:
-    """Compiles the driver; skips the test where that cannot be, saying why."""
+    """Compiles the driver; skips the test where that cannot be, saying why.
+
+    If the environment names a folder in FLEXKV_TEST_CACHE, an unchanged driver is taken from there.
+    """
+    if cache := os.environ.get("FLEXKV_TEST_CACHE"):
+        folder = Path(cache, _digest())
+        if (kept := folder / _LIBRARY).is_file():
+            return kept
+        folder.mkdir(parents=True, exist_ok=True)
     compiler = next(
         (
             command
@@ -38,7 +48,7 @@ def build(folder: Path) -> Path:
     )
     if compiler is None:
         pytest.skip("no C++ compiler to build the fake CUDA driver with")
-    library = folder / "libfakecuda.so"
+    library = folder / f"{_LIBRARY}.part"
     includes = [KERNELS / "src", KERNELS / "cuda", _cuda_include(folder)]
     subprocess.run(
         [
@@ -58,7 +68,16 @@ def build(folder: Path) -> Path:
         ],
         check=True,
     )
-    return library
+    return library.rename(folder / _LIBRARY)
+
+
+def _digest() -> str:
+    """Digest of all that the driver is made from."""
+    digest = hashlib.blake2b(digest_size=16)
+    for source in (FOLDER, KERNELS / "src", KERNELS / "cuda"):
+        for path in sorted(source.glob("*.?pp")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _cuda_include(folder: Path) -> Path:
@@ -134,6 +153,15 @@ class FakeCuda:
     def idle_kernel(self, name: str) -> None:
         """The kernel copies nothing from now on, though it ends as if it had."""
         self._lib.fake_idle_kernel(name.encode())
+
+    def capture(self, capturing: bool) -> None:
+        """Whether the engine captures a graph, which forbids other threads many calls."""
+        self._lib.fake_capture(capturing)
+
+    @property
+    def thread_is_clean(self) -> bool:
+        """Whether this thread has no context and the capture mode that threads start with."""
+        return bool(self._lib.fake_thread_contexts() == 0)
 
     def calls(self, name: str) -> int:
         """How often a function was called, or a kernel launched."""
