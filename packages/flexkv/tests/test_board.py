@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import pytest
@@ -53,6 +54,20 @@ def test_reserved_cells_stay_free_for_who_may_take_them() -> None:
     assert table.acquire(reserve) is None
     assert len({table.acquire() for _ in range(reserve)} - {None, *taken}) == reserve
     assert table.acquire() is None
+
+
+def test_a_rank_reports_to_its_own_word_from_python_and_from_its_mover() -> None:
+    memory = bytearray(board_bytes(2))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    table = CompletionBoard(memoryview(memory), 2, address)
+    cells = [table.acquire() for _ in range(3)]
+    for cell in cells:
+        assert cell is not None
+        assert table.status(cell) is Status.PENDING
+        ctypes.c_uint32.from_address(table.flag_address(cell, 0)).value = Status.DONE
+        assert table.status(cell) is Status.PENDING
+        table.report(cell, 1, Status.DONE)
+        assert table.status(cell) is Status.DONE
 
 
 def test_words_of_different_cells_and_ranks_do_not_overlap() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv import BlockFormat, KVLayout, LayoutError, Sharding, TensorView, fingerprint
-from flexkv.layout import SLOT_ALIGNMENT, choose_engine_blocks
+from flexkv.layout import SLOT_ALIGNMENT, block_format, choose_engine_blocks
 
 
 def layout_of(heads: int, *, base: int = 1 << 20, nhd: bool = True, content: int = 32) -> KVLayout:
@@ -91,15 +91,17 @@ def test_slots_are_the_same_for_every_number_of_ranks(
         assert sharding is not None
         layout = layout_of(max(1, heads // ranks), nhd=ranks % 2 == 0)
         sizes = (layout.shard_bytes(engine_blocks),) * sharding.parts
-        block_format = BlockFormat(engine_blocks, sizes, sharding.replicas)
-        assert block_format.ranks == ranks
+        made = BlockFormat(engine_blocks, sizes, sharding.replicas)
+        assert made.ranks == ranks
         name = fingerprint(["m"], layout, engine_blocks, sharding)
-        return block_format.slot_bytes, name
+        return made.slot_bytes, name
 
     assert slot(ranks) == slot(1)
 
 
-def test_fingerprint_follows_all_that_changes_bytes_but_not_addresses() -> None:
+def test_fingerprint_follows_all_that_changes_bytes_but_not_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layout, one = layout_of(2), Sharding(1, 2)
     names = {
         fingerprint(["a", "b"], layout, 1, one),
@@ -112,5 +114,8 @@ def test_fingerprint_follows_all_that_changes_bytes_but_not_addresses() -> None:
         fingerprint(["a", "b"], opaque(2, nhd=False), 1, Sharding(1)),
     }
     assert len(names) == 8
+    monkeypatch.setattr(block_format, "FORMAT_VERSION", block_format.FORMAT_VERSION + 1)
+    assert fingerprint(["a", "b"], layout, 1, one) not in names
+    monkeypatch.undo()
     moved = layout_of(2, base=1 << 30, nhd=False)
     assert fingerprint(["a", "b"], moved, 1, one) == fingerprint(["a", "b"], layout, 1, one)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv import KVLayout, LayoutError, Plane, TensorView
+from flexkv.layout.kv_layout import SHARD_ALIGNMENT
 
 BASE = 1 << 20
 
@@ -86,12 +87,15 @@ def test_planes_cover_each_block_exactly_once(
         ((2, 9, 16, 2, 32), (0, 1, 2, 3, 4), 2),  # K and V apart
         ((9, 4, 16, 64), (1, 0, 2, 3), 4),  # heads outside the blocks
         ((9, 4, 16, 64), (0, 2, 1, 3), 1),  # tokens outside the heads, still one page
+        ((18, 16, 64), (0, 1, 2), 1),  # two blocks of the kernels are one of the engine
     ],
 )
 def test_known_engine_layouts(shape: tuple[int, ...], order: tuple[int, ...], planes: int) -> None:
     layout = KVLayout.from_tensors([dense("kv", shape, order)], 9)
     assert len(layout.heads[0]) == planes
     assert layout.block_bytes == math.prod(shape) // 9 * 2
+    blocks = [set(page_addresses(layout, block)) for block in range(9)]
+    assert len(set.union(*blocks)) == 9 * layout.block_bytes
 
 
 def test_layers_that_follow_one_another_within_a_block_are_one_page() -> None:
@@ -104,6 +108,72 @@ def test_layers_that_follow_one_another_within_a_block_are_one_page() -> None:
     layout = KVLayout.from_tensors(views, blocks)
     page_bytes = layers * page
     assert layout.heads == ((Plane(BASE, page_bytes, page_bytes, 1, page_bytes),),)
+
+
+def test_layers_with_a_gap_between_them_are_two_pages() -> None:
+    views = [TensorView(f"l{i}", BASE + i * 512, (5, 128), (512, 1), 2) for i in range(2)]
+    layout = KVLayout.from_tensors(views, 5)
+    assert [plane.base for plane in layout.heads[0]] == [BASE, BASE + 512]
+
+
+def test_the_stride_of_a_single_head_means_nothing() -> None:
+    layouts = [
+        KVLayout.from_tensors([TensorView("l0", BASE, (3, 1, 64), (64, stride, 1), 2, 1)], 3)
+        for stride in (0, 64)
+    ]
+    assert layouts[0].by_head
+    assert layouts[0].heads == layouts[1].heads
+
+
+def test_a_page_never_reaches_into_the_next_block() -> None:
+    """Tensors of one block may follow one another, but not within a block."""
+    views = [dense(f"l{i}", (1, 64), (0, 1), BASE + i * 128) for i in range(2)]
+    layout = KVLayout.from_tensors(views, 1)
+    assert all(plane.row_bytes <= plane.block_stride for plane in layout.heads[0])
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(8, 40), st.integers(1, 4))
+def test_the_places_of_a_shard_are_disjoint_and_its_heads_are_aligned(
+    layers: int, heads: int, content: int, engine_blocks: int
+) -> None:
+    strides = (content, heads * content, 1)
+    views = [
+        TensorView(
+            f"l{i}", BASE + i * 65536, (3, heads, 4, content), (4 * heads * content, *strides), 2, 1
+        )
+        for i in range(layers)
+    ]
+    layout = KVLayout.from_tensors(views, 3)
+    assert layout.by_head
+    placed = layout.place(engine_blocks)
+    # In the order of the tensors, of each first all heads.
+    assert [plane.base for plane in placed] == sorted(plane.base for plane in placed)
+    for head in range(heads):
+        own = [plane for number, plane in enumerate(placed) if number % heads == head]
+        assert own[0].slot_offset % SHARD_ALIGNMENT == 0
+        assert own[0].slot_offset == head * layout.head_stride(engine_blocks)
+    taken = sorted(
+        (plane.slot_offset + block * layout.head_bytes, plane.page_bytes)
+        for plane in placed
+        for block in range(engine_blocks)
+    )
+    ends = [start + size for start, size in taken]
+    assert all(end <= start for end, (start, _) in zip(ends, taken[1:], strict=False))
+    assert ends[-1] <= layout.shard_bytes(engine_blocks)
+
+
+def test_heads_that_cannot_be_told_apart_are_opaque() -> None:
+    # Of two bytes each, one beside the other.
+    short = TensorView("l0", BASE, (3, 4, 8), (32, 1, 4), 2, head_dim=1)
+    # Fewer heads than another layer's.
+    few, many = (
+        TensorView(f"h{heads}", base, (3, heads, 64), (heads * 64, 64, 1), 2, head_dim=1)
+        for heads, base in ((2, BASE), (4, BASE + 4096))
+    )
+    for views in ([short], [few, many], [many, few]):
+        layout = KVLayout.from_tensors(views, 3)
+        assert not layout.by_head
+        assert layout.block_bytes == sum(math.prod(view.shape) // 3 * 2 for view in views)
 
 
 def test_the_engine_decides_the_order_of_layers_not_the_addresses() -> None:
@@ -124,7 +194,8 @@ def test_pages_of_different_kinds_at_the_same_places_are_as_long_as_the_longest(
     """A hybrid model's block is a page of attention or a recurrent state, which may be shorter."""
     attention = TensorView("attention", BASE, (3, 2, 64), (128, 64, 1), 2, 1)
     state = TensorView("state", BASE, (3, 200), (256, 1), 1)
-    for views in ([attention, state], [state, attention]):
+    smaller = TensorView("smaller", BASE, (3, 2, 32), (128, 32, 1), 2, 1)
+    for views in ([attention, state], [state, attention], [attention, smaller]):
         layout = KVLayout.from_tensors(views, 3)
         assert layout.heads == ((Plane(BASE, 256, 256, 1, 256),),)
         assert not layout.by_head
@@ -150,8 +221,23 @@ def test_pages_of_different_kinds_at_the_same_places_are_as_long_as_the_longest(
             "overlap or interleave",
         ),
         ([dense("l0", (70000, 3, 2), (0, 1, 2))], "scatters a block over 70000 pieces"),
+        ([dense("l0", (5, 4, 6), (0, 1, 2))], "no dimension that counts the engine's 3 blocks"),
+        ([TensorView("l0", BASE, (3, 4, 64), (64, 0, 1), 2, head_dim=1)], "repeats elements"),
+        (
+            [
+                TensorView("l0", BASE, (3, 8), (32, 1), 2),
+                TensorView("l1", BASE + 16, (3, 4), (16, 1), 2),
+            ],
+            "interleave at different strides",
+        ),
     ],
 )
 def test_indescribable_layouts_are_refused(views: list[TensorView], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         KVLayout.from_tensors(views, 3)
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_an_engine_has_blocks(blocks: int) -> None:
+    with pytest.raises(LayoutError, match=f"reports {blocks} KV blocks"):
+        KVLayout.from_tensors([dense("l0", (3, 8), (0, 1))], blocks)

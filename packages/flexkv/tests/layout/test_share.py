@@ -55,6 +55,13 @@ def test_large_planes_are_shared_evenly() -> None:
         assert sizes == [1 << 17] * 8
 
 
+def test_a_page_is_cut_between_cache_lines() -> None:
+    page = PlacedPlane(4096, 1 << 20, 1, 1000, 1000, 0)
+    for replica in range(3):
+        cut, _ = share_of([page], replica, 3)
+        assert all(plane.slot_offset % 64 == 0 for plane in cut)
+
+
 def test_a_rank_alone_stores_all() -> None:
     planes = [PlacedPlane(4096, 128, 1, 64, 64, 0), PlacedPlane(8192, 128, 1, 64, 64, 64)]
     assert share_of(planes, 0, 1) == (planes, range(2))

@@ -114,8 +114,6 @@ def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
     rows = outer.pop() if outer else Dim(1, row_bytes)
     block_stride = view.stride[block_dim] * view.itemsize * ratio
     head_stride = view.stride[view.head_dim] * view.itemsize
-    if head_stride <= 0:
-        raise LayoutError(f"{view} repeats elements; allowed: positive strides")
     offsets = _offsets(view, outer)
     return [
         [
