@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import vllm
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from world_config import PLUGIN, make_config
@@ -59,6 +61,66 @@ def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -
     before = identity.model_identity(config)
     config.model_config.hf_config.rope_theta = 123.0
     assert identity.model_identity(config) != before
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("attention_config", "backend", "ANOTHER"),
+        ("model_config", "model", "/another/path"),
+        ("model_config", "revision", "a-branch"),
+        ("model_config", "dtype", "another"),
+        ("model_config", "quantization", "another"),
+        ("cache_config", "cache_dtype", "another"),
+        ("cache_config", "block_size", 7),
+        ("cache_config", "prefix_caching_hash_algo", "another"),
+        ("load_config", "load_format", "another"),
+    ],
+)
+def test_each_part_of_the_configuration_makes_another_model(
+    config: VllmConfig, part: str, name: str, value: object
+) -> None:
+    before = identity.model_identity(config)
+    # vLLM's classes would check the value.
+    object.__setattr__(getattr(config, part), name, value)
+    assert identity.model_identity(config) != before
+
+
+def test_another_vllm_is_another_model(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity.model_identity(config)
+    monkeypatch.setattr(vllm, "__version__", "99.0")
+    assert identity.model_identity(config) != before
+
+
+def test_weights_of_another_size_or_time_are_others(config: VllmConfig, tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    names = []
+    for size, time in ((1, 1), (2, 1), (1, 2)):
+        weights.write_bytes(b"w" * size)
+        os.utime(weights, ns=(time, time))
+        names.append(tuple(identity.model_identity(config)))
+    assert len(set(names)) == 3
+
+
+def test_dummy_weights_are_those_of_their_seed(config: VllmConfig) -> None:
+    object.__setattr__(config.load_config, "load_format", "dummy")
+    before = identity.model_identity(config)
+    object.__setattr__(config.model_config, "seed", 7)
+    assert identity.model_identity(config) != before
+
+
+def test_parts_of_an_identity_do_not_run_together() -> None:
+    assert identity._digest(["ab", "c"]) != identity._digest(["a", "bc"])
+
+
+def test_an_adapter_has_its_name_and_path(adapter: LoRARequest, tmp_path: Path) -> None:
+    shutil.copytree(adapter.lora_path, tmp_path / "copy", copy_function=shutil.copy2)
+    others = (
+        LoRARequest("another name", 1, adapter.lora_path),
+        LoRARequest("name", 1, str(tmp_path / "copy")),
+    )
+    stamps = {identity.adapter_stamp(each) for each in (adapter, *others)}
+    assert len(stamps) == 3
 
 
 def test_weights_that_are_not_here_are_not_kept(

@@ -59,3 +59,13 @@ def test_what_is_only_measured_is_a_rate_and_no_traffic() -> None:
     figures.measured(500, 0.5)
     assert figures.take() == {}
     assert figures.take_load_rate() == 1000
+
+
+def test_an_error_of_the_worker_is_counted_once() -> None:
+    edge = Edge()
+    figures = CopyFigures(edge, {}.get)
+    edge.failures["start_load_kv"] += 2
+    assert figures.take() == {sample("failures", "internal"): 2}
+    assert figures.take() == {}
+    edge.failures["wait_for_save"] += 1
+    assert figures.take() == {sample("failures", "internal"): 1}

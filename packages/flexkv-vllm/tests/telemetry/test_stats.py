@@ -73,6 +73,17 @@ def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
     assert values["vllm:flexkv_hit_tokens_total", (("engine", "0"), ("tier", "host"))] == 0
 
 
+def test_each_link_has_its_own_directions() -> None:
+    made = {metric.name: metric for metric in METRICS}
+    for name in ("copied_bytes", "copy_seconds"):
+        assert made[name].combinations == [
+            ("device", "load"),
+            ("device", "store"),
+            ("disk", "read"),
+            ("disk", "write"),
+        ]
+
+
 def test_names_tell_their_units() -> None:
     units = ("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length")
     assert all(metric.name.endswith(units) for metric in METRICS)
