@@ -224,6 +224,13 @@ def test_accesses_are_as_wide_as_all_addresses_allow(
             assert mover.wait(mover.submit(direction, [1], [64]), 60) is Status.DONE
             assert world.now() == expected
             assert fake.calls(kernel) == before + 1
+            # The place in the arena is an address too.
+            narrow = f"fkv_copy_{min(width, 2)}"
+            before = fake.calls(narrow)
+            expected = world.after(direction, [1], [66])
+            assert mover.wait(mover.submit(direction, [1], [66]), 60) is Status.DONE
+            assert world.now() == expected
+            assert fake.calls(narrow) == before + 1
         mover.close()
 
 

@@ -28,7 +28,7 @@ from kernels.tests.fake_cuda.fake_driver import (
     FakeCuda,
     FakeStream,
 )
-from kernels.tests.worlds import Flag, World, simple_world
+from kernels.tests.worlds import Flag, Memory, World, simple_world
 
 COPY = {
     CudaMode.DMA: "cuMemcpyBatchAsync",
@@ -140,9 +140,12 @@ def test_a_failed_device_fails_everything_and_hangs_nothing(  # noqa: PLR0917
 
 def test_a_handle_that_is_no_stream_is_refused(fake: FakeCuda, world: World) -> None:
     mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))
+    events = set()
     for _ in range(3):
         with pytest.raises(ValueError, match=r"after is 4919, no stream of this device: .*\(400\)"):
             mover.submit(Direction.STORE, [0], [0], after=4919)
+        events.add(fake.calls("cuEventCreate"))
+    assert len(events) == 1  # the event of the first is used by the others
     assert mover.wait(mover.submit(Direction.STORE, [0], [0]), 60) is Status.DONE
     mover.close()
 
@@ -174,6 +177,18 @@ def test_a_mover_that_cannot_be_made_leaves_nothing_behind(
     live = fake.live
     fake.fail(name, OUT_OF_MEMORY, skip=skip)
     with pytest.raises(ValueError, match=r"CUDA_ERROR_FAKE \(2\)|does not see the arena"):
+        world.cuda_mover(fake.options(mode=CudaMode.DMA))
+    assert fake.live == live
+
+
+@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
+def test_the_pieces_of_an_arena_that_is_refused_are_given_back(
+    fake: FakeCuda, world: World, name: str
+) -> None:
+    live = fake.live
+    world.arena = Memory((1 << 30) + 65536, seed=None)  # of two pieces
+    fake.fail(name, OUT_OF_MEMORY, skip=1)
+    with pytest.raises(ValueError, match=r"registered 1024 MiB|does not see the arena"):
         world.cuda_mover(fake.options(mode=CudaMode.DMA))
     assert fake.live == live
 

@@ -68,6 +68,57 @@ def test_a_load_follows_the_work_that_still_uses_the_pages(
     mover.close()
 
 
+def test_queued_transfers_follow_each_its_own_stream(fake: FakeCuda, stream: FakeStream) -> None:
+    world = small_world()
+    mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))
+    first, second = FakeStream(fake), FakeStream(fake)
+    first.fill(world.arena.address, 0, 1)
+    running = mover.submit(Direction.STORE, [0] * MANY, [0] * MANY, after=first.handle)
+    until(lambda: fake.calls("cuStreamWaitEvent") == 1)
+    # The stream of the mover is full: these two are queued, and their events recorded.
+    stream.fill(world.pages.address, 0xAB, world.pages.size)
+    slot = world.block_bytes
+    follows = mover.submit(Direction.STORE, [0], [slot], after=stream.handle)
+    last = mover.submit(Direction.STORE, [1], [2 * slot], after=second.handle)
+    first.release()
+    assert mover.wait(running, 60) is Status.DONE
+    assert mover.wait(follows, 0.1) is Status.PENDING
+    stream.release()
+    assert mover.wait(last, 60) is Status.DONE
+    assert mover.poll(follows) is Status.DONE
+    assert world.arena[slot : 2 * slot] == b"\xab" * slot
+    mover.close()
+    first.destroy()
+    second.destroy()
+
+
+def test_calls_leave_the_engines_thread_as_it_was(fake: FakeCuda, stream: FakeStream) -> None:
+    world = small_world()
+    mover = world.cuda_mover(fake.options(mode=CudaMode.KERNEL))
+    assert fake.thread_is_clean
+    stream.fill(world.pages.address, 0xAB, 1)
+    ticket = mover.submit(Direction.STORE, [0], [0], after=stream.handle)
+    mover.hold(ticket, stream.handle)
+    stream.release()
+    assert mover.wait(ticket, 60) is Status.DONE
+    assert fake.thread_is_clean
+    mover.close()
+    assert fake.thread_is_clean
+
+
+def test_a_mover_works_while_the_engine_captures_a_graph(
+    fake: FakeCuda, stream: FakeStream
+) -> None:
+    fake.capture(True)
+    world = small_world()
+    mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))
+    expected = world.after(Direction.LOAD, BLOCKS, slots(world))
+    ticket = mover.submit(Direction.LOAD, BLOCKS, slots(world), after=stream.handle)
+    assert mover.wait(ticket, 60) is Status.DONE
+    assert world.now() == expected
+    mover.close()
+
+
 def test_work_that_comes_later_is_not_waited_for(fake: FakeCuda, stream: FakeStream) -> None:
     world = small_world()
     mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))
@@ -238,6 +289,8 @@ def test_closing_finishes_what_runs_fails_what_is_queued_and_gives_all_back(
         for flag in flags
     ]
     assert [mover.poll(ticket) for ticket in tickets] == [Status.PENDING] * 3
+    # The first store goes into the stream from then on.
+    until(lambda: fake.calls("cuMemcpyBatchAsync") > 1)
     closing = threading.Thread(target=mover.close)
     closing.start()
     until(lambda: is_closing(mover))
@@ -280,6 +333,11 @@ def test_movers_over_one_arena_share_its_registration(fake: FakeCuda) -> None:
     assert second.now() == expected
     movers[1].close()
     assert fake.calls("cuMemHostUnregister") == 1
+    # What is no longer registered is registered again.
+    third = first.cuda_mover(fake.options(mode=CudaMode.DMA))
+    assert fake.calls("cuMemHostRegister") == 2
+    third.close()
+    assert fake.calls("cuMemHostUnregister") == 2
 
 
 def test_many_threads_submit_while_others_wait(make_fake: MakeFake) -> None:

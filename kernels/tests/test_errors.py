@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 
 from flexkv_kernels import CpuMover, CpuOptions, Direction, Status, available_kernels
+from flexkv_kernels._library import LIBRARY, CpuOptionsStruct, LayoutStruct
 from kernels.tests.worlds import Flag, simple_world
 
 GOOD: dict[str, Any] = {
@@ -106,6 +108,15 @@ def test_a_refused_transfer_touches_nothing(
     mover.close()
     assert world.now() == before
     assert flag.value == Status.PENDING
+
+
+def test_a_message_stays_in_its_buffer() -> None:
+    buffer = ctypes.create_string_buffer(b"\xff" * 16, 16)
+    layout, options = LayoutStruct(), CpuOptionsStruct(threads=1)
+    create = LIBRARY.waiting.fkv_cpu_mover_create
+    assert create(ctypes.byref(layout), ctypes.byref(options), buffer, 8) is None
+    assert buffer.raw == b"no plan\0" + b"\xff" * 8
+    assert create(ctypes.byref(layout), ctypes.byref(options), None, 0) is None
 
 
 def test_the_last_block_and_the_last_offset_are_in_range() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flexkv_kernels import CpuMover, Direction, Status
+from flexkv_kernels._library import LIBRARY
 from kernels.tests.worlds import Memory, World, endless_world, in_order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,4 +129,5 @@ def _use_forked(mover: CpuMover, ticket: int) -> int:
         else:
             wrong += 1
     mover.close()
+    LIBRARY.waiting.fkv_mover_destroy(mover._handle)
     return wrong

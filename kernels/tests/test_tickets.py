@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flexkv_kernels import CpuOptions, Direction, Status
+from flexkv_kernels._library import LIBRARY
 from kernels.tests.worlds import ENDLESS, Flag, endless_world, simple_world, until
 
 
@@ -200,6 +201,25 @@ def test_closing_wakes_a_waiter(call: str) -> None:
     mover.close()
     waiter.join(60)
     assert seen == [Status.FAILED]
+
+
+@pytest.mark.parametrize(("copies", "end"), [(2000, Status.DONE), (ENDLESS, Status.FAILED)])
+def test_what_ends_wakes_who_waits_in_the_library(copies: int, end: Status) -> None:
+    """Python waits in the library for short times one after the other; other callers need not."""
+    world = endless_world()
+    mover = world.mover()
+    ticket = mover.submit(Direction.STORE, [0] * copies, [0] * copies)
+    seen: list[Status] = []
+    wait = LIBRARY.waiting.fkv_mover_wait
+    waiter = threading.Thread(
+        target=lambda: seen.append(Status(wait(mover._handle, ticket, 2**63 - 1))), daemon=True
+    )
+    waiter.start()
+    if end is Status.FAILED:
+        mover.close()
+    waiter.join(60)
+    assert seen == [end]
+    mover.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")

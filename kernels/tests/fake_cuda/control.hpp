@@ -47,6 +47,20 @@ int fake_calls(const char* name) {
   return state.calls[name];
 }
 
+// Whether the engine captures a graph: calls that a capture forbids fail meanwhile.
+void fake_capture(int capturing) {
+  const std::lock_guard lock(mutex);
+  state.capturing = capturing != 0;
+}
+
+// Contexts that the calling thread has pushed, or -1 if its capture mode is not the one that it
+// started with.
+int fake_thread_contexts() {
+  return fake::capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL
+             ? static_cast<int>(fake::current.size())
+             : -1;
+}
+
 // How many things of the driver exist.
 int fake_live() {
   const std::lock_guard lock(mutex);

@@ -124,8 +124,7 @@ CUresult stream_priority_range(int* lowest, int* highest) {
 }
 
 CUresult exchange_capture_mode(CUstreamCaptureMode* mode) {
-  static thread_local CUstreamCaptureMode now = CU_STREAM_CAPTURE_MODE_GLOBAL;
-  std::swap(*mode, now);
+  std::swap(*mode, capture_mode);
   return CUDA_SUCCESS;
 }
 
@@ -155,8 +154,9 @@ CUresult function_set_attribute(CUfunction, CUfunction_attribute, int) {
   return CUDA_SUCCESS;
 }
 
-CUresult stream_create(CUstream* handle, unsigned int, int) {
+CUresult stream_create(CUstream* handle, unsigned int flags, int) {
   ENTER("cuStreamCreateWithPriority");
+  if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
   auto stream = std::make_unique<Stream>();
   *handle = reinterpret_cast<CUstream>(stream.get());
   state.streams[*handle] = std::move(stream);
@@ -192,16 +192,20 @@ CUresult stream_wait_event(CUstream handle, CUevent waited, unsigned int) {
   return CUDA_SUCCESS;
 }
 
-CUresult stream_write_value(CUstream handle, CUdeviceptr address, cuuint32_t value, unsigned int) {
+// Without its fence the word may be seen before the bytes of earlier copies: the fake writes it first.
+CUresult stream_write_value(CUstream handle, CUdeviceptr address, cuuint32_t value,
+                            unsigned int flags) {
   ENTER("cuStreamWriteValue32");
   Stream* stream = find_stream(handle);
   if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   const std::uint64_t word = to_host(address);
   if (overlapping(word, 4) == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  stream->enqueue([word, value] {
+  const auto write = [word, value] {
     __atomic_store_n(reinterpret_cast<std::uint32_t*>(word), value, __ATOMIC_RELEASE);
     return CUDA_SUCCESS;
-  });
+  };
+  if (flags != CU_STREAM_WRITE_VALUE_DEFAULT) return write();
+  stream->enqueue(write);
   return CUDA_SUCCESS;
 }
 

@@ -37,15 +37,17 @@ struct State {
   std::map<void*, std::shared_ptr<Event>> events;
   std::map<std::uint64_t, std::uint64_t> registered;  // host address -> bytes
   std::set<void*> memory;
+  bool capturing = false;  // a thread of the engine captures a graph
   int contexts = 0;
   int modules = 0;
 };
 
 inline State& state = *new State;
 inline thread_local std::vector<CUcontext> current;  // contexts pushed by this thread
+inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 // Counts the call, and fails it if a test wants that. With the lock held. Functions that need a
-// context fail without one.
+// context fail without one, and while a graph is captured unless the thread has allowed them.
 inline CUresult enter(const char* name, bool needs_context = true) {
   state.calls[name] += 1;
   const auto failure = state.failures.find(name);
@@ -60,6 +62,9 @@ inline CUresult enter(const char* name, bool needs_context = true) {
   }
   if (sticky != CUDA_SUCCESS) {
     return sticky;
+  }
+  if (needs_context && state.capturing && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) {
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   }
   return needs_context && current.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
