@@ -2,34 +2,41 @@
 """What each way of admission to the disk gives and costs, on a trace of real requests.
 
 `python admission.py TRACE` reads a trace in Mooncake's format: a JSON object a line, its
-`hash_ids` one id per block of the prompt's prefix. Requests run one after the other, over the
-indexes of the product (arena and disk) behind an engine whose own cache is an LRU. No bytes are
-moved, and the disk is never too slow.
+`hash_ids` one id per block of the prompt's prefix. Requests run one after the other over the
+product: a `KVCache` with its arena and a disk tier, whose blocks are of 4 KiB, behind an engine
+whose own cache is an LRU. The disk is never too slow: each request begins when nothing is under
+way.
 
-Columns: share of the trace's blocks that were found in host memory or on disk (not in the engine);
-the same after a kill in the middle of the trace that leaves only what is on disk, over the next
-1,000 requests; blocks written to disk per block computed.
+Columns: share of the trace's blocks that were loaded from host memory or disk, each behind those
+before it (not found in the engine); the same after a kill in the middle of the trace that leaves
+only what is on disk, over the next 1,000 requests; blocks written to disk per block computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from flexkv.admission import ADMISSIONS, Admission
+from flexkv import ADMISSIONS, Arena, ArenaSpec, BlockFormat, KVCache, Status, open_disk_tier
 from flexkv.eviction import LRUPolicy
-from flexkv.index import BlockIndex
-from flexkv.tiers.disk.index import SlotIndex
+from flexkv.tiers.disk.store import slots_within
 
 ENGINE_BLOCKS = 500
-HOST_BLOCKS = (1000, 5000)
-DISK_BLOCKS = (5000, 20000, 100000)
+STEP_BLOCKS = 16
+"""Stored at once: 8,192 tokens, what a step computes."""
+
+SIZES = ((1000, 20000), (5000, 20000), (5000, 100000))
+"""Blocks of host memory and of the disk."""
+
 AFTER_KILL = 1000
-_CHECKSUM = bytes(16)
+BLOCK_BYTES = 4096
+FINGERPRINT = "ad" * 16
 
 
 @dataclass(slots=True)
@@ -37,77 +44,84 @@ class Tally:
     blocks: int = 0
     hits: int = 0
     computed: int = 0
-    written: int = 0
 
 
-@dataclass(slots=True)
 class Node:
-    """An engine with host memory and a disk."""
+    """An engine with host memory and a disk, which has what `folder` holds."""
 
-    admission: Admission
-    host_blocks: int
-    disk: SlotIndex
-    host: BlockIndex = field(init=False)
-    engine: OrderedDict[bytes, None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        """With nothing but what is on disk."""
-        self.host = BlockIndex(self.host_blocks, LRUPolicy())
-        self.engine = OrderedDict()
+    def __init__(self, admission: str, host_blocks: int, disk_blocks: int, folder: str) -> None:
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (BLOCK_BYTES,)), host_blocks), threads=1)
+        self.disk = open_disk_tier(
+            [folder], FINGERPRINT, BLOCK_BYTES, capacity_of(disk_blocks), stall_seconds=3600.0
+        )
+        self.cache = KVCache(
+            self.arena, LRUPolicy(), [self.disk], ADMISSIONS[admission], stall_seconds=3600.0
+        )
+        self.engine: OrderedDict[bytes, None] = OrderedDict()
 
     def run(self, keys: Sequence[bytes], tally: Tally) -> None:
         """One request with the prompt `keys`."""
-        tally.blocks += len(keys)
+        cache = self.cache
         first = 0
         while first < len(keys) and keys[first] in self.engine:
             first += 1
-        in_host = self.host.lookup(keys[first:])
-        stop = first + in_host
-        while stop < len(keys) and (self.host.lookup([keys[stop]]) or keys[stop] in self.disk):
-            stop += 1
+        fetch = cache.fetch(keys[first:])
+        while fetch is not None and not fetch.done:
+            self.poll()
+        stop = first + cache.lookup(keys[first:])
+        cache.record(keys[:stop])
+        if stop > first:
+            load = cache.load(keys[first:stop])
+            assert load is not None
+            self.arena.board.report(load.cell, 0, Status.DONE)
+        if fetch is not None:
+            cache.end_fetch(fetch)
+        for end in range(stop, len(keys) + STEP_BLOCKS, STEP_BLOCKS):
+            self.store(keys[:end])
+        cache.touch(keys)
+        self.settle()
+        tally.blocks += len(keys)
         tally.hits += stop - first
         tally.computed += len(keys) - stop
-        self.disk.touch(keys[first:stop])
-        hit = keys[first : first + in_host]
-        self.host.release(self.host.lease(hit) or [])
-        if self.admission.on_hit:
-            self.write(hit, tally)
-        self.fill_host(keys, keys[stop:], tally)
         for key in keys:
             self.engine[key] = None
             self.engine.move_to_end(key)
         while len(self.engine) > ENGINE_BLOCKS:
             self.engine.popitem(last=False)
 
-    def fill_host(self, keys: Sequence[bytes], computed: Sequence[bytes], tally: Tally) -> None:
-        self.host.touch(keys)
-        for before, key in zip([None, *keys], keys, strict=False):
-            if key not in self.host:
-                self.make_room(tally)
-                block = self.host.reserve(key, before)
-                if block is None:
-                    break
-                self.host.publish([block])
-        if self.admission.on_store:
-            self.write(computed, tally)
+    def store(self, keys: Sequence[bytes]) -> None:
+        missing = self.cache.missing(keys)
+        store = self.cache.store(keys, missing) if missing else None
+        if store is not None:
+            self.arena.board.report(store.cell, 0, Status.DONE)
+            self.settle()
 
-    def make_room(self, tally: Tally) -> None:
-        if self.admission.on_evict and self.host.free_slots == 0:
-            victim = self.host.lease_victim()
-            if victim is not None:
-                self.write([victim.key], tally)
-                self.host.retire(victim)
+    def settle(self) -> None:
+        while self.cache.busy:
+            self.poll()
 
-    def write(self, keys: Sequence[bytes], tally: Tally) -> None:
-        for key in reversed(keys):
-            if not self.disk.has(key):
-                slot = self.disk.reserve(key)
-                assert slot is not None
-                self.disk.publish(slot, _CHECKSUM)
-                tally.written += 1
+    def poll(self) -> None:
+        self.cache.poll()
+        time.sleep(0)
+
+    def close(self) -> int:
+        """Blocks that were written."""
+        written = self.disk.figures.written_blocks
+        assert self.cache.close()
+        self.arena.close()
+        return written
+
+
+def capacity_of(blocks: int) -> int:
+    """Bytes of a directory with `blocks` blocks."""
+    low, high = 0, blocks * (BLOCK_BYTES + 4096) + (1 << 20)
+    while low < high:
+        middle = (low + high) // 2
+        if slots_within(middle, BLOCK_BYTES) < blocks:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def read_trace(path: Path) -> list[list[bytes]]:
@@ -117,37 +131,43 @@ def read_trace(path: Path) -> list[list[bytes]]:
 
 def play(requests: Sequence[Sequence[bytes]], name: str, host: int, disk: int) -> list[str]:
     whole, after_kill = Tally(), Tally()
-    node = Node(ADMISSIONS[name], host, SlotIndex(disk))
-    for keys in requests:
-        node.run(keys, whole)
-    node = Node(ADMISSIONS[name], host, SlotIndex(disk))
     middle = len(requests) // 2
-    for keys in requests[:middle]:
-        node.run(keys, Tally())
-    node.start()
-    for keys in requests[middle : middle + AFTER_KILL]:
-        node.run(keys, after_kill)
+    with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
+        node = Node(name, host, disk, folder)
+        for keys in requests:
+            node.run(keys, whole)
+        written = node.close()
+    with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
+        node = Node(name, host, disk, folder)
+        for keys in requests[:middle]:
+            node.run(keys, Tally())
+        node.close()  # nothing was under way: it leaves what a kill would
+        node = Node(name, host, disk, folder)
+        for keys in requests[middle : middle + AFTER_KILL]:
+            node.run(keys, after_kill)
+        node.close()
     return [
-        name,
+        f"`{name}`",
         f"{host:,}",
         f"{disk:,}",
         f"{whole.hits / whole.blocks:.3f}",
         f"{after_kill.hits / after_kill.blocks:.3f}",
-        f"{whole.written / whole.computed:.2f}",
+        f"{written / whole.computed:.2f}",
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
-    requests = read_trace(parser.parse_args().trace)
-    heads = ["admission", "host blocks", "disk blocks", "hits", "after a kill", "written"]
+    parser.add_argument("--requests", type=int, help="only the first of the trace")
+    options = parser.parse_args()
+    requests = read_trace(options.trace)[: options.requests]
+    heads = ["", "host blocks", "disk blocks", "hits", "hits after a kill", "written"]
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
-    for host in HOST_BLOCKS:
-        for disk in DISK_BLOCKS:
-            for name in ADMISSIONS:
-                print("| " + " | ".join(play(requests, name, host, disk)) + " |", flush=True)
+    for host, disk in SIZES:
+        for name in ADMISSIONS:
+            print("| " + " | ".join(play(requests, name, host, disk)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -62,15 +62,16 @@ class MemoryTier:
         """A block's read or write has ended; a read that was not DONE leaves garbage."""
         self.tasks.remove(task)
         self._results.append(BlockResult(task.ticket, task.position, outcome))
+        buffer, task.buffer = task.buffer, memoryview(b"")  # borrowed no longer
         if task.writes:
             if outcome is Outcome.DONE and task.epoch == self._epoch:
-                self.blocks[task.key] = bytes(task.buffer)
+                self.blocks[task.key] = bytes(buffer)
             return
-        size = len(task.buffer)
+        size = len(buffer)
         if outcome is Outcome.DONE:
-            task.buffer[:] = self.blocks.get(task.key, bytes(size))
+            buffer[:] = self.blocks.get(task.key, bytes(size))
         else:
-            task.buffer[:] = b"?" * size
+            buffer[:] = b"?" * size
         if outcome in (Outcome.DAMAGED, Outcome.FAILED):
             self.blocks.pop(task.key, None)
 

@@ -175,6 +175,7 @@ def test_stores_leave_room_for_loads_and_a_full_board_is_a_miss() -> None:
         for _ in range(LOAD_RESERVE):
             assert workers.cache.load(keys("a")) is not None
         assert workers.cache.load(keys("a")) is None
+        assert workers.cache._index._ready[b"a"].leases == LOAD_RESERVE
     finally:
         workers.arena.close()
 

@@ -281,10 +281,16 @@ def test_a_hung_source_ends_its_fetch_while_others_deliver(
     assert node.ready() == "acd"
     # Nobody waits for the hung read again; what it gives at last is not lost.
     assert node.cache.fetch(keys("abce")) is None
+    other = node.fetch("eb")
+    assert read_keys(tier) == keys("be")
+    tier.end(tier.of(b"e"))
+    node.cache.poll()
+    assert (other.arrived, other.done) == (1, True)
+    node.cache.end_fetch(other)
     tier.stalled.clear()
     tier.end_all()
     node.cache.poll()
-    assert node.ready() == "abcd"
+    assert node.ready() == "abcde"
     node.assert_at_rest()
 
 

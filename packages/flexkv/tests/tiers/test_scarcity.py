@@ -61,6 +61,37 @@ def test_a_full_queue_keeps_the_beginning(
         assert client.found(KEYS) == KEYS[:done]
 
 
+@pytest.mark.parametrize("fast", [0, 1])
+def test_a_drive_without_room_leaves_blocks_to_the_others(tmp_path: Path, fast: int) -> None:
+    with opened(tmp_path / "a", tmp_path / "b", slots=8) as client:
+        client.tier.drives[fast]._write_rate = 1e15
+        assert client.write(KEYS) == [DONE] * 16 + [DROPPED] * 8
+        assert client.found(KEYS) == KEYS[:16]
+
+
+def test_a_full_queue_leaves_blocks_to_other_drives(tmp_path: Path) -> None:
+    files = SlowFiles()
+    files.go.set()
+    roots = tmp_path / "a", tmp_path / "b"
+    with opened(*roots, slots=64, queue_bytes=8 * SLOT, files=files) as client:
+        client.tier.drives[1]._write_rate = 1e15
+        files.go.clear()
+        ticket = client.begin_write(KEYS)
+        files.go.set()
+        assert client.wait(ticket, len(KEYS)) == [DONE] * 8 + [DROPPED] * 16
+        assert client.found(KEYS) == KEYS[:8]
+
+
+def test_nothing_is_written_behind_a_block_that_was_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that answers again meanwhile comes too late."""
+    may_write = iter([True, True, False, *[True] * 21])
+    with opened(tmp_path) as client:
+        monkeypatch.setattr(drive.Drive, "may_write", lambda *_: next(may_write))
+        assert client.write(KEYS) == [DONE] * 2 + [DROPPED] * 22
+
+
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("drives", [1, 2])
 def test_the_end_leaves_first(tmp_path: Path, restart: bool, drives: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from flexkv.changes import Change, Medium, take_newest
@@ -106,12 +106,12 @@ class DiskTier:
             if any(drive.index.has(name) for drive in self._drives):
                 self._results.append(BlockResult(ticket, position, Outcome.DONE))
                 continue
-            drive = None if refused else self._choose(len(buffers[position]))
-            slot = None if drive is None else drive.reserve(name, last.get(drive))
-            if drive is None or slot is None:
+            place = None if refused else self._reserve(name, len(buffers[position]), last)
+            if place is None:
                 refused = True
                 self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
             else:
+                drive, slot = place
                 wanted.setdefault(drive, {})[position] = last[drive] = slot
         for drive, slots in wanted.items():
             positions = list(slots)
@@ -188,7 +188,19 @@ class DiskTier:
     def _readable(self) -> list[Drive]:
         return [drive for drive in self._drives if drive.readable]
 
-    def _choose(self, size: int) -> Drive | None:
-        """The drive that would have written `size` bytes first."""
+    def _reserve(
+        self, name: bytes, size: int, last: Mapping[Drive, int]
+    ) -> tuple[Drive, int] | None:
+        """A slot on the drive that would have written `size` bytes first, of those that have one.
+
+        Args:
+            name: of the block.
+            size: of the block.
+            last: the slot of the nearest block before it in its batch, by drive.
+        """
         writable = [drive for drive in self._drives if drive.may_write(size)]
-        return min(writable, key=partial(Drive.write_delay, size=size), default=None)
+        for drive in sorted(writable, key=partial(Drive.write_delay, size=size)):
+            slot = drive.reserve(name, last.get(drive))
+            if slot is not None:
+                return drive, slot
+        return None

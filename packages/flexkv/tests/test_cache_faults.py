@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random use of a cache over two lower tiers whose reads and writes fail, hang, drop or come late.
+
+Known at any time: which keys are ready in the arena, with which bytes, and why each left; which are
+in each tier. Nothing may be written without the block before it, and at rest nothing is leased,
+reserved, awaited or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from memory_tier import MemoryTier, Task
+
+from flexkv import (
+    ADMISSIONS,
+    Arena,
+    ArenaSpec,
+    BlockFormat,
+    Direction,
+    Fetch,
+    KVCache,
+    Presence,
+    Priority,
+    Status,
+    Transfer,
+)
+from flexkv.eviction import LRUPolicy
+from flexkv.transfer import demote, fetch
+from flexkv.transfer.board import CELLS
+from flexkv.transfer.job import Outcome
+from packages.conftest import Clock
+
+FORMAT = BlockFormat(1, (64,))
+SLOTS = 8
+STALL_SECONDS = 5.0
+CHAINS, LENGTH = 3, 5
+PREFIXES = {"chain": st.integers(0, CHAINS - 1), "length": st.integers(1, LENGTH)}
+
+
+def prefix_of(chain: int, length: int) -> list[bytes]:
+    return [bytes([chain, i]) for i in range(length)]
+
+
+def before(key: bytes) -> bytes | None:
+    return bytes([key[0], key[1] - 1]) if key[1] else None
+
+
+def content(key: bytes) -> bytes:
+    return key * (FORMAT.slot_bytes // len(key))
+
+
+class CheckedTier(MemoryTier):
+    """A tier that is never given a block without the one before it, nor wrong bytes."""
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        reached = {task.key for task in self.tasks if task.writes} | self.blocks.keys()
+        for key, buffer in zip(keys, buffers, strict=True):
+            assert bytes(buffer) == content(key)
+            assert before(key) is None or before(key) in reached, f"{key!r} is out of reach"
+            reached.add(key)
+        return super().write(keys, buffers)
+
+
+class FaultModel(RuleBasedStateMachine):
+    """See above."""
+
+    @initialize(admission=st.sampled_from(sorted(ADMISSIONS)))
+    def start(self, admission: str) -> None:
+        self.clock = Clock()
+        self.patch = pytest.MonkeyPatch()
+        for module in (fetch, demote):
+            self.patch.setattr(module, "time", self.clock)
+        self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
+        self.tiers = [CheckedTier(), CheckedTier()]
+        self.cache = KVCache(
+            self.arena, LRUPolicy(), self.tiers, ADMISSIONS[admission], STALL_SECONDS
+        )
+        self.transfers: list[Transfer] = []
+        self.fetches: list[Fetch] = []
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.rest(Outcome.DONE)
+        self.arena.close()
+        self.patch.undo()
+
+    @property
+    def tasks(self) -> list[tuple[CheckedTier, Task]]:
+        return [(tier, task) for tier in self.tiers for task in tier.tasks]
+
+    # Engine.
+
+    @rule(**PREFIXES)
+    def store(self, chain: int, length: int) -> None:
+        prefix = prefix_of(chain, length)
+        missing = self.cache.missing(prefix)
+        transfer = self.cache.store(prefix, missing) if missing else None
+        if transfer is not None:
+            stored = [block.key for block in transfer.blocks]
+            assert stored == [prefix[i] for i in missing][: len(stored)]
+            self.transfers.append(transfer)
+            for block in transfer.blocks:
+                self.fill(block.slot, b"torn")
+
+    @rule(**PREFIXES)
+    def load(self, chain: int, length: int) -> None:
+        prefix = prefix_of(chain, length)
+        hits = prefix[: self.cache.lookup(prefix)]
+        self.cache.record(hits)
+        transfer = self.cache.load(hits) if hits else None
+        if transfer is not None:
+            self.transfers.append(transfer)
+
+    @precondition(lambda self: self.transfers)
+    @rule(data=st.data(), status=st.sampled_from([Status.DONE, Status.DONE, Status.FAILED]))
+    def finish_transfer(self, data: st.DataObject, status: Status) -> None:
+        self.finish(data.draw(st.sampled_from(self.transfers)), status)
+
+    @rule(**PREFIXES, whole=st.booleans())
+    def use(self, chain: int, length: int, whole: bool) -> None:
+        (self.cache.touch if whole else self.cache.record)(prefix_of(chain, length))
+
+    @rule(**PREFIXES, early=st.booleans())
+    def fetch(self, chain: int, length: int, early: bool) -> None:
+        priority = Priority.PREFETCH if early else Priority.LOAD
+        begun = self.cache.fetch(prefix_of(chain, length), priority)
+        if begun is not None:
+            self.fetches.append(begun)
+
+    @precondition(lambda self: self.fetches)
+    @rule(data=st.data(), hasten=st.booleans())
+    def end_fetch(self, data: st.DataObject, hasten: bool) -> None:
+        chosen = data.draw(st.sampled_from(self.fetches))
+        if hasten:
+            self.cache.hasten(chosen)
+            return
+        self.cache.end_fetch(chosen)
+        self.fetches.remove(chosen)
+
+    @rule()
+    def poll(self) -> None:
+        for transfer in self.cache.poll():
+            self.transfers.remove(transfer)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert self.cache.ready_blocks == 0
+        for tier in self.tiers:
+            assert tier.blocks == {}
+
+    # Below.
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data(), outcome=st.sampled_from([Outcome.DONE, Outcome.DONE, *Outcome]))
+    def end_task(self, data: st.DataObject, outcome: Outcome) -> None:
+        tier, task = data.draw(st.sampled_from(self.tasks))
+        if task.writes and outcome in (Outcome.MISSING, Outcome.DAMAGED):
+            outcome = Outcome.FAILED
+        tier.end(task, outcome)
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data())
+    def begin_task(self, data: st.DataObject) -> None:
+        _, task = data.draw(st.sampled_from(self.tasks))
+        task.begun = True
+
+    @rule(number=st.integers(0, 1), chain=st.integers(0, CHAINS - 1), i=st.integers(0, LENGTH - 1))
+    def stall(self, number: int, chain: int, i: int) -> None:
+        self.tiers[number].stalled ^= {bytes([chain, i])}
+
+    @rule(number=st.integers(0, 1), chain=st.integers(0, CHAINS - 1), i=st.integers(0, LENGTH - 1))
+    def lose(self, number: int, chain: int, i: int) -> None:
+        if not any(task.key == bytes([chain, i]) for task in self.tiers[number].tasks):
+            self.tiers[number].delete([bytes([chain, i])])
+
+    @rule(chain=st.integers(0, CHAINS - 1), length=st.integers(1, LENGTH))
+    def appear(self, chain: int, length: int) -> None:
+        """The slower tier is one that other engines fill."""
+        self.tiers[1].blocks.update({key: content(key) for key in prefix_of(chain, length)})
+
+    @rule()
+    def fill_up(self) -> None:
+        self.tiers[0].full = not self.tiers[0].full
+
+    @rule()
+    def wait(self) -> None:
+        """What does not come is given up."""
+        self.clock.skip(STALL_SECONDS + 1)
+        self.poll()
+        self.clock.skip(STALL_SECONDS + 1)
+        self.poll()
+        assert all(each.done for each in self.fetches)
+
+    # At rest.
+
+    @rule(outcome=st.sampled_from([Outcome.DONE, Outcome.FAILED, Outcome.DROPPED]))
+    def rest(self, outcome: Outcome) -> None:
+        for transfer in list(self.transfers):
+            self.finish(transfer, Status.DONE)
+        self.drain(outcome)
+        assert all(each.done for each in self.fetches)
+        for each in self.fetches:
+            self.cache.end_fetch(each)
+        self.fetches.clear()
+        self.drain(outcome)
+        transfers, index = self.cache._transfers, self.cache._index
+        fetcher, demoter = transfers._fetcher, transfers._demoter
+        assert demoter is not None
+        left = (fetcher._reads, fetcher._ticket_of, fetcher._waiting, fetcher._again)
+        assert not any(left)
+        assert not any((demoter._writes, demoter._writing, demoter._leaving))
+        assert self.cache.transfers_under_way == 0
+        assert len(self.arena.board._free) == CELLS
+        assert not index._writing
+        assert {block.key for block in index._ready.values() if block.leases} == set()
+        assert sorted(index._free + [block.slot for block in index._ready.values()]) == list(
+            range(SLOTS)
+        )
+
+    @rule(**PREFIXES)
+    def ask(self, chain: int, length: int) -> None:
+        """At rest, all that leads to a key without a gap can be had."""
+        self.rest(Outcome.DONE)
+        prefix = prefix_of(chain, length)
+        there = [self.cache.presence(key) is not Presence.ABSENT for key in prefix]
+        reached = [*there, False].index(False)
+        begun = self.cache.fetch(prefix)
+        self.drain(Outcome.DONE)
+        assert self.cache.lookup(prefix) == reached
+        if begun is not None:
+            assert (begun.done, begun.arrived) == (True, reached)
+            self.cache.end_fetch(begun)
+
+    @invariant()
+    def what_is_there_has_its_own_bytes(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for key, block in self.cache._index._ready.items():
+            with self.arena.slot_view(block.slot) as view:
+                assert bytes(view) == content(key)
+        for tier in self.tiers:
+            assert tier.blocks == {key: content(key) for key in tier.blocks}
+
+    @invariant()
+    def what_a_fetch_has_stays(self) -> None:
+        for each in getattr(self, "fetches", ()):
+            assert self.cache.lookup(each.keys[: each.arrived]) == each.arrived
+            held = [block for block in each.blocks if block is not None]
+            assert all(block.leases for block in held)
+
+    def fill(self, slot: int, data: bytes) -> None:
+        with self.arena.slot_view(slot) as view:
+            view[:] = data.ljust(FORMAT.slot_bytes)
+
+    def finish(self, transfer: Transfer, status: Status) -> None:
+        """Copy, as the rank would, and poll."""
+        kept = set(self.cache._index._ready)
+        own = [block.key for block in transfer.blocks if block.state.value != "dropped"]
+        for block in transfer.blocks:
+            if transfer.direction is Direction.STORE and status is Status.DONE:
+                self.fill(block.slot, content(block.key))
+            elif transfer.direction is Direction.LOAD:
+                with self.arena.slot_view(block.slot) as view:
+                    assert bytes(view) == content(block.key)
+        self.arena.board.report(transfer.cell, 0, status)
+        polled = self.cache.poll()
+        assert transfer in polled
+        for each in polled:
+            self.transfers.remove(each)
+        there = set(self.cache._index._ready)
+        if transfer.direction is Direction.STORE:
+            assert not set(own) & kept
+            if status is Status.FAILED:
+                assert not set(own) & there
+
+    def drain(self, outcome: Outcome) -> None:
+        """Until nothing is under way but fetches that wait for nothing more."""
+        transfers = self.cache._transfers
+        fetcher, demoter = transfers._fetcher, transfers._demoter
+        assert demoter is not None
+        for _ in range(100):
+            for tier in self.tiers:
+                tier.stalled.clear()
+                tier.end_all(outcome)
+            self.poll()
+            works = self.tasks or self.transfers or fetcher._reads
+            if not (works or transfers._uses or demoter.busy):
+                return
+        raise AssertionError("something is under way for ever")
+
+
+TestFaults = FaultModel.TestCase
+TestFaults.settings = settings(max_examples=40, stateful_step_count=30)
