@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.tiers.disk import table
-from flexkv.tiers.disk.files import OsFiles, read_fully
+from flexkv.tiers.disk.files import OsFiles, open_folder, read_fully
 from flexkv.tiers.disk.index import SlotIndex
 
 SLOTS = 1_000_000
-EPOCH = 1
+HEADER = table.Header(2 << 20, SLOTS, 1, "f" * 64, 1)
 REPEATS = 5
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -48,13 +48,12 @@ def run() -> list[dict[str, Any]]:
 
 
 def _write_table(path: Path) -> None:
-    header = table.Header(2 << 20, SLOTS, EPOCH, "f" * 64)
     with path.open("wb") as file:
-        file.write(header.encode())
+        file.write(HEADER.encode() * len(table.HEADER_OFFSETS))
         for slot in range(SLOTS):
             key = os.urandom(table.KEY_BYTES)
             checksum = os.urandom(table.CHECKSUM_BYTES)
-            file.write(table.encode_record(slot, EPOCH, key, checksum, SLOTS - slot))
+            file.write(table.encode_record(slot, HEADER.seal, key, checksum, SLOTS - slot))
         file.flush()
         os.fsync(file.fileno())
 
@@ -62,7 +61,9 @@ def _write_table(path: Path) -> None:
 def _open(path: Path) -> SlotIndex:
     """What `DiskStore` does with a table."""
     files = OsFiles()
-    fd = files.open(str(path), os.O_RDWR)
+    folder = open_folder(str(path.parent))
+    fd = files.open(folder, path.name, os.O_RDWR)
+    os.close(folder)
     header = table.Header.decode(os.pread(fd, table.HEADER_BYTES, 0))
     if header is None:
         raise RuntimeError(f"{path} is not a table")
@@ -70,7 +71,7 @@ def _open(path: Path) -> SlotIndex:
     read_fully(files, fd, records, table.HEADER_BYTES)
     files.close(fd)
     index = SlotIndex(header.num_slots)
-    index.restore(table.decode_records(records, header.epoch))
+    index.restore(table.decode_records(records, header.seal))
     if len(index) != SLOTS:
         raise RuntimeError(f"{len(index)} of {SLOTS} blocks were found")
     return index

@@ -263,6 +263,7 @@ def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:
         spec.format.slot_bytes,
         int(config.ssd_cache_gb * GIB),
         share=config.ssd_in_use == "own",
+        keep_others=config.ssd_other_models == "keep",
         day_bytes=None if day_gb is None else int(day_gb * GIB),
         queue_bytes=spec.num_slots * spec.format.slot_bytes // _QUEUE_SHARE,
         stall_seconds=config.ssd_timeout_seconds,

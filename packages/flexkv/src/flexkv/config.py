@@ -121,8 +121,8 @@ class CacheConfig:
         unit="absolute paths",
         help=(
             "Directories for cached blocks, several separated by `;`: best each on a local NVMe "
-            "drive of its own, then blocks are spread over them. In each, folders of models that "
-            "no engine is using are removed to stay within the bound. Default: none."
+            "drive of its own, then blocks are spread over them. "
+            "Default: none."
         ),
         parse=parse_directories,
         allowed="absolute paths separated by `;` (not `,` or `:`), none twice, and ssd_cache_gb",
@@ -161,6 +161,19 @@ class CacheConfig:
         ),
         parse=parse_name(("error", "own")),
         allowed="error, own",
+    )
+    ssd_other_models: str = _setting(
+        "keep",
+        env="FLEXKV_SSD_OTHER_MODELS",
+        unit="name",
+        help=(
+            "What happens at start to folders of other models in `ssd_cache_dir` that no engine "
+            "uses: `keep` them until the file system lacks room for this model's, those used "
+            "longest ago leave first; or `remove` them all, so that a directory never has more "
+            "than `ssd_cache_gb`."
+        ),
+        parse=parse_name(("keep", "remove")),
+        allowed="keep, remove",
     )
     ssd_timeout_seconds: float = _setting(
         1.0,

@@ -181,8 +181,8 @@ class Replacing(OsFiles):
         if self._finish:
             header = self._cache.table().header
             assert header is not None
-            checksum = table.checksum_of(data, header.epoch)
-            record = table.encode_record(self._slot, header.epoch, b"new", checksum, 1000)
+            checksum = table.checksum_of(data, header.seal, b"new")
+            record = table.encode_record(self._slot, header.seal, b"new", checksum, 1000)
             with open(self._cache.folder / "table", "r+b") as file:
                 file.seek(table.record_offset(self._slot))
                 file.write(record)
@@ -233,18 +233,18 @@ def test_a_bad_block_of_which_there_is_a_later_one_is_not_bad(quick: None, cache
     older, newer = cache.records()
     header = cache.table().header
     assert header is not None
-    same = replace_record(cache, header.epoch, newer._replace(key=older.key, generation=1000))
+    same = replace_record(cache, header.seal, newer._replace(key=older.key, generation=1000))
     cache.flip(older.slot)
     assert check(cache).bad == []
     cache.flip(same.slot)
     assert [bad.slot for bad in check(cache).bad] == [same.slot]
 
 
-def replace_record(cache: Cache, epoch: int, record: Record) -> Record:
+def replace_record(cache: Cache, seal: int, record: Record) -> Record:
     with open(cache.folder / "table", "r+b") as file:
         file.seek(table.record_offset(record.slot))
         slot, key, checksum, generation = record
-        file.write(table.encode_record(slot, epoch, key, checksum, generation))
+        file.write(table.encode_record(slot, seal, key, checksum, generation))
     return record
 
 

@@ -119,15 +119,35 @@ def test_blocks_whose_records_changed_are_misses_and_no_others(
 
 
 @KINDS
-def test_a_table_whose_header_changed_is_an_empty_one(
-    folder: Path, faults: Callable[[int], None], damage: Damage
+@pytest.mark.parametrize("copy", table.HEADER_OFFSETS)
+def test_a_table_of_whose_headers_one_changed_loses_nothing(
+    folder: Path, faults: Callable[[int], None], damage: Damage, copy: int
 ) -> None:
     chance = random.Random(damage.__name__)
-    for _ in range(20):
-        change(folder / "table", 0, 108, lambda data: damage(chance, data))
+    for _ in range(10):
+        change(folder / "table", copy, 108, lambda data: damage(chance, data))
+        with opened(folder.parent, slots=SLOTS) as client:
+            assert client.read(KEYS) == [DONE] * SLOTS
+        # Both are whole again.
+        pages = (folder / "table").read_bytes()[: table.HEADER_BYTES]
+        assert pages[: table.PAGE_BYTES] == pages[table.PAGE_BYTES :]
+        faults(1)
+
+
+@KINDS
+def test_a_table_whose_headers_both_changed_is_an_empty_one(
+    folder: Path, faults: Callable[[int], None], damage: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind the bytes that FlexKV knows its tables by."""
+    chance = random.Random(damage.__name__)
+    for _ in range(10):
+        caplog.clear()
+        for copy in table.HEADER_OFFSETS:
+            change(folder / "table", copy + 16, 92, lambda data: damage(chance, data))
         with opened(folder.parent, slots=SLOTS) as client:
             assert client.found(KEYS) == []
             client.refill(KEYS)
+        assert "its blocks are lost" in caplog.text
         faults(1)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,44 @@ def test_a_whole_store_of_another_kind_under_our_name_is_empty(
         shutil.copy(other / name, folder / name)
     assert missing_after(tmp_path / "ours", Outcome.MISSING) == SLOTS
     faults(SLOTS)
+
+
+@pytest.mark.parametrize("what", ["epoch", "epoch and fingerprint", "all but the key"])
+def test_a_header_over_the_slots_of_another_store_gives_misses(
+    tmp_path: Path, faults: Callable[[int], None], what: str
+) -> None:
+    """All of it intact, and only the header, or a record, put together from two."""
+    folder = fill(tmp_path / "ours")
+    other = fill(tmp_path / "theirs", b"other", OTHER)
+    ours, theirs = header_of(folder), header_of(other)
+    if what == "all but the key":
+        with opened(tmp_path / "ours", slots=SLOTS) as client:
+            slots = client.slots_of(KEYS)
+        records = {
+            slot: (key, checksum, generation)
+            for slot, key, checksum, generation in table.decode_records(
+                (folder / "table").read_bytes()[table.HEADER_BYTES :], ours.seal
+            )
+        }
+        with (folder / "table").open("r+b") as file:
+            for one, next_one in zip(KEYS, KEYS[1:] + KEYS[:1], strict=True):
+                _, checksum, generation = records[slots[one]]
+                record = table.encode_record(slots[one], ours.seal, next_one, checksum, generation)
+                os.pwrite(file.fileno(), record, table.record_offset(slots[one]))
+        assert missing_after(tmp_path / "ours", Outcome.DAMAGED) == SLOTS
+    else:
+        for name in (SLAB, "table"):
+            shutil.copy(other / name, folder / name)
+        mixed = replace(theirs, fingerprint=FINGERPRINT) if what == "epoch" else ours
+        (folder / "table").open("r+b").write(mixed.encode() * 2)
+        assert missing_after(tmp_path / "ours", Outcome.MISSING) == SLOTS
+    faults(SLOTS)
+
+
+def header_of(folder: Path) -> table.Header:
+    header = table.Header.decode((folder / "table").read_bytes()[: table.HEADER_BYTES])
+    assert header is not None
+    return header
 
 
 @pytest.mark.parametrize("name", [SLAB, "table"])

@@ -9,25 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from disk_folders import OURS, made
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.directory import (
-    Folder,
-    Removal,
     claim,
     folders,
     owner,
-    remove,
-    remove_others,
 )
-from flexkv.tiers.disk.table import Header
-
-OURS = "0a" * 32
-OTHER = "0b" * 32
-
-TABLE = Header(4096, 1, 1, OURS).encode()
-"""What a folder is known by."""
 
 OWNER = """
 import sys, time
@@ -36,16 +26,6 @@ claim(sys.argv[1], sys.argv[2], False)
 print(flush=True)
 time.sleep(600)
 """
-
-
-def made(path: object, *more: str) -> Path:
-    """A folder of FlexKV that nobody owns, with files `more` that are not FlexKV's."""
-    folder = Path(str(path))
-    folder.mkdir()
-    for name in ("lock", "slab-00000", "slab-00001", "counters.json", "reset", *more):
-        (folder / name).touch()
-    (folder / "table").write_bytes(TABLE)
-    return folder
 
 
 def test_a_folder_is_for_its_owner_only(tmp_path: Path) -> None:
@@ -97,38 +77,6 @@ def test_the_folder_of_a_killed_owner_is_free(tmp_path: Path) -> None:
     claim(str(tmp_path), OURS, False).release()
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_only_what_nobody_owns_is_removed(tmp_path: Path, share: bool) -> None:
-    mine = claim(str(tmp_path), OURS, False)
-    sibling = str(tmp_path / f"{OURS}-1")
-    (tmp_path / OURS / "table").write_bytes(TABLE)
-    for path in [sibling, str(tmp_path / OTHER)]:
-        made(path)
-    busy = claim(str(tmp_path), "0c" * 32, False)
-    (tmp_path / ("0c" * 32) / "table").write_bytes(TABLE)
-    (tmp_path / "notes.txt").write_text("not a cache")
-    (tmp_path / ("0d" * 32)).mkdir()  # named like a cache, but without a table
-    (tmp_path / ("0d" * 32) / "lock").touch()
-    gone = {str(tmp_path / OTHER)} if share else {str(tmp_path / OTHER), sibling}
-    assert set(remove_others(str(tmp_path), mine.path, share)) == gone
-    assert not any(map(os.path.exists, gone))
-    left = {mine.path, busy.path} | ({sibling} if share else set())
-    assert set(folders(str(tmp_path))) == left
-    assert (tmp_path / "notes.txt").exists()
-    assert (tmp_path / ("0d" * 32) / "lock").exists()
-    mine.release()
-    busy.release()
-
-
-def test_an_owned_folder_is_not_removed(tmp_path: Path) -> None:
-    folder = claim(str(tmp_path), OURS, False)
-    (tmp_path / OURS / "table").write_bytes(TABLE)
-    assert remove(folder.path) is Removal.IN_USE
-    folder.release()
-    assert remove(folder.path) is Removal.REMOVED
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_removed_while_it_is_claimed_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,28 +93,6 @@ def test_a_folder_removed_while_it_is_claimed_is_made_anew(
     with pytest.raises(DiskError, match="in use by process"):
         claim(str(tmp_path), OURS, False)
     folder.release()
-
-
-def test_a_folder_is_claimed_while_its_removal_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To unlink large files takes a while."""
-    path = made(tmp_path / OURS)
-    claimed: list[Folder] = []
-    real = os.unlink
-
-    def slow(name: str, *, dir_fd: int | None = None) -> None:
-        if not claimed:
-            claimed.append(claim(str(tmp_path), OURS, False))
-            (path / "table").write_bytes(TABLE)
-        real(name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "unlink", slow)
-    assert remove(str(path)) is Removal.REMOVED
-    assert [entry.name for entry in tmp_path.iterdir()] == [OURS]
-    assert sorted(entry.name for entry in path.iterdir()) == ["lock", "table"]
-    assert remove(str(path)) is Removal.IN_USE
-    claimed[0].release()
 
 
 def test_a_folder_is_claimed_that_is_just_about_to_be_removed(
@@ -190,84 +116,6 @@ def test_a_folder_is_claimed_that_is_just_about_to_be_removed(
     with pytest.raises(DiskError, match="in use by process"):
         claim(str(tmp_path), OURS, False)
     folder.release()
-
-
-@pytest.mark.parametrize("survives", ["slab-00000", "table", "lock"])
-def test_a_removal_that_was_cut_off_is_made_up_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: str
-) -> None:
-    """Whenever it was: what is left is still known, and still locked."""
-    path = made(tmp_path / OTHER)
-    real = os.unlink
-
-    def dying(name: str, *, dir_fd: int | None = None) -> None:
-        if name == survives:
-            raise OSError(5, "Input/output error")
-        real(name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "unlink", dying)
-    with pytest.raises(OSError, match="Input/output error"):
-        remove(str(path))
-    monkeypatch.undo()
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(f"{OTHER}.removed-")
-    assert (left / "lock").exists()
-    assert folders(str(tmp_path)) == []
-    mine = claim(str(tmp_path), OURS, False)
-    assert remove_others(str(tmp_path), mine.path, False) == (
-        [] if survives == "lock" else [str(left)]
-    )
-    mine.release()
-
-
-def test_only_our_own_files_are_removed(tmp_path: Path) -> None:
-    path = made(tmp_path / OTHER, "precious.txt", "slab-0", "table.txt")
-    (path / "slab-00007").mkdir()
-    (path / "slab-00008").symlink_to("precious.txt")
-    assert remove(str(path)) is Removal.FOREIGN_FILES
-    left = {entry.name for entry in path.iterdir()}
-    assert left == {"precious.txt", "slab-0", "table.txt", "slab-00007", "slab-00008"}
-
-
-@pytest.mark.parametrize("table", [None, b"", b"my thesis", "link", "fifo"])
-def test_what_only_looks_like_a_folder_of_ours_is_left_as_it_is(
-    tmp_path: Path, table: bytes | str | None
-) -> None:
-    path = tmp_path / "deadbeefdeadbeef"
-    path.mkdir()
-    (path / "lock").write_text("mine")
-    (path / "precious.txt").touch()
-    (tmp_path / "theirs").write_bytes(TABLE)
-    if table == "link":
-        (path / "table").symlink_to(tmp_path / "theirs")
-    elif table == "fifo":
-        os.mkfifo(path / "table")
-    elif isinstance(table, bytes):
-        (path / "table").write_bytes(table)
-    before = sorted(path.iterdir())
-    mine = claim(str(tmp_path), OURS, False)
-    assert folders(str(tmp_path)) == []
-    assert remove_others(str(tmp_path), mine.path, False) == []
-    with pytest.raises(OSError, match="holds no table of FlexKV"):
-        remove(str(path))
-    assert sorted(path.iterdir()) == before
-    assert (path / "lock").read_text() == "mine"
-    mine.release()
-
-
-def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
-    victim = made(tmp_path / "victim")
-    before = sorted(victim.iterdir())
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / OTHER).symlink_to(victim)
-    (tmp_path / "cache" / OURS).symlink_to(victim)
-    root = str(tmp_path / "cache")
-    assert folders(root) == []
-    with pytest.raises(DiskError, match="Not a directory"):
-        claim(root, OURS, False)
-    with pytest.raises(OSError, match="holds no table"):
-        remove(os.path.join(root, OTHER))
-    assert sorted(victim.iterdir()) == before
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "foreign file", "directory"])

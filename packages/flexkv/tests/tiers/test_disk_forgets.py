@@ -85,7 +85,7 @@ def test_of_two_records_of_one_block_the_older_does_not_return(tmp_path: Path) -
         (buffer,) = client.buffers[:1]
         buffer[:] = bytes_of(names(1)[0])
         slot = store.index.lease(names(1)[0])
-        store.write((slot or 0) ^ 1, names(1), [99], store.epoch, [buffer])
+        store.write((slot or 0) ^ 1, names(1), [99], store.seal, [buffer])
     with opened(tmp_path, slots=8) as client:
         assert client.read(names(1)) == [DONE]
         assert len(client.found(names(8))) == 7

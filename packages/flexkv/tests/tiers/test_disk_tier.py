@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import open_disk_tier, slabs
+from flexkv.tiers.disk.table import VERSION
 from flexkv.transfer.job import Outcome, Priority
 from packages.conftest import Clock
 
@@ -205,7 +207,7 @@ def test_files_never_take_more_than_the_capacity(
         random.Random(slots).shuffle(places)
     assert disk_use(root) <= capacity
     for place in places:
-        store.write(place, [b"key"], [1], store.epoch, [buffer])
+        store.write(place, [b"key"], [1], store.seal, [buffer])
     assert tier.close()
     assert disk_use(root) <= capacity
 
@@ -265,15 +267,92 @@ def test_a_second_owner_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
         assert first.read(names(20)) == second.read(names(20)) == [DONE] * 20
 
 
-def test_blocks_of_another_model_make_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_blocks_of_another_model_are_kept_or_make_room(tmp_path: Path, keep: bool) -> None:
     with opened(tmp_path) as client:
         client.write(names(20))
-    with opened(tmp_path, fingerprint=OTHER, salt=b"other") as client:
+    with opened(tmp_path, fingerprint=OTHER, salt=b"other", keep_others=keep) as client:
         assert client.found(names(20)) == []
         client.write(names(64))
-        assert disk_use(tmp_path) <= capacity_of(64)
+        assert disk_use(tmp_path / OTHER) <= capacity_of(64)
+        assert keep or disk_use(tmp_path) <= capacity_of(64)
     with opened(tmp_path) as client:
-        assert client.found(names(64)) == []
+        assert client.read(client.found(names(64))) == [DONE] * (20 if keep else 0)
+
+
+@pytest.mark.parametrize("why", ["no room", "newer format", "not a table", "in use", "a file"])
+def test_a_start_that_fails_removes_and_changes_nothing(tmp_path: Path, why: str) -> None:
+    """In the second directory, when all would be well in the first."""
+    roots = tmp_path / "a", tmp_path / "b"
+    for root in roots:
+        with opened(root, fingerprint=OTHER, slots=8) as client:
+            client.write(names(8))
+    slots, busy = 8, nullcontext()
+    if why == "no room":
+        slots = 1 << 36
+    elif why == "in use":
+        busy = opened(roots[1])  # type: ignore[assignment]
+    else:
+        (roots[1] / FINGERPRINT).mkdir()
+        table_path = roots[1] / FINGERPRINT / "table"
+        if why == "newer format":
+            table_path.write_bytes(b"FLEXKVTB" + bytes([VERSION + 1]) + bytes(9000))
+        elif why == "not a table":
+            table_path.write_bytes(b"my thesis")
+        else:
+            table_path.mkdir()
+    before = table_path.read_bytes() if why in ("newer format", "not a table") else None
+    capacity = 2 * (slots * SLOT + (1 << 20))
+    with busy, pytest.raises(DiskError, match="; allowed: ") as caught:
+        open_disk_tier(
+            [str(root) for root in roots], FINGERPRINT, SLOT, capacity, keep_others=False
+        )
+    expected = {
+        "no room": "GiB left",
+        "newer format": f"of format {VERSION + 1}, written by a newer FlexKV",
+        "not a table": "is not a table of FlexKV",
+        "in use": "in use by process",
+        "a file": "is not a regular file",
+    }
+    assert expected[why] in str(caught.value)
+    assert before is None or table_path.read_bytes() == before
+    assert not (roots[0] / FINGERPRINT / "slab-00000").exists()
+    for root in roots:
+        with opened(root, fingerprint=OTHER, slots=8) as client:
+            assert client.read(names(8)) == [DONE] * 8
+
+
+@pytest.mark.parametrize("name", ["table", "slab-00000", "counters.json", "reset", "lock"])
+@pytest.mark.parametrize("kind", ["link", "fifo", "/dev/zero"])
+def test_what_is_no_regular_file_is_neither_followed_nor_waited_for(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("my thesis\n" * 1000)
+    before = victim.read_bytes()
+    root = tmp_path / "cache"
+    with opened(root) as client:
+        client.write(names(8))
+    path = root / FINGERPRINT / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind if kind.startswith("/") else victim)
+    if name in ("counters.json", "reset"):  # do without
+        with opened(root) as client:
+            assert client.read(names(8)) == [DONE] * 8
+            client.tier.clear()
+        with opened(root) as client:
+            assert client.found(names(8)) == []
+    else:
+        with (
+            pytest.raises(DiskError, match=r"is not a regular file|is a symbolic link"),
+            opened(root),
+        ):
+            pass
+        assert path.is_symlink() == (kind != "fifo")
+    assert victim.read_bytes() == before
 
 
 # Several directories

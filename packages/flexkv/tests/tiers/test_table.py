@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given
@@ -17,11 +17,13 @@ NUMBERS = st.integers(1, (1 << 64) - 1)
 SLOTS = st.integers(0, 40)
 HEADERS = st.builds(
     Header,
-    slot_bytes=NUMBERS,
-    num_slots=NUMBERS,
+    slot_bytes=st.integers(1, table.MAX_SLOT_BYTES // 4096).map(lambda pages: 4096 * pages),
+    num_slots=st.integers(1, table.MAX_SLOTS),
     epoch=NUMBERS,
     fingerprint=st.text("0123456789abcdef", min_size=16, max_size=64),
+    serial=st.integers(0, (1 << 32) - 1),
 )
+OTHER_PAGES = st.sampled_from([b"", bytes(4096), b"FLEXKVTB" + bytes(4088), b"x" * 4096])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,26 @@ def in_slot(slot: int, record: bytes) -> bytes:
 
 @given(HEADERS)
 def test_a_header_says_what_was_written(header: Header) -> None:
-    data = header.encode()
-    assert len(data) == table.HEADER_BYTES
-    assert Header.decode(data) == header
+    page = header.encode()
+    assert len(page) == table.PAGE_BYTES
+    assert len(page * 2) == table.HEADER_BYTES
+    assert Header.decode(page * 2) == header
+
+
+@given(HEADERS, OTHER_PAGES, st.booleans())
+def test_one_copy_of_a_header_is_enough(header: Header, other: bytes, first: bool) -> None:
+    page = header.encode()
+    other = other.ljust(4096, b"\0")
+    assert Header.decode(page + other if first else other + page) == header
+    assert table.has_magic(page + other if first else other + page)
+
+
+@given(HEADERS, HEADERS, st.booleans())
+def test_of_two_headers_the_later_one_counts(one: Header, other: Header, first: bool) -> None:
+    assume(one.serial != other.serial)
+    pages = [one.encode(), other.encode()]
+    later = max(one, other, key=lambda header: header.serial)
+    assert Header.decode(b"".join(pages if first else reversed(pages))) == later
 
 
 @given(HEADERS, st.integers(0, 8 * 108 - 1))
@@ -64,6 +83,37 @@ def test_a_header_with_a_flipped_bit_is_none(header: Header, bit: int) -> None:
 @given(HEADERS, st.integers(0, 107))
 def test_a_header_that_ends_early_is_none(header: Header, length: int) -> None:
     assert Header.decode(header.encode()[:length]) is None
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "num_slots"),
+    [
+        (0, 10),
+        (1 << 40, 10),
+        ((1 << 64) - 1, 10),
+        (4095, 10),
+        (4097, 10),
+        (4096, 0),
+        (4096, (1 << 31) + 1),
+        (4096, (1 << 64) - 1),
+    ],
+)
+def test_a_header_that_no_store_can_have_is_none(slot_bytes: int, num_slots: int) -> None:
+    """Whoever takes its word for a size runs out of memory, or divides by zero."""
+    assert Header.decode(Header(slot_bytes, num_slots, 1, "0f" * 32, 1).encode()) is None
+
+
+def test_the_version_of_a_newer_table_is_told() -> None:
+    page = bytearray(Header(4096, 1, 1, "0f" * 32, 1).encode())
+    assert table.newer_version(bytes(page)) is None
+    page[8] = table.VERSION + 1
+    assert table.newer_version(bytes(page)) == table.VERSION + 1
+    # With one good copy it is a damaged byte.
+    assert table.newer_version(bytes(page) + Header(4096, 1, 1, "0f" * 32, 1).encode()) is None
+    page[8] = table.VERSION - 1
+    assert table.newer_version(bytes(page)) is None
+    assert table.newer_version(b"FLEXKVTB") is None
+    assert table.newer_version(b"my thesis " * 500) is None
 
 
 @given(RECORDS)
@@ -131,24 +181,34 @@ def test_keys_of_any_length_stay_apart(keys: list[bytes]) -> None:
     assert all(s == key for s, key in zip(short, keys, strict=True) if len(key) <= 32)
 
 
-@given(st.binary(min_size=1, max_size=200), NUMBERS, st.data())
-def test_a_checksum_is_of_all_bytes_and_of_the_epoch(
-    block: bytes, epoch: int, data: st.DataObject
+@given(st.binary(min_size=1, max_size=200), NUMBERS, KEYS, KEYS, st.data())
+def test_a_checksum_is_of_all_bytes_of_the_seal_and_of_the_key(
+    block: bytes, seal: int, key: bytes, other: bytes, data: st.DataObject
 ) -> None:
-    checksum = table.checksum_of(block, epoch)
+    assume(key != other)
+    checksum = table.checksum_of(block, seal, key)
     changed = bytearray(block)
     bit = data.draw(st.integers(0, 8 * len(block) - 1))
     changed[bit // 8] ^= 1 << bit % 8
     assert len(checksum) == table.CHECKSUM_BYTES
-    assert table.checksum_of(bytes(changed), epoch) != checksum
-    assert table.checksum_of(block, epoch ^ 1) != checksum
+    assert table.checksum_of(bytes(changed), seal, key) != checksum
+    assert table.checksum_of(block, seal ^ 1, key) != checksum
+    assert table.checksum_of(block, seal, other) != checksum
 
 
-def test_the_format_is_that_of_version_1() -> None:
+@given(HEADERS, HEADERS)
+def test_a_seal_is_of_epoch_and_fingerprint(one: Header, other: Header) -> None:
+    same = (one.epoch, one.fingerprint) == (other.epoch, other.fingerprint)
+    assert (one.seal == other.seal) == same
+    assert replace(one, slot_bytes=4096, num_slots=1, serial=0).seal == one.seal
+    assert replace(one, epoch=one.epoch ^ 1).seal != one.seal
+
+
+def test_the_format_is_that_of_version_2() -> None:
     """What stores on disk were written in. A change of it needs another version number."""
-    header = Header(slot_bytes=1 << 20, num_slots=3, epoch=1 << 63, fingerprint="0f" * 32)
-    record = table.encode_record(
-        2, 1 << 63, table.disk_key(b"k" * 33), table.checksum_of(b"block", 1 << 63), 5
-    )
+    header = Header(slot_bytes=1 << 20, num_slots=3, epoch=1 << 63, fingerprint="0f" * 32, serial=7)
+    key = table.disk_key(b"k" * 33)
+    checksum = table.checksum_of(b"block", header.seal, key)
+    record = table.encode_record(2, header.seal, key, checksum, 5)
     digest = hashlib.sha256(header.encode() + record).hexdigest()
-    assert digest == "48061088909972b63745e946b70e43200664ef4cd384edcf370cc878f0dcc62a"
+    assert digest == "c4709a2eb2dc12ae52d20d8648c5e6f58cbd1aca08d4b5fcd7b343e456d582da"

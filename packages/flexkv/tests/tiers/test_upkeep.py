@@ -28,13 +28,14 @@ class ResetFiles(OsFiles):
     """The real files, until something befalls what a reset writes.
 
     Attributes:
-        header: befalls a write of the table's header.
+        header: befalls a write of the table's header, all copies of it.
         marker: befalls the file beside the table as it is made.
     """
 
     def __init__(self) -> None:
         self.header: Callable[[], None] = lambda: None
         self.marker: Callable[[], None] = lambda: None
+        self._failure: Exception | None = None
 
     def open(self, folder: int, name: str, flags: int) -> int:
         if name == RESET:
@@ -42,8 +43,15 @@ class ResetFiles(OsFiles):
         return super().open(folder, name, flags)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if offset == 0 and bytes(buffers[0][:8]) == b"FLEXKVTB":
-            self.header()
+        if table.has_magic(bytes(buffers[0][:8])):
+            if offset == 0:
+                self._failure = None
+                try:
+                    self.header()
+                except (OSError, MemoryError, ValueError) as error:
+                    self._failure = error
+            if self._failure is not None:
+                raise self._failure
         return super().pwritev(fd, buffers, offset)
 
 

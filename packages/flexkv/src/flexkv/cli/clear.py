@@ -11,9 +11,9 @@ import sys
 from flexkv.cli.common import add_directory, cache_folders, size
 from flexkv.errors import ConfigError
 from flexkv.tiers.disk import directory
-from flexkv.tiers.disk.directory import Removal
 from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import owner_of
+from flexkv.tiers.disk.removal import Removal, remove
 
 NAME = "clear"
 HELP = "remove the caches that no engine owns"
@@ -52,7 +52,7 @@ def _remove(path: str) -> bool:
     """Remove one folder and say so. False if it is left."""
     try:
         count = directory.disk_bytes(path)
-        removal = directory.remove(path)
+        removal = remove(path)
         if removal is Removal.REMOVED:
             print(f"removed {path}, {size(count)}")
             return True

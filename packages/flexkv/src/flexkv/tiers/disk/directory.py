@@ -13,19 +13,15 @@ FlexKV alone may be anybody's. In such a folder only files named as above are to
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import os
 import re
-import secrets
 import time
 from dataclasses import dataclass
 
 from flexkv.errors import DiskError
-from flexkv.forks import close_in_children
-from flexkv.tiers.disk import ledger, table
-from flexkv.tiers.disk.files import is_regular, open_folder, open_regular, reason_of, try_lock
-from flexkv.tiers.disk.slabs import is_slab
+from flexkv.tiers.disk import table
+from flexkv.tiers.disk.files import open_folder, open_regular, reason_of, try_lock
 
 TABLE = "table"
 LOCK = "lock"
@@ -34,7 +30,8 @@ MAX_OWNERS = 64
 """Engines with blocks of one kind on one directory; more than the data-parallel ranks of a node."""
 
 _FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
-_REMOVED = ".removed-"
+REMOVED = ".removed-"
+"""In the name of a folder that is being removed, before random digits."""
 _PID = re.compile(rb"[0-9\n\0]*")  # zeros: what a power failure may leave of it
 _LOCK_BYTES = 32
 _TRIES = 10
@@ -43,16 +40,7 @@ _TRY_SECONDS = 0.05
 An engine that starts meanwhile looks again so many times, so far apart."""
 
 
-class Removal(enum.Enum):
-    """How the removal of a folder ended."""
-
-    REMOVED = "removed"
-    IN_USE = "in use"
-    FOREIGN_FILES = "holds files that are not FlexKV's"
-    """All of FlexKV's are gone, the folder and the others are left."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Folder:
     """A folder that this process owns until `release`.
 
@@ -68,15 +56,24 @@ class Folder:
 
     def release(self) -> None:
         """Give the lock back. Idempotent."""
+        _open_folders.pop(self, None)
         for fd in (self.lock, self.fd):
             if fd >= 0:
                 os.close(fd)
         self.fd = self.lock = -1
 
-    def leave_to_parent(self) -> None:
-        # A lock is of an open file, which a forked process has too: as long as it lived nobody
-        # could own the folder. Closing it there takes nothing from the parent.
-        self.release()
+
+_open_folders: dict[Folder, None] = {}
+
+
+def _let_go_in_child() -> None:
+    # A lock is of an open file, which a forked process has too: as long as it lived nobody could
+    # own the folder. Closing it there takes nothing from the parent.
+    for folder in list(_open_folders):
+        folder.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def folders(root: str, leftovers: bool = False) -> list[str]:
@@ -95,7 +92,7 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
         ) from None
     matches = [match for name in names if (match := _FOLDER.fullmatch(name))]
     paths = [os.path.join(root, m.string) for m in matches if leftovers or not m["removed"]]
-    return [path for path in paths if _may_be_ours(path)]
+    return [path for path in paths if may_be_ours(path)]
 
 
 def lock_folder(path: str) -> Folder | None:
@@ -121,7 +118,7 @@ def lock_folder(path: str) -> Folder | None:
     except OSError:
         folder.release()
         raise
-    close_in_children(folder)
+    _open_folders[folder] = None
     return folder
 
 
@@ -152,70 +149,28 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
     raise DiskError(_taken(root, fingerprint, share))
 
 
-def remove_others(root: str, mine: str, share: bool) -> list[str]:
-    """Remove the folders of FlexKV below `root` that no process owns, so that `root` stays within
-    its bound. Returns their paths.
-
-    Args:
-        root: the cache directory.
-        mine: path of the folder that is kept.
-        share: keep also those of the same fingerprint, for engines that are about to start.
-    """
-    removed = []
-    fingerprint = _fingerprint(mine)
-    for path in folders(root, leftovers=True):
-        if path == mine or (share and _fingerprint(path) == fingerprint):
-            continue
-        # What cannot be locked or removed is someone else's; their bound is theirs.
-        with contextlib.suppress(OSError):
-            if remove(path) is Removal.REMOVED:
-                removed.append(path)
-    return removed
-
-
-def remove(path: str) -> Removal:
-    """Remove what is FlexKV's in a folder, and the folder if that is all.
-
-    Raises:
-        OSError: as the system says; the folder is not FlexKV's.
-    """
-    if not _may_be_ours(path):
-        raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
-    folder = lock_folder(path)
-    if folder is None:
-        return Removal.IN_USE
-    try:
-        if not has_table(folder.fd):
-            raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
-        names = os.listdir(folder.fd)
-        ours = [name for name in names if _is_own(name) and is_regular(folder.fd, name)]
-        alone = len(ours) == len(names)
-        if alone and _REMOVED not in os.path.basename(path):
-            # Out of the way at once, for an engine that starts meanwhile.
-            path = f"{path}{_REMOVED}{secrets.token_hex(4)}"
-            os.rename(folder.path, path)
-        # The table last but the lock: without it the rest would be nobody's if this is cut off.
-        for name in sorted(ours, key=lambda name: (name == LOCK, name == TABLE)):
-            os.unlink(name, dir_fd=folder.fd)
-        if alone:
-            os.rmdir(path)
-    finally:
-        folder.release()
-    return Removal.REMOVED if alone else Removal.FOREIGN_FILES
-
-
 def has_table(folder: int) -> bool:
     """Whether an open directory holds a table of FlexKV, of whatever version and state."""
+    return table.has_magic(_first_pages(folder))
+
+
+def newer_version(folder: int) -> int | None:
+    """The format of the table in an open directory, if a newer FlexKV wrote it."""
+    return table.newer_version(_first_pages(folder))
+
+
+def _first_pages(folder: int) -> bytes:
+    """The beginning of the table of an open directory; empty if it has none."""
     try:
         fd = open_regular(folder, TABLE, os.O_RDONLY)
     except FileNotFoundError:
-        return False
+        return b""
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            return False
+            return b""
         raise
     try:
-        return table.has_magic(os.pread(fd, table.HEADER_BYTES, 0))
+        return os.pread(fd, table.HEADER_BYTES, 0)
     finally:
         os.close(fd)
 
@@ -258,7 +213,8 @@ def _make(path: str, tries: int) -> Folder | None:
     return None
 
 
-def _may_be_ours(path: str) -> bool:
+def may_be_ours(path: str) -> bool:
+    """Whether a folder is FlexKV's, or cannot be looked into."""
     try:
         folder = open_folder(path)
         try:
@@ -271,13 +227,6 @@ def _may_be_ours(path: str) -> bool:
         return error.errno != errno.ENOENT
 
 
-def _is_own(name: str) -> bool:
-    return name in _OWN_NAMES or is_slab(name)
-
-
-_OWN_NAMES = frozenset({LOCK, TABLE, RESET, ledger.FILE, ledger.SCRATCH})
-
-
 def _is_at(path: str, folder: int) -> bool:
     """Whether the open directory `folder` is what `path` names."""
     with contextlib.suppress(FileNotFoundError):
@@ -285,7 +234,8 @@ def _is_at(path: str, folder: int) -> bool:
     return False
 
 
-def _fingerprint(path: str) -> str:
+def fingerprint_of(path: str) -> str:
+    """Of the blocks in the folder `path`, by its name."""
     match = _FOLDER.fullmatch(os.path.basename(path))
     return match["fingerprint"] if match else ""
 

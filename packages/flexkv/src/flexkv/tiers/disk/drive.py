@@ -82,7 +82,7 @@ class Drive:
         self.traffic = Traffic()
         self._store = store
         self._day_bytes = day_bytes
-        self._epoch = store.epoch
+        self._seal = store.seal
         self._generation = store.generation
         self._running: dict[Job, _Running] = {}
         self._unsent_bytes = 0
@@ -133,7 +133,15 @@ class Drive:
         slots = [slot for key in keys if (slot := self.index.lease(key)) is not None]
         assert len(slots) == len(keys)
         return self._begin(
-            (self._reading([slots[i] for i in run], [buffers[i] for i in run], priority), run)
+            (
+                self._reading(
+                    [slots[i] for i in run],
+                    [keys[i] for i in run],
+                    [buffers[i] for i in run],
+                    priority,
+                ),
+                run,
+            )
             for run in self._runs(slots, READ_RUN_BYTES)
         )
 
@@ -179,9 +187,9 @@ class Drive:
     def clear(self) -> None:
         """Forget all blocks; see `LowerTier.clear`."""
         self.index.clear()
-        # What is written from now on is bound to an epoch that no table has: after a restart
-        # neither old nor new blocks are found.
-        self._epoch = new_epoch()
+        # What is written from now on is bound to a seal that no table has: after a restart neither
+        # old nor new blocks are found.
+        self._seal = new_epoch()
         self._upkeep.reset()
 
     def poll(self) -> list[Job]:
@@ -245,10 +253,16 @@ class Drive:
         most = blocks_per_run(len(slots), size, run_bytes, THREADS)
         return find_runs(slots, most, slots_per_slab(size))
 
-    def _reading(self, slots: list[int], buffers: list[memoryview], priority: Priority) -> Job:
+    def _reading(
+        self,
+        slots: list[int],
+        keys: list[bytes],
+        buffers: list[memoryview],
+        priority: Priority,
+    ) -> Job:
         """A job that reads neighbouring slots."""
         checksums = [self.index.checksum(slot) for slot in slots]
-        work = partial(self._store.read, slots[0], checksums, self._epoch, buffers)
+        work = partial(self._store.read, slots[0], keys, checksums, self._seal, buffers)
         job = Job(priority, len(slots) * self._store.slot_bytes, work, len(slots))
         self._running[job] = _Running(slots, writes=False)
         return job
@@ -262,7 +276,7 @@ class Drive:
     ) -> Job:
         """A job that writes neighbouring slots."""
         running = _Running(slots, writes=True)
-        write = partial(self._store.write, slots[0], keys, generations, self._epoch, buffers)
+        write = partial(self._store.write, slots[0], keys, generations, self._seal, buffers)
 
         def work() -> list[Outcome]:
             running.checksums = write()

@@ -8,6 +8,7 @@ meanwhile, and who finds something wrong has to look again.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from flexkv.tiers.disk.files import (
 )
 from flexkv.tiers.disk.ledger import load_ledger
 
+_PART_BYTES = 1 << 20
 _HEADER_READS = 3
 """A header that is replaced while it is read may look damaged: it is read again so many times."""
 
@@ -46,18 +48,22 @@ class Snapshot:
     Attributes:
         header: None if the folder has no table, or one that an engine would make anew.
         damaged: whether the latter, and the table is not just being made.
-        body: the bytes behind the header.
+        parts: the bytes behind the header in parts of `_PART_BYTES`, by number; those that are
+            zeros are left out.
     """
 
     header: table.Header | None
     damaged: bool
-    body: bytes
+    parts: dict[int, bytes]
 
     def records(self) -> Iterator[Record]:
         """Those that are intact, by slot."""
         if self.header is None:
-            return iter(())
-        return map(Record._make, table.decode_records(self.body, self.header.epoch))
+            return
+        seal = self.header.seal
+        for number, part in self.parts.items():
+            first = number * (_PART_BYTES // table.RECORD_BYTES)
+            yield from map(Record._make, table.decode_records(part, seal, first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ def folder_state(path: str) -> FolderState:
         folder = open_folder(path)
         try:
             owner = owner_of(folder)
-            snapshot = read_table(folder, fingerprint_of(path))
+            snapshot = read_table(folder, directory.fingerprint_of(path))
             ledger = load_ledger(folder)
             on_disk = directory.disk_bytes(path)
         finally:
@@ -116,7 +122,7 @@ def folder_state(path: str) -> FolderState:
     block_bytes = header.slot_bytes if header else 0
     return FolderState(
         path=path,
-        fingerprint=fingerprint_of(path),
+        fingerprint=directory.fingerprint_of(path),
         owner=owner,
         block_bytes=block_bytes,
         slots=header.num_slots if header else 0,
@@ -143,19 +149,41 @@ def read_table(folder: int, fingerprint: str) -> Snapshot:
     Raises:
         OSError: as the system says, but not because there is no table.
     """
-    data = b""
+    pages = b""
     for _ in range(_HEADER_READS):
         try:
             fd = open_regular(folder, directory.TABLE, os.O_RDONLY)
         except FileNotFoundError:
-            return Snapshot(None, damaged=False, body=b"")
-        with open(fd, "rb", buffering=0) as file:
-            data = file.readall()
-        header = table.Header.decode(data[: table.HEADER_BYTES])
-        if header is not None and header.fingerprint == fingerprint:
-            body = data[table.HEADER_BYTES : table.table_bytes(header.num_slots)]
-            return Snapshot(header, damaged=False, body=body)
-    return Snapshot(None, damaged=any(data[: table.HEADER_BYTES]), body=b"")
+            return Snapshot(None, damaged=False, parts={})
+        try:
+            pages = os.pread(fd, table.HEADER_BYTES, 0)
+            header = table.Header.decode(pages)
+            if header is not None and header.fingerprint == fingerprint:
+                return Snapshot(header, damaged=False, parts=_read_parts(fd, header.num_slots))
+        finally:
+            os.close(fd)
+    return Snapshot(None, damaged=any(pages), parts={})
+
+
+def _read_parts(fd: int, num_slots: int) -> dict[int, bytes]:
+    """The records of an open table, no more than there are on disk: a file may claim any size."""
+    parts = {}
+    end = table.table_bytes(num_slots)
+    offset = table.HEADER_BYTES
+    while offset < end:
+        try:
+            offset = max(offset, os.lseek(fd, offset, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no more data
+                raise
+            break
+        number = (offset - table.HEADER_BYTES) // _PART_BYTES
+        start = table.HEADER_BYTES + number * _PART_BYTES
+        part = os.pread(fd, min(_PART_BYTES, end - start), start)
+        if part.count(0) < len(part):
+            parts[number] = part
+        offset = start + _PART_BYTES
+    return parts
 
 
 def owner_of(folder: int) -> int | None:
@@ -238,8 +266,3 @@ def _lock_device(fd: int) -> str:
             if number == mount:
                 major, minor = map(int, name.split(":"))
     return f"{major:02x}:{minor:02x}"
-
-
-def fingerprint_of(path: str) -> str:
-    """Of a folder's name; see `directory`."""
-    return os.path.basename(path).partition("-")[0]

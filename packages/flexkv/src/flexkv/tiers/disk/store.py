@@ -7,17 +7,28 @@ Everything here waits for the disk. `DiskTier` decides what is done, and calls f
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import directory, table
-from flexkv.tiers.disk.files import Files, is_regular, read_fully, write_fully
+from flexkv.tiers.disk.files import (
+    Files,
+    is_regular,
+    open_regular,
+    read_fully,
+    reason_of,
+    write_fully,
+)
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
 from flexkv.transfer.job import Outcome
+
+logger = logging.getLogger(__name__)
 
 _PAGE = 4096
 _RESERVED_BYTES = 4 * _PAGE
@@ -37,6 +48,44 @@ def slots_within(capacity: int, slot_bytes: int) -> int:
     return max(0, (room - slabs * _SLAB_MAP_BYTES) // each)
 
 
+def bytes_of(capacity: int, slot_bytes: int) -> int:
+    """Bytes of the files that a store of `capacity` bytes allocates."""
+    slots = slots_within(capacity, slot_bytes)
+    return slots * slot_bytes + table.table_bytes(slots)
+
+
+def check_table(folder: directory.Folder) -> None:
+    """Check that the table in a folder, if there is one, is ours to write over.
+
+    Raises:
+        DiskError: it is not, or cannot be read.
+    """
+    path = os.path.join(folder.path, directory.TABLE)
+    try:
+        fd = open_regular(folder.fd, directory.TABLE, os.O_RDONLY)
+        try:
+            pages = os.pread(fd, table.HEADER_BYTES, 0)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DiskError(
+            f"cannot use {path}: {error.strerror}; allowed: a file that this user can write"
+        ) from None
+    version = table.newer_version(pages)
+    if version is not None:
+        raise DiskError(
+            f"{path} is of format {version}, written by a newer FlexKV; allowed: formats up to "
+            f"{table.VERSION}: use that FlexKV, another ssd_cache_dir, or remove {folder.path}"
+        )
+    if any(pages) and not table.has_magic(pages):
+        raise DiskError(
+            f"{path} is not a table of FlexKV; allowed: one of FlexKV, or none: remove it, or use "
+            f"another ssd_cache_dir"
+        )
+
+
 class DiskStore:
     """The open files of one folder, and the index over them.
 
@@ -49,7 +98,7 @@ class DiskStore:
         index: what the table said when it was opened; its user keeps it up to date.
         ledger: counters.
         generation: the greatest that the table holds.
-        epoch: what records and checksums are bound to.
+        seal: what records and checksums are bound to.
         direct: whether I/O passes the page cache by.
         slot_bytes: bytes of a slot, a multiple of 4 KiB.
     """
@@ -64,6 +113,13 @@ class DiskStore:
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
 
+        Args:
+            files: the system calls.
+            folder: where; owned from now on.
+            fingerprint: hexadecimal, of the blocks.
+            slot_bytes: bytes of a block.
+            capacity: bytes on disk at most.
+
         Raises:
             DiskError: there is no room, or the system refuses. `folder` is released.
         """
@@ -72,45 +128,69 @@ class DiskStore:
         self._fingerprint = fingerprint
         self._table = -1
         self._slabs: Slabs | None = None
+        self._header: table.Header
+        self._num_slots = slots_within(capacity, slot_bytes)
         self.path = folder.path
         self.slot_bytes = slot_bytes
-        num_slots = slots_within(capacity, slot_bytes)
-        if num_slots == 0:
-            folder.release()
-            raise DiskError(
-                f"ssd_cache_gb leaves {capacity} bytes for {self.path}, less than one block of "
-                f"{slot_bytes} bytes; allowed: room for at least one block in every directory"
-            )
         try:
-            self._table = files.open(folder.fd, directory.TABLE, os.O_RDWR | os.O_CREAT)
-            header = self._read_header()
-            reset = is_regular(folder.fd, directory.RESET)
-            fits = header is not None and header.slot_bytes == slot_bytes and not reset
-            self.epoch = header.epoch if header is not None and fits else new_epoch()
-            if not fits:
-                files.truncate(self._table, 0)
-            self._slabs = Slabs(files, folder.fd, slot_bytes, num_slots)
-            self._resize_table(num_slots)
-            self._save_header(self.epoch)
-            self._unmark()
-            self.direct = self._slabs.direct
-            self.index = SlotIndex(num_slots)
-            self.generation, outdated = self.index.restore(
-                table.decode_records(self._read_records(), self.epoch)
-            )
-            for slot in outdated:
-                self.erase(slot)
-            self.ledger = load_ledger(folder.fd)
+            if self._num_slots == 0:
+                raise DiskError(
+                    f"ssd_cache_gb leaves {capacity} bytes for {self.path}, less than one block of "
+                    f"{slot_bytes} bytes; allowed: room for at least one block in every directory"
+                )
+            self._open()
+        except DiskError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise DiskError(
-                f"cannot keep {num_slots} blocks of {slot_bytes} bytes in {self.path} "
-                f"(ssd_cache_gb, ssd_cache_dir): {error.strerror}; allowed: a file system with "
+                f"cannot keep {self._num_slots} blocks of {slot_bytes} bytes in {self.path} "
+                f"(ssd_cache_gb, ssd_cache_dir): {reason_of(error)}; allowed: a file system with "
                 f"that much room, and files that this user can write"
             ) from None
 
+    def _open(self) -> None:
+        """Open the files, created, grown or cut if need be.
+
+        Raises:
+            OSError: as the system says.
+        """
+        files, folder = self._files, self._folder.fd
+        self._table = files.open(folder, directory.TABLE, os.O_RDWR | os.O_CREAT)
+        pages = self._read_pages()
+        header = self._header_in(pages)
+        reset = is_regular(folder, directory.RESET)
+        if header is None or header.slot_bytes != self.slot_bytes or reset:
+            serial = header.serial if header is not None else 0
+            header = table.Header(self.slot_bytes, 1, new_epoch(), self._fingerprint, serial)
+            files.truncate(self._table, 0)
+            # First of all: the folder is known by it, whatever becomes of this process.
+            self._save_header(header)
+            self._unmark()
+            header = self._header
+        self._slabs = Slabs(files, folder, self.slot_bytes, self._num_slots)
+        self._resize_table(self._num_slots)
+        self._header = replace(header, num_slots=self._num_slots)
+        if pages != self._header.encode() * len(table.HEADER_OFFSETS):
+            self._save_header(self._header)
+        self.seal = self._header.seal
+        self.direct = self._slabs.direct
+        self.index = SlotIndex(self._num_slots)
+        self.generation, outdated = self.index.restore(
+            table.decode_records(self._read_records(), self.seal)
+        )
+        for slot in outdated:
+            self.erase(slot)
+        self.ledger = load_ledger(folder)
+
     def read(
-        self, slot: int, checksums: Sequence[bytes], epoch: int, buffers: Sequence[memoryview]
+        self,
+        slot: int,
+        keys: Sequence[bytes],
+        checksums: Sequence[bytes],
+        seal: int,
+        buffers: Sequence[memoryview],
     ) -> list[Outcome]:
         """Read neighbouring slots of one slab, from `slot` on, each into its buffer.
 
@@ -119,13 +199,14 @@ class DiskStore:
         assert self._slabs is not None
         whole = len(buffers) > 1 and self._slabs.read_run(slot, buffers)
         outcomes = []
-        for place, (checksum, buffer) in enumerate(zip(checksums, buffers, strict=True), slot):
+        blocks = zip(keys, checksums, buffers, strict=True)
+        for place, (key, checksum, buffer) in enumerate(blocks, slot):
             try:
                 there = whole or self._slabs.read(place, buffer)
             except OSError:
                 outcomes.append(Outcome.FAILED)
                 continue
-            intact = there and table.checksum_of(buffer, epoch) == checksum
+            intact = there and table.checksum_of(buffer, seal, key) == checksum
             outcomes.append(Outcome.DONE if intact else Outcome.DAMAGED)
         return outcomes
 
@@ -134,7 +215,7 @@ class DiskStore:
         slot: int,
         keys: Sequence[bytes],
         generations: Sequence[int],
-        epoch: int,
+        seal: int,
         buffers: Sequence[memoryview],
     ) -> list[bytes | None]:
         """Write neighbouring slots of one slab, from `slot` on, and then their records.
@@ -142,11 +223,13 @@ class DiskStore:
         Returns for each the checksum of its bytes. None if it failed: the slot then holds
         anything, and its record may be the old one, whose checksum no longer fits.
         """
-        checksums = [table.checksum_of(buffer, epoch) for buffer in buffers]
+        checksums = [
+            table.checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
+        ]
         written = self._write_data(slot, buffers)
         fields = zip(keys, checksums, generations, strict=True)
         records = [
-            table.encode_record(place, epoch, key, checksum, generation)
+            table.encode_record(place, seal, key, checksum, generation)
             for place, (key, checksum, generation) in enumerate(fields, slot)
         ]
         recorded = self._write_records(slot, records, written)
@@ -175,7 +258,7 @@ class DiskStore:
         """
         marked = self._mark()
         try:
-            self._save_header(new_epoch())
+            self._save_header(replace(self._header, epoch=new_epoch()))
         except OSError as error:
             place = "a file beside it says so" if marked else "nothing on disk says so"
             raise OSError(error.errno, f"{error.strerror}; {place}") from None
@@ -199,15 +282,22 @@ class DiskStore:
         self._slabs, self._table = None, -1
         self._folder.release()
 
-    def _save_header(self, epoch: int) -> None:
-        """Bind the table on disk to `epoch`: records of any other are empty from then on.
+    def _save_header(self, header: table.Header) -> None:
+        """Write all copies of a header, later than any before it.
 
         Raises:
-            OSError: as the system says.
+            OSError: as the system says, of one copy or of all.
         """
-        header = table.Header(self.slot_bytes, self._num_slots, epoch, self._fingerprint)
-        write_fully(self._files, self._table, memoryview(header.encode()), 0)
+        self._header = replace(header, serial=header.serial + 1)
+        failed = None
+        for offset in table.HEADER_OFFSETS:
+            try:
+                write_fully(self._files, self._table, memoryview(self._header.encode()), offset)
+            except OSError as error:
+                failed = error
         self._files.sync(self._table)
+        if failed is not None:
+            raise failed
 
     def _mark(self) -> bool:
         """Say beside the table that it is worth nothing. False if the system refuses."""
@@ -259,17 +349,26 @@ class DiskStore:
             return False
         return True
 
-    def _read_header(self) -> table.Header | None:
-        data = bytearray(table.HEADER_BYTES)
-        if not read_fully(self._files, self._table, memoryview(data), 0):
-            return None
-        header = table.Header.decode(bytes(data))
-        if header is None or header.fingerprint != self._fingerprint:
-            return None
-        return header
+    def _read_pages(self) -> bytes:
+        """The copies of the header; zeros where the table is shorter."""
+        pages = bytearray(table.HEADER_BYTES)
+        read_fully(self._files, self._table, memoryview(pages), 0)
+        return bytes(pages)
+
+    def _header_in(self, pages: bytes) -> table.Header | None:
+        """The header of our blocks in `pages`; None if the table is to be made anew."""
+        header = table.Header.decode(pages)
+        if header is not None and header.fingerprint == self._fingerprint:
+            return header
+        if any(pages):
+            logger.warning(
+                "%s is damaged in both of its headers, of other blocks, or of an older FlexKV: its "
+                "blocks are lost, the cache begins empty",
+                os.path.join(self.path, directory.TABLE),
+            )
+        return None
 
     def _resize_table(self, num_slots: int) -> None:
-        self._num_slots = num_slots
         length = table.table_bytes(num_slots)
         if os.fstat(self._table).st_size > length:
             self._files.truncate(self._table, length)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot table of a disk store: a header, then one fixed record for every slot.
+"""The slot table of a disk store: a header, twice, then one fixed record for every slot.
 
 A record names the block in its slot and proves itself: it ends in a CRC over itself, its own
-position and the table's epoch. A torn, moved, foreign or outdated record is an empty slot. The
+position and the table's seal. A torn, moved, foreign or outdated record is an empty slot. The
 record also holds the checksum that the block's bytes must have, so nothing depends on the order
 in which data and table reach the disk.
 
+The seal is made of the header's epoch and fingerprint, and a block's checksum of the seal, the
+block's key and its bytes: under another header, or another key, neither record nor bytes pass.
+
 Layout, little-endian, no padding:
 
-    header (4,096 bytes)  magic 8s | version I | reserved I | slot_bytes Q | num_slots Q |
+    header (4,096 bytes, two of them)
+                          magic 8s | version I | serial I | slot_bytes Q | num_slots Q |
                           epoch Q | fingerprint 64s | crc32 I | zeros
     record (64 bytes)     key 32s | checksum 16s | generation Q | key_length B | zeros 3s | crc32 I
 """
@@ -23,16 +27,23 @@ from dataclasses import dataclass
 
 import xxhash
 
-HEADER_BYTES = 4096
+PAGE_BYTES = 4096
+HEADER_OFFSETS = (0, PAGE_BYTES)
+"""Of the copies of the header."""
+HEADER_BYTES = len(HEADER_OFFSETS) * PAGE_BYTES
 RECORD_BYTES = 64
 KEY_BYTES = 32
 CHECKSUM_BYTES = 16
 _MAGIC = b"FLEXKVTB"
-_VERSION = 1
+VERSION = 2
+MAX_SLOT_BYTES = 1 << 32
+MAX_SLOTS = 1 << 31
+"""What a header can say and mean it: blocks of 4 GiB, and slots that an index can number."""
 _HEADER = struct.Struct("<8sIIQQQ64s")
 _BODY = struct.Struct("<32s16sQB3s")
 _RECORD = struct.Struct("<32s16sQB3sI")
-_EPOCH = struct.Struct("<Q")
+_SEAL = struct.Struct("<Q")
+_VERSION = struct.Struct("<8xI")
 _CRC = struct.Struct("<I")
 EMPTY_RECORD = bytes(RECORD_BYTES)
 _LAST_GENERATION = 1 << 63
@@ -45,79 +56,108 @@ class Header:
     """What a table is for.
 
     Attributes:
-        slot_bytes: bytes of a slot.
+        slot_bytes: bytes of a slot, a multiple of 4 KiB.
         num_slots: slots, and so records.
         epoch: random; records and checksums of another epoch are worth nothing.
         fingerprint: hexadecimal, of the blocks.
+        serial: greater than that of the header that this one replaced.
     """
 
     slot_bytes: int
     num_slots: int
     epoch: int
     fingerprint: str
+    serial: int
+
+    @property
+    def seal(self) -> int:
+        """What records and checksums are bound to, 64 bits."""
+        return xxhash.xxh3_64_intdigest(self.fingerprint.encode("ascii"), self.epoch)
 
     def encode(self) -> bytes:
+        """One copy of it, a page."""
         body = _HEADER.pack(
             _MAGIC,
-            _VERSION,
-            0,
+            VERSION,
+            self.serial,
             self.slot_bytes,
             self.num_slots,
             self.epoch,
             self.fingerprint.encode("ascii"),
         )
-        return (body + _CRC.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
+        return (body + _CRC.pack(zlib.crc32(body))).ljust(PAGE_BYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Header | None:
-        """The header that begins `data`; None if it is not one that this version wrote."""
+        """The header that a table begins with, by its copies in `data`: of two that differ the
+        later one. None if neither is one that this version wrote."""
+        copies = [cls._decode_copy(data[start : start + PAGE_BYTES]) for start in HEADER_OFFSETS]
+        intact = [copy for copy in copies if copy is not None]
+        return max(intact, key=lambda copy: copy.serial, default=None)
+
+    @classmethod
+    def _decode_copy(cls, data: bytes) -> Header | None:
         if len(data) < _HEADER.size + _CRC.size:
             return None
         body = data[: _HEADER.size]
         (crc,) = _CRC.unpack_from(data, _HEADER.size)
-        if crc != zlib.crc32(body):
+        magic, version, serial, slot_bytes, num_slots, epoch, name = _HEADER.unpack(body)
+        fingerprint = name.rstrip(b"\0")
+        if (
+            crc != zlib.crc32(body)
+            or (magic, version) != (_MAGIC, VERSION)
+            or not 0 < slot_bytes <= MAX_SLOT_BYTES
+            or slot_bytes % PAGE_BYTES
+            or not 0 < num_slots <= MAX_SLOTS
+            or not fingerprint.isascii()
+        ):
             return None
-        magic, version, _, slot_bytes, num_slots, epoch, fingerprint = _HEADER.unpack(body)
-        if magic != _MAGIC or version != _VERSION:
-            return None
-        text = fingerprint.rstrip(b"\0").decode("ascii", errors="replace")
-        return cls(slot_bytes, num_slots, epoch, text)
+        return cls(slot_bytes, num_slots, epoch, fingerprint.decode("ascii"), serial)
 
 
 def has_magic(data: bytes) -> bool:
-    """Whether `data` begins as the table of some version of FlexKV does."""
-    return data.startswith(_MAGIC)
+    """Whether the first bytes of a file, `data`, are those of a table of some version of FlexKV."""
+    return any(data[start:].startswith(_MAGIC) for start in HEADER_OFFSETS)
 
 
-def encode_record(slot: int, epoch: int, key: bytes, checksum: bytes, generation: int) -> bytes:
+def newer_version(data: bytes) -> int | None:
+    """The version of the table that begins with `data`, if a newer FlexKV wrote it."""
+    if Header.decode(data) is not None or not data.startswith(_MAGIC):
+        return None
+    (version,) = _VERSION.unpack_from(data.ljust(_VERSION.size, b"\0"))
+    return version if version > VERSION else None
+
+
+def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation: int) -> bytes:
     """The record of a block.
 
     Args:
         slot: where the block lies.
-        epoch: the header's.
+        seal: the header's.
         key: of the block, at most 32 bytes (see `disk_key`).
         checksum: of the slot's bytes, 16 bytes (see `checksum_of`).
         generation: 1 or more, and more with every write to the store, over restarts too: of two
             records of the same key the greater is the later.
     """
     body = _BODY.pack(key, checksum, generation, len(key), b"")
-    return body + _CRC.pack(zlib.crc32(body, slot ^ _seed(epoch)))
+    return body + _CRC.pack(zlib.crc32(body, slot ^ _seed(seal)))
 
 
 def decode_records(
-    table: bytes | memoryview, epoch: int
+    table: bytes | memoryview, seal: int, first: int = 0
 ) -> Iterator[tuple[int, bytes, bytes, int]]:
     """Slot, key, checksum and generation of every record in `table` that is intact.
 
     Args:
-        table: the bytes behind the header.
-        epoch: the header's.
+        table: the bytes behind the header, or whole records out of them.
+        seal: the header's.
+        first: slot of the first record in `table`.
     """
-    seed = _seed(epoch)
+    seed = _seed(seal)
     crc32 = zlib.crc32
     start = 0
     whole = memoryview(table)[: len(table) // RECORD_BYTES * RECORD_BYTES]
-    for slot, fields in enumerate(_RECORD.iter_unpack(whole)):
+    for slot, fields in enumerate(_RECORD.iter_unpack(whole), first):
         key, checksum, generation, length, _, crc = fields
         # Generations begin at 1: most of a young table is told empty without its CRC.
         if (
@@ -145,13 +185,14 @@ def disk_key(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=KEY_BYTES).digest()
 
 
-def checksum_of(data: bytes | memoryview, epoch: int) -> bytes:
-    """XXH3-128 of a slot's bytes, 16 bytes, seeded with the table's epoch: bytes that an earlier
-    epoch left behind never match. Gives the GIL back while it computes."""
-    return xxhash.xxh3_128_digest(data, epoch)
+def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
+    """XXH3-128 of the bytes of the block of `key`, 16 bytes, seeded with the table's seal and the
+    key: what an earlier epoch, another model or another block left behind never matches. Gives the
+    GIL back while it computes."""
+    return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(key, seal))
 
 
-def _seed(epoch: int) -> int:
+def _seed(seal: int) -> int:
     # Two start values give two CRCs, whatever the bytes (CRC-32 is linear and invertible in its
     # start value): a record that was moved to another slot never passes.
-    return zlib.crc32(_EPOCH.pack(epoch))
+    return zlib.crc32(_SEAL.pack(seal))

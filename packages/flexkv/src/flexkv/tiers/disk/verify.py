@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from flexkv.tiers.disk.directory import fingerprint_of
 from flexkv.tiers.disk.files import Files, open_folder
 from flexkv.tiers.disk.inspect import (
     Record,
     SlotReader,
     Snapshot,
-    fingerprint_of,
     read_table,
     unreadable,
 )
@@ -81,7 +81,7 @@ class Report:
 class _Finding:
     """A look at a block that seemed bad; equal if nothing has changed between two looks."""
 
-    epoch: int
+    seal: int
     record: Record
     found: bytes
     """Checksum of the bytes; empty if they could not be read."""
@@ -171,7 +171,7 @@ class _Verification:
         header = snapshot.header
         if header is None:
             return {}
-        epoch, slot_bytes = header.epoch, header.slot_bytes
+        seal, slot_bytes = header.seal, header.slot_bytes
         feed = _Feed(iter(records))
 
         def work() -> list[_Finding]:
@@ -179,7 +179,7 @@ class _Verification:
             findings = []
             try:
                 while (record := feed.take()) is not None:
-                    finding = _examine(reader, record, epoch)
+                    finding = _examine(reader, record, seal)
                     if finding is not None:
                         findings.append(finding)
                     advance(slot_bytes)
@@ -223,7 +223,7 @@ class _Feed:
         self._stopped = True
 
 
-def _examine(reader: SlotReader, record: Record, epoch: int) -> _Finding | None:
+def _examine(reader: SlotReader, record: Record, seal: int) -> _Finding | None:
     """Read the block of `record`. None if it is intact."""
     found = b""
     name = reader.file_of(record.slot)
@@ -232,7 +232,7 @@ def _examine(reader: SlotReader, record: Record, epoch: int) -> _Finding | None:
         if data is None:
             reason = f"{name} ends before it"
         else:
-            found = checksum_of(data, epoch)
+            found = checksum_of(data, seal, record.key)
             reason = "its bytes are not those that were written"
     except FileNotFoundError:
         reason = f"{name} is missing"
@@ -240,7 +240,7 @@ def _examine(reader: SlotReader, record: Record, epoch: int) -> _Finding | None:
         reason = f"{name} cannot be read: {error.strerror}"
     if found == record.checksum:
         return None
-    return _Finding(epoch, record, found, reason)
+    return _Finding(seal, record, found, reason)
 
 
 def _bad_block(path: str, finding: _Finding) -> BadBlock:

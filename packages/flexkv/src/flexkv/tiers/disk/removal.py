@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removing folders of FlexKV, and nothing else, and making room by it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import logging
+import math
+import os
+import secrets
+
+from flexkv.errors import DiskError
+from flexkv.tiers.disk import ledger
+from flexkv.tiers.disk.directory import (
+    LOCK,
+    REMOVED,
+    RESET,
+    TABLE,
+    disk_bytes,
+    fingerprint_of,
+    folders,
+    has_table,
+    lock_folder,
+    may_be_ours,
+    newer_version,
+)
+from flexkv.tiers.disk.files import is_regular, open_folder, open_regular, try_lock
+from flexkv.tiers.disk.slabs import is_slab
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+class Removal(enum.Enum):
+    """How the removal of a folder ended."""
+
+    REMOVED = "removed"
+    IN_USE = "in use"
+    FOREIGN_FILES = "holds files that are not FlexKV's"
+    """All of FlexKV's are gone, the folder and the others are left."""
+
+
+def check_room(root: str, mine: str, size: int, share: bool) -> None:
+    """Check that `make_room` can do what it is to do. Changes nothing.
+
+    Raises:
+        DiskError: it cannot, or `root` cannot be read.
+    """
+    has, left = disk_bytes(mine), free_bytes(root)
+    if left + sum(map(disk_bytes, _others(root, mine, share))) < size - has:
+        raise DiskError(
+            f"ssd_cache_gb asks for {size / _GIB:.2f} GiB in {mine}, which has {has / _GIB:.2f} "
+            f"GiB already, and its file system has {left / _GIB:.2f} GiB left; allowed: as much as "
+            f"there is room for beside folders in use"
+        )
+
+
+def make_room(root: str, mine: str, size: int, share: bool) -> None:
+    """Have room for `size` bytes in the folder `mine`, what it has already included. If the file
+    system lacks it, other folders of FlexKV below `root` are removed, those that were owned longest
+    ago first, as many as it takes.
+
+    Args:
+        root: the cache directory.
+        mine: path of the folder that is kept.
+        size: bytes on disk that its files will have.
+        share: keep also those of the same fingerprint, for engines that are about to start.
+
+    Raises:
+        DiskError: `root` cannot be read.
+    """
+    need = size - disk_bytes(mine)
+    for path in _others(root, mine, share):
+        if REMOVED in os.path.basename(path) or free_bytes(root) < need:
+            _remove(path)
+
+
+def remove_others(root: str, mine: str, share: bool) -> None:
+    """Remove all folders that `make_room` may remove.
+
+    Raises:
+        DiskError: `root` cannot be read.
+    """
+    for path in _others(root, mine, share):
+        _remove(path)
+
+
+def _remove(path: str) -> None:
+    # What cannot be locked or removed is someone else's.
+    with contextlib.suppress(OSError):
+        count = disk_bytes(path)
+        if remove(path) is Removal.REMOVED:
+            logger.info("removed %s, %.2f GiB of another model", path, count / _GIB)
+
+
+def free_bytes(root: str) -> float:
+    """Bytes that this user may still fill on the file system of `root`; infinite where it does not
+    say."""
+    said = os.statvfs(root)
+    return said.f_bavail * said.f_frsize if said.f_blocks else math.inf
+
+
+def _others(root: str, mine: str, share: bool) -> list[str]:
+    """Folders of FlexKV below `root` that no process owns, but `mine`, and with `share` none of the
+    same fingerprint; the one that was owned longest ago first."""
+    found: dict[str, float] = {}
+    for path in folders(root, leftovers=True):
+        if path == mine or (share and fingerprint_of(path) == fingerprint_of(mine)):
+            continue
+        # What cannot be looked into is someone else's.
+        with contextlib.suppress(OSError):
+            folder = open_folder(path)
+            try:
+                if _is_free(folder) and not newer_version(folder):
+                    found[path] = os.stat(LOCK, dir_fd=folder, follow_symlinks=False).st_mtime
+            finally:
+                os.close(folder)
+    return sorted(found, key=lambda path: found[path])
+
+
+def _is_free(folder: int) -> bool:
+    """Whether no process owns the open directory `folder`."""
+    lock = open_regular(folder, LOCK, os.O_RDWR)
+    try:
+        return try_lock(lock)
+    finally:
+        os.close(lock)
+
+
+def remove(path: str) -> Removal:
+    """Remove what is FlexKV's in a folder, and the folder if that is all.
+
+    Raises:
+        OSError: as the system says; the folder is not FlexKV's.
+    """
+    if not may_be_ours(path):
+        raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
+    folder = lock_folder(path)
+    if folder is None:
+        return Removal.IN_USE
+    try:
+        if not has_table(folder.fd):
+            raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
+        if version := newer_version(folder.fd):
+            reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
+            raise OSError(errno.EEXIST, reason, path)
+        names = os.listdir(folder.fd)
+        ours = [name for name in names if _is_own(name) and is_regular(folder.fd, name)]
+        alone = len(ours) == len(names)
+        if alone and REMOVED not in os.path.basename(path):
+            # Out of the way at once, for an engine that starts meanwhile.
+            path = f"{path}{REMOVED}{secrets.token_hex(4)}"
+            os.rename(folder.path, path)
+        # The table last but the lock: without it the rest would be nobody's if this is cut off.
+        for name in sorted(ours, key=lambda name: (name == LOCK, name == TABLE)):
+            os.unlink(name, dir_fd=folder.fd)
+        if alone:
+            os.rmdir(path)
+    finally:
+        folder.release()
+    return Removal.REMOVED if alone else Removal.FOREIGN_FILES
+
+
+def _is_own(name: str) -> bool:
+    return name in _OWN_NAMES or is_slab(name)
+
+
+_OWN_NAMES = frozenset({LOCK, TABLE, RESET, ledger.FILE, ledger.SCRATCH})
