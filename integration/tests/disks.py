@@ -99,7 +99,7 @@ def damage(rng: random.Random, directory: Path, share: float) -> int:
 def run_cli(*arguments: str) -> tuple[int, Any]:
     """Run `flexkv` with `--json`; its exit code, and what it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "flexkv.cli", *arguments, "--json"],
+        [sys.executable, "-m", "flexkv", *arguments, "--json"],
         check=False,
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ def flexkv() -> Flexkv:
     """Runs `flexkv` with the given arguments; neither its input nor its output is a terminal."""
 
     def run(*arguments: object) -> Ended:
-        command = [sys.executable, "-m", "flexkv.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "flexkv", *map(str, arguments)]
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
@@ -40,7 +40,7 @@ def flexkv_on_terminal() -> FlexkvOnTerminal:
 
     def run(*arguments: object, answer: str = "") -> Ended:
         master, slave = os.openpty()
-        command = [sys.executable, "-m", "flexkv.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "flexkv", *map(str, arguments)]
         environment = {**os.environ, "TERM": "xterm"}
         os.write(master, answer.encode())
         process = subprocess.Popen(

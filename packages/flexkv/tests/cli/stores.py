@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexkv.tiers.base import BlockResult
+from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import open_folder
 from flexkv.tiers.disk.inspect import Record, Snapshot, read_table
 from flexkv.transfer.job import Outcome, Priority
@@ -73,6 +74,13 @@ class Cache:
             return read_table(folder, FINGERPRINT)
         finally:
             os.close(folder)
+
+    def damage_headers(self) -> None:
+        """Change a byte in each copy of the table's header."""
+        with open(self.folder / "table", "r+b") as file:
+            for copy in table.HEADER_OFFSETS:
+                file.seek(copy + 20)
+                file.write(b"X")
 
     def flip(self, slot: int) -> None:
         """Change one byte in the middle of a slot."""

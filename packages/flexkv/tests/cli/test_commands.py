@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from flexkv import cli
-from packages.flexkv.tests.cli.stores import Flexkv
+from packages.flexkv.tests.cli.stores import Cache, Flexkv
 
+NOBODY = 65534
 COMMANDS = [command.NAME for command in cli.COMMANDS]
 
 
@@ -44,6 +48,105 @@ def test_a_directory_without_a_cache_is_bad_use_and_stays_as_it_is(
     assert ended.code == 2
     assert "holds no cache" in ended.err
     assert (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_only_named_like_a_cache_is_bad_use_and_stays_as_it_is(
+    flexkv: Flexkv, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "deadbeefdeadbeef"
+    folder.mkdir()
+    for file in ("lock", "precious.txt", "table"):
+        (folder / file).write_text("mine")
+    ended = flexkv(name, tmp_path, *(["--yes"] if name == "clear" else []))
+    assert ended.code == 2
+    assert "holds no cache of FlexKV" in ended.err
+    assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
+        ("lock", "precious.txt", "table"), "mine"
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("file", ["table", "lock", "counters.json", "slab-00000"])
+def test_a_fifo_or_a_file_of_any_size_is_not_waited_for(
+    flexkv: Flexkv, cache: Cache, name: str, file: str
+) -> None:
+    cache.fill(2)
+    os.truncate(cache.folder / file, 1 << 42)
+    path = cache.folder / file
+    yes = ["--yes"] if name == "clear" else []
+    if name != "clear":
+        assert flexkv(name, cache.root).code in (0, 1)
+    path.unlink()
+    os.mkfifo(path)
+    ended = flexkv(name, cache.root, *yes)
+    needs = {
+        "stat": ["lock"],
+        "verify": ["slab-00000"],
+        "clear": ["lock", "counters.json", "slab-00000"],
+    }
+    assert ended.code == (2 if file == "table" else int(file in needs[name]))
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["stat", "verify"])
+def test_several_directories_are_looked_at_together(
+    flexkv: Flexkv, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [Cache(tmp_path / part) for part in "ab"]
+    for each in caches:
+        each.fill(1)
+    given = f"{tmp_path}/a;{tmp_path}/b"
+    expected = [str(each.folder) for each in caches]
+
+    def found(*arguments: str) -> list[str]:
+        folders = flexkv(name, *arguments, "--json").json["folders"]
+        return [folder.get("path") or folder["folder"] for folder in folders]
+
+    assert found(given) == expected
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_DIR", given)
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_GB", "1")
+    assert found() == expected
+    assert found(f"{tmp_path}/b") == expected[1:]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_without_a_directory_and_a_setting_there_is_one_clear_error(
+    flexkv: Flexkv, name: str
+) -> None:
+    ended = flexkv(name)
+    assert ended.code == 2
+    assert "DIR is missing on the command line, and ssd_cache_dir is not set" in ended.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_folder_that_cannot_be_read_is_no_success(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = Cache(Path(tempfile.mkdtemp()))
+    cache.fill(2)
+    closed = cache.root / ("f" * 16)
+    shutil.copytree(cache.folder, closed)
+    for path in [cache.root, *cache.root.rglob("*")]:
+        os.chown(path, NOBODY, NOBODY)
+    for warm_up in ("stat", "verify"):  # another user may not read what these import
+        cli.main([warm_up, str(cache.root)])
+    capsys.readouterr()
+    closed.chmod(0)
+    os.seteuid(NOBODY)
+    try:
+        code = cli.main([name, str(cache.root), *(["--yes"] if name == "clear" else [])])
+    finally:
+        os.seteuid(0)
+        left = [path.name for path in cache.root.iterdir()]
+        shutil.rmtree(cache.root)
+    shown = capsys.readouterr()
+    assert code == 1
+    assert str(closed) in shown.out + shown.err
+    assert "Permission denied" in shown.out + shown.err
+    assert "all intact" not in shown.out
+    assert sorted(left) == sorted([closed.name] + ([cache.folder.name] if name != "clear" else []))
 
 
 def test_an_unknown_command_is_bad_use(flexkv: Flexkv) -> None:

@@ -67,9 +67,7 @@ def test_stat_is_readable(flexkv: Flexkv, cache: Cache) -> None:
 
 def test_stat_shows_a_folder_whose_header_is_damaged(flexkv: Flexkv, cache: Cache) -> None:
     cache.fill(1)
-    with open(cache.folder / "table", "r+b") as file:
-        file.seek(20)
-        file.write(b"X")
+    cache.damage_headers()
     (folder,) = flexkv("stat", cache.root, "--json").json["folders"]
     assert folder["slots"] == folder["used_slots"] == 0
     assert "block size   unknown\n" in flexkv("stat", cache.root).out

@@ -88,11 +88,20 @@ def test_a_missing_slab_is_found(flexkv: Flexkv, cache: Cache) -> None:
     assert [bad["reason"] for bad in ended.json["bad"]] == ["slab-00000 is missing"]
 
 
+def test_many_bad_blocks_of_one_cause_are_one_line(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(40)
+    cache.slab.unlink()
+    ended = flexkv("verify", cache.root)
+    assert ended.code == 1
+    assert [line for line in ended.out.splitlines() if "bad: " in line] == [
+        "  bad: 40 blocks, slots 0 to 39  slab-00000 is missing"
+    ]
+    assert len(flexkv("verify", cache.root, "--json").json["bad"]) == 40
+
+
 def test_a_damaged_header_is_found(flexkv: Flexkv, cache: Cache) -> None:
     cache.fill(1)
-    with open(cache.folder / "table", "r+b") as file:
-        file.seek(20)
-        file.write(b"X")
+    cache.damage_headers()
     ended = flexkv("verify", cache.root, "--json")
     assert ended.code == 1
     assert [(bad["slot"], bad["key"]) for bad in ended.json["bad"]] == [(None, "")]
@@ -233,7 +242,10 @@ def test_a_bad_block_of_which_there_is_a_later_one_is_not_bad(quick: None, cache
     older, newer = cache.records()
     header = cache.table().header
     assert header is not None
-    same = replace_record(cache, header.seal, newer._replace(key=older.key, generation=1000))
+    data = cache.slab.read_bytes()[newer.slot * cache.block_bytes :][: cache.block_bytes]
+    checksum = table.checksum_of(data, header.seal, older.key)
+    later = newer._replace(key=older.key, checksum=checksum, generation=1000)
+    same = replace_record(cache, header.seal, later)
     cache.flip(older.slot)
     assert check(cache).bad == []
     cache.flip(same.slot)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `flexkv`. Each command is a module here that is listed in `COMMANDS`.
 
-Exit codes: 0 for yes, 1 for no (bad blocks were found, a folder was left), 2 for bad use.
+Exit codes: 0 for yes, 1 for no (bad blocks were found, a folder was left or could not be read, the
+output could not be written), 2 for bad use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Protocol
 from flexkv import __version__
 from flexkv.cli import clear, stat, verify
 from flexkv.errors import FlexKVError
+from flexkv.tiers.disk.files import reason_of
 
+NO = 1
 BAD_USE = 2
 INTERRUPTED = 130
 
@@ -49,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the arguments make no command, or ask for help.
     """
+    _open_standard_streams()
     args = _parser().parse_args(argv)
     command: Command = args.command
     try:
@@ -60,10 +64,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Who read the output has enough. What is left in the buffer must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # Who read the output has enough.
+        _drop_output()
+        return NO
+    except OSError as error:
+        _drop_output()
+        print(f"flexkv {command.NAME}: error: {reason_of(error)}", file=sys.stderr)
+        return NO
     return code
+
+
+def _open_standard_streams() -> None:
+    """Give the process the standard streams that it was started without, so that no file which it
+    opens becomes one of them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        # The lowest descriptor that is free: those below are open by now.
+        fd = os.open(os.devnull, os.O_RDWR)
+        if fd != number:
+            os.dup2(fd, number)
+            os.close(fd)
+        mode = "w" if number else "r"
+        setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def _drop_output() -> None:
+    """What is left in the buffer of standard output must not fail at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove all caches of a directory that no engine owns. Asks first; where there is no terminal to
-ask on, it needs --yes. Exit code 0 if all were removed, 1 if any is left."""
+"""Remove all caches of a directory that no engine owns, and nothing that is not FlexKV's. Asks
+first; where there is no terminal to ask on, it needs --yes. Exit code 0 if all were removed, 1 if
+any is left."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folders = cache_folders(args.directory)
+    folders = cache_folders(args.directory, leftovers=True)
     if not args.yes and not _confirmed(folders):
         print("nothing removed")
         return 1
@@ -42,10 +43,14 @@ def _confirmed(folders: list[str]) -> bool:
     for path in folders:
         print(path)
     try:
-        answer = input(f"Remove these {len(folders)} but those in use? [y/N] ")
+        answer = input(f"Remove {_count(folders)} (folders in use are skipped)? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in {"y", "yes"}
+
+
+def _count(folders: list[str]) -> str:
+    return "this folder" if len(folders) == 1 else f"these {len(folders)} folders"
 
 
 def _remove(path: str) -> bool:

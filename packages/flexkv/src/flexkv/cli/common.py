@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 
-from flexkv.errors import DiskError
+from flexkv.config_sources import load_config
+from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk import directory
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -15,7 +17,11 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "directory", metavar="DIR", help="a cache directory, as in an engine's ssd_cache_dir"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="a cache directory, or several separated by `;`, as in an engine's ssd_cache_dir; "
+        "default: that setting, from the environment or the file that FLEXKV_CONFIG_PATH names",
     )
 
 
@@ -23,21 +29,42 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
-def cache_folders(root: str) -> list[str]:
-    """Absolute paths of the folders with a cache in the directory `root` of the command line.
+def cache_folders(given: str | None, leftovers: bool = False) -> list[str]:
+    """Absolute paths of the folders of FlexKV in the directories of the command line, or in those
+    of the settings if it names none.
+
+    Args:
+        given: DIR.
+        leftovers: also of folders whose removal was cut off.
 
     Raises:
-        DiskError: it is no directory, cannot be read, or holds no cache.
+        ConfigError: DIR is missing, and the settings name no directory or are wrong.
+        DiskError: a directory is none, cannot be read, or none of them holds a cache.
     """
-    path = os.path.abspath(root)
-    if not os.path.exists(path):
-        raise DiskError(_refusal(root, "does not exist"))
-    if not os.path.isdir(path):
-        raise DiskError(_refusal(root, "is not a directory"))
-    found = directory.folders(path)
+    roots, source = _roots(given)
+    found = []
+    for root in roots:
+        path = os.path.abspath(root)
+        if not os.path.exists(path):
+            raise DiskError(_refusal(root, source, "does not exist"))
+        if not os.path.isdir(path):
+            raise DiskError(_refusal(root, source, "is not a directory"))
+        found += directory.folders(path, leftovers)
     if not found:
-        raise DiskError(_refusal(root, "holds no cache that this user can read"))
+        raise DiskError(_refusal(";".join(roots), source, "holds no cache of FlexKV"))
     return found
+
+
+def _roots(given: str | None) -> tuple[Sequence[str], str]:
+    """The directories, and where they come from."""
+    if given is not None:
+        return [part for part in given.split(";") if part] or [given], "DIR on the command line"
+    roots = load_config().ssd_cache_dir
+    if not roots:
+        raise ConfigError(
+            "DIR is missing on the command line, and ssd_cache_dir is not set; allowed: one of them"
+        )
+    return roots, "ssd_cache_dir"
 
 
 def size(count: int) -> str:
@@ -57,8 +84,8 @@ def print_json(content: object) -> None:
     print(json.dumps(content, indent=2))
 
 
-def _refusal(root: str, problem: str) -> str:
+def _refusal(root: str, source: str, problem: str) -> str:
     return (
-        f"{root!r} from DIR on the command line {problem}; allowed: a directory that an engine "
-        f"with FlexKV has used, see its ssd_cache_dir"
+        f"{root!r} from {source} {problem}; allowed: a directory that an engine with FlexKV has "
+        f"used, see its ssd_cache_dir"
     )

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a cache directory holds and has done, folder by folder. Changes nothing, and works beside
-engines; their counters are at most some seconds old. Exit code 0."""
+engines; their counters are at most some seconds old. Exit code 0, or 1 if a folder cannot be
+read."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict, dataclass, fields
 
 from flexkv.cli.common import add_directory, add_json, blocks, cache_folders, print_json, size
+from flexkv.errors import DiskError
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 
 NAME = "stat"
@@ -35,12 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    states = [folder_state(path) for path in cache_folders(args.directory)]
+    states, unreadable = [], 0
+    for path in cache_folders(args.directory):
+        try:
+            states.append(folder_state(path))
+        except DiskError as error:
+            print(error, file=sys.stderr)
+            unreadable += 1
+    code = 1 if unreadable else 0
     totals = _total(states)
     if args.json:
         content = {"folders": [asdict(state) for state in states], "totals": asdict(totals)}
         print_json(content)
-        return 0
+        return code
     for state in states:
         owner = "no" if state.owner is None else f"by process {state.owner}"
         print(state.path)
@@ -51,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print()
     print("1 folder in total" if len(states) == 1 else f"{len(states)} folders in total")
     _print_figures(totals)
-    return 0
+    return code
 
 
 def _total(states: list[FolderState]) -> Totals:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read every block of a cache directory and check it. Changes nothing, and works beside engines: a
-block that one replaces meanwhile is not bad. Exit code 0 if all blocks are intact, 1 if not."""
+block that one replaces meanwhile is not bad. Exit code 0 if all blocks are intact, 1 if not or if a
+folder cannot be read."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from dataclasses import asdict
 
@@ -20,11 +22,16 @@ from rich.progress import (
 )
 
 from flexkv.cli.common import add_directory, add_json, blocks, cache_folders, print_json, size
+from flexkv.errors import DiskError
 from flexkv.tiers.disk.files import OsFiles
-from flexkv.tiers.disk.verify import Report, verify_folder
+from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
 
 NAME = "verify"
 HELP = "read every block and check it"
+
+_LINES = 10
+"""Bad blocks of a folder that are named one by one, for each reason; more become one line. JSON has
+all of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folders = cache_folders(args.directory)
     begun = time.monotonic()
+    reports, unreadable = [], 0
     with _progress() as progress:
-        reports = [_verify(progress, path) for path in folders]
+        for path in folders:
+            try:
+                reports.append(_verify(progress, path))
+            except DiskError as error:
+                print(error, file=sys.stderr)
+                unreadable += 1
     seconds = time.monotonic() - begun
     bad = [block for report in reports for block in report.bad]
     if args.json:
@@ -46,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         ]
         print_json({"folders": checked, "bad": [asdict(block) for block in bad]})
     else:
-        _print(reports, seconds)
-    return 1 if bad else 0
+        _print(reports, unreadable, seconds)
+    return 1 if bad or unreadable else 0
 
 
 def _progress() -> Progress:
@@ -76,15 +89,32 @@ def _verify(progress: Progress, path: str) -> Report:
     return report
 
 
-def _print(reports: list[Report], seconds: float) -> None:
+def _print(reports: list[Report], unreadable: int, seconds: float) -> None:
     for report in reports:
         line = f"{report.folder}: {blocks(report.blocks)}, {size(report.bytes)}"
         if report.replaced_blocks:
             line += f"; {blocks(report.replaced_blocks)} replaced meanwhile"
         print(line)
-        for block in report.bad:
-            place = "table" if block.slot is None else f"slot {block.slot}  key {block.key}"
-            print(f"  bad: {place}  {block.reason}")
+        for reason, blocks_of_it in _by_reason(report.bad).items():
+            _print_bad(reason, blocks_of_it)
     total, count = sum(report.bytes for report in reports), sum(len(r.bad) for r in reports)
     verdict = f"{count} bad" if count else "all intact"
+    if unreadable:
+        verdict = f"{count} bad, {unreadable} of {len(reports) + unreadable} folders not read"
     print(f"{verdict}; read {size(total)} in {seconds:.1f} s")
+
+
+def _by_reason(bad: list[BadBlock]) -> dict[str, list[BadBlock]]:
+    groups: dict[str, list[BadBlock]] = {}
+    for block in bad:
+        groups.setdefault(block.reason, []).append(block)
+    return groups
+
+
+def _print_bad(reason: str, bad: list[BadBlock]) -> None:
+    if len(bad) > _LINES:
+        print(f"  bad: {len(bad)} blocks, slots {bad[0].slot} to {bad[-1].slot}  {reason}")
+        return
+    for block in bad:
+        place = "table" if block.slot is None else f"slot {block.slot}  key {block.key}"
+        print(f"  bad: {place}  {reason}")

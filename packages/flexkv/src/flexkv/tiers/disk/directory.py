@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 
 from flexkv.errors import DiskError
+from flexkv.forks import close_in_children
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import open_folder, open_regular, reason_of, try_lock
 
@@ -40,7 +41,7 @@ _TRY_SECONDS = 0.05
 An engine that starts meanwhile looks again so many times, so far apart."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Folder:
     """A folder that this process owns until `release`.
 
@@ -56,24 +57,15 @@ class Folder:
 
     def release(self) -> None:
         """Give the lock back. Idempotent."""
-        _open_folders.pop(self, None)
         for fd in (self.lock, self.fd):
             if fd >= 0:
                 os.close(fd)
         self.fd = self.lock = -1
 
-
-_open_folders: dict[Folder, None] = {}
-
-
-def _let_go_in_child() -> None:
-    # A lock is of an open file, which a forked process has too: as long as it lived nobody could
-    # own the folder. Closing it there takes nothing from the parent.
-    for folder in list(_open_folders):
-        folder.release()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
+    def leave_to_parent(self) -> None:
+        """See `forks.Owner`. The lock is of the open file: as long as a child had it open, nobody
+        could own the folder."""
+        self.release()
 
 
 def folders(root: str, leftovers: bool = False) -> list[str]:
@@ -118,7 +110,7 @@ def lock_folder(path: str) -> Folder | None:
     except OSError:
         folder.release()
         raise
-    _open_folders[folder] = None
+    close_in_children(folder)
     return folder
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m flexkv.cli` is `flexkv`."""
+"""`python -m flexkv` is the command `flexkv`."""
 
 from __future__ import annotations
 
