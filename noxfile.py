@@ -12,6 +12,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import nox
 
@@ -25,7 +26,8 @@ VLLM_VERSION = "0.32.0"
 PACKAGES = ["-e", "./packages/flexkv", "-e", "./packages/flexkv-vllm"]
 STATIC_TOOLS = ["pyrefly==1.4.1", "packaging>=24"]
 TOOLS = [
-    "pytest>=8.4,<10",
+    "pytest>=8.4,<9.2",  # pytest-xdist 3.8 does not see its groups under pytest 9.2
+    "pytest-xdist>=3.7,<4",
     "hypothesis>=6.100,<7",
     "matplotlib>=3.9,<4",
     "rich>=13.9",
@@ -60,6 +62,9 @@ nox.options.sessions = ["lint", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"  # not uv: it does not find torch's CPU build
 
+# Enough for two engines to end on a slow machine; `.ci/run` allows a little more.
+INTERRUPT_SECONDS = 90.0
+
 HAS_GPU = preflight.has_nvidia_gpu()
 DEMO_ENGINE = "engine-cuda" if HAS_GPU else "engine-cpu"
 
@@ -88,8 +93,13 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["engine-cpu"])
 def tests(session: nox.Session) -> None:
-    """All tests, those with a real engine last. `-- ARGS` go to pytest."""
-    _run(session, "engine-cpu", "-m", "pytest", *session.posargs)
+    """All tests, two at a time, those with a real engine last. `-- ARGS` go to pytest."""
+    # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
+    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    pytest = ["-m", "pytest", *workers, "--durations", "20", *session.posargs]
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    # If it is interrupted, pytest ends its engines and reports what has failed so far.
+    _run(session, "engine-cpu", *pytest, env=one_thread, interrupt_timeout=INTERRUPT_SECONDS)
 
 
 @nox.session(venv_backend="none", requires=["engine-cpu"])
@@ -109,6 +119,17 @@ def mutants(session: nox.Session) -> None:
 def campaign(session: nox.Session) -> None:
     """A real server under load while what is below it breaks. `-- --help` lists its options."""
     _run(session, "engine-cpu", "-m", "integration.campaign", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False, requires=["engine-cpu"])
+def nightly(session: nox.Session) -> None:
+    """What takes hours: campaigns of ten minutes, mutants, and every version of vLLM."""
+    session.notify("mutants")
+    for version in RELEASES:
+        session.notify(f"compat(vllm='{version}')")
+    for policy in ("recompute", "fail"):
+        options = ["--policy", policy, "--out", f"campaign-{policy}.json"]
+        _run(session, "engine-cpu", "-m", "integration.campaign", *options)
 
 
 @nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)
@@ -237,10 +258,10 @@ def _digest(said: str, files: Iterable[pathlib.Path]) -> str:
     return digest.hexdigest()
 
 
-def _run(session: nox.Session, engine: str, *command: str) -> None:
-    """Run the Python of an engine environment."""
+def _run(session: nox.Session, engine: str, *command: str, **options: Any) -> None:
+    """Run the Python of an engine environment; `options` are those of `session.run`."""
     python = session.cache_dir.parent / engine / "bin" / "python"
-    session.run(str(python), *command, external=True)
+    session.run(str(python), *command, external=True, **options)
 
 
 def _compat_cache(session: nox.Session) -> pathlib.Path:

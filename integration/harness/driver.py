@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from typing import IO, Any
 
 Message = dict[str, Any]
@@ -203,6 +204,7 @@ async def main(command_fd: int, event_fd: int) -> int:
     await asyncio.wait([task])
     if (error := task.exception()) is None:
         return 0
+    traceback.print_exception(error)  # as vLLM's own server does, which ends by it
     events.send({"event": "failed", "error": f"{type(error).__name__}: {error}"})
     return 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps at most one engine alive, so that tests share engines and never share the machine."""
+"""Keeps at most one engine alive for the tests of one process, which share it."""
 
 from __future__ import annotations
 

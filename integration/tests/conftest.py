@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests with real engines. One engine lives at a time; see ``EngineHost``."""
+"""Fixtures of the tests with real engines.
+
+Each worker of pytest-xdist has folders and an ``EngineHost`` of its own, in which one engine lives
+at a time. ``sharing`` decides which tests run on the same worker, and in which order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
-from integration.tests import corpus, disks
+from integration.tests import corpus, disks, sharing
 from integration.tests.reference import Reference, plain_config
 
 # Bytes of KV cache and of arena that hold all that one test stores, and little more.
@@ -23,46 +27,15 @@ KV_CACHE_BYTES = 64 << 20
 ARENA_GB = 0.125
 
 
-# Modules whose tests share an engine are neighbours. First of all: the proof that the others
-# would notice wrong bytes.
-ORDER = (
-    "test_notices_wrong_bytes",
-    "test_equality_warm",
-    "test_equality_partial",
-    "test_equality_concurrent",
-    "test_equality_aborted",
-    "test_salts_and_reset",
-    "test_equality_evicted",
-    "test_equality_preempted",
-    "test_equality_tp2",
-    "test_load_modes",
-    "test_families",
-    "test_offloading",
-    "test_offloading_small",
-    "test_disk_warm",
-    "test_disk_in_use",
-    "test_disk_restart",
-    "test_disk_tp2",
-    "test_observed",
-    "test_campaign",
-    "test_multi_connector",
-    "test_speculative",
-    "test_adapters",
-    "test_gpu_serving",
-    "test_entry_paths",
-    "test_lifecycle",
-    "test_bad_input",
-)
-
-
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test here, so that unit test runs can leave out what starts engines; sort them."""
     here = Path(__file__).parent
     ours = [item for item in items if item.path.is_relative_to(here)]
+    others = [item for item in items if not item.path.is_relative_to(here)]
     for item in ours:
         item.add_marker(pytest.mark.engine)
-    others = [item for item in items if item not in ours]
-    items[:] = others + sorted(ours, key=lambda item: ORDER.index(item.path.stem))
+    items[:] = others + sharing.grouped(ours)
 
 
 @pytest.fixture(scope="session")

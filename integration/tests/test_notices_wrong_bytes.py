@@ -20,6 +20,7 @@ from integration.tests.corpus import DAMAGED
 from integration.tests.reference import Reference, differs
 from integration.tests.steps import ask, blocks_of, external_hits, whole_blocks
 
+pytestmark = pytest.mark.proof
 LAYERS = range(TINY.layers)
 OWN_HIT = whole_blocks(len(DAMAGED), corpus.ENGINE_BLOCK)
 # The top bit of a float32's exponent, in its last byte: 0.5 becomes 1.7e38.
