@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from flexkv import cache
 from flexkv.session import server
 from flexkv.tiers.disk import drive
 from flexkv.transfer import demote, fetch, link
@@ -49,6 +50,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (demote, fetch, link):
+    for module in (cache, demote, fetch, link):
         monkeypatch.setattr(module, "time", made)
     return made

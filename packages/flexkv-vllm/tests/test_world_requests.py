@@ -10,6 +10,8 @@ import pytest
 from disk_world import fill, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
 
+from packages.conftest import Clock
+
 
 def test_without_load_nothing_is_looked_for(make_world: MakeWorld) -> None:
     world = make_world()
@@ -97,6 +99,44 @@ def test_pinned_blocks_stay_until_a_reset(make_world: MakeWorld, store: bool) ->
         world.generate(random_prompt(rng, 200))
     world.forget()
     assert world.external_tokens[world.generate(pinned)] == 0
+
+
+def test_pins_end_with_their_time_and_the_blocks_make_room(
+    make_world: MakeWorld, clock: Clock
+) -> None:
+    world = make_world(slots=20, settings={"pin_seconds": 60})
+    rng = random.Random(7)
+    texts = [random_prompt(rng, 90) for _ in range(2)]
+    world.generate(texts[0], max_tokens=1, params={"flexkv.pin": True})
+    world.generate(texts[1], max_tokens=1, params={"flexkv.pin": True, "flexkv.pin_seconds": 90})
+    assert world.cache.pinned_blocks == 10
+    clock.skip(61)
+    for _ in range(10):
+        world.generate(random_prompt(rng, 200))
+    assert world.cache.pinned_blocks == 5
+    world.forget()
+    assert world.external_tokens[world.generate(texts[0])] == 0
+    assert world.external_tokens[world.generate(texts[1])] == 80
+    clock.skip(30)
+    assert world.cache.pinned_blocks == 0
+
+
+def test_a_request_unpins_what_those_of_its_name_have_pinned(make_world: MakeWorld) -> None:
+    world = make_world(slots=40)
+    rng = random.Random(7)
+    for name in ("a", "b"):
+        pin = {"flexkv.pin": True, "flexkv.pin_name": name}
+        world.generate(random_prompt(rng, 80), max_tokens=1, params=pin)
+    world.generate(random_prompt(rng, 40), max_tokens=1, params={"flexkv.pin": True})
+    assert world.cache.pinned_blocks == 5 + 5 + 2
+    unpin = {"flexkv.unpin": True, "flexkv.pin_name": "a"}
+    world.generate(random_prompt(rng, 40), max_tokens=1, params=unpin)
+    assert world.cache.pinned_blocks == 5 + 2
+    world.generate(random_prompt(rng, 40), max_tokens=1, params={"flexkv.unpin": True})
+    assert world.cache.pinned_blocks == 5
+    for _ in range(10):
+        world.generate(random_prompt(rng, 200))
+    assert world.cache.pinned_blocks == 5
 
 
 def test_half_of_the_arena_can_be_pinned(

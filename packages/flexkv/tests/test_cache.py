@@ -14,6 +14,7 @@ from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Status, Tr
 from flexkv.eviction import LRUPolicy
 from flexkv.transfer.board import CELLS
 from flexkv.transfer.device import LOAD_RESERVE
+from packages.conftest import Clock
 
 RANKS = 2
 
@@ -176,6 +177,35 @@ def test_stores_leave_room_for_loads_and_a_full_board_is_a_miss() -> None:
             assert workers.cache.load(keys("a")) is not None
         assert workers.cache.load(keys("a")) is None
         assert workers.cache._index._ready[b"a"].leases == LOAD_RESERVE
+    finally:
+        workers.arena.close()
+
+
+def test_a_store_takes_the_slots_of_pins_whose_time_is_over(clock: Clock) -> None:
+    workers = Workers(4)
+    try:
+        workers.store("a", "b", "c", "d")
+        workers.cache.pin(keys("a", "b"), "me", 60)
+        clock.skip(30)
+        workers.store("w", "x", "y", "z")
+        assert workers.cache.lookup(keys("a", "b")) == 2
+        clock.skip(31)
+        workers.store("w", "x", "y", "z")
+        assert workers.cache.lookup(keys("w", "x", "y", "z")) == 4
+    finally:
+        workers.arena.close()
+
+
+def test_a_reset_ends_all_pins() -> None:
+    workers = Workers(4)
+    try:
+        workers.store("a", "b")
+        workers.cache.pin(keys("a", "b"), "me")
+        workers.cache.clear()
+        assert workers.cache.pinned_blocks == 0
+        workers.store("x", "y")
+        workers.cache.pin(keys("x", "y"), "other")
+        assert workers.cache.pinned_blocks == 2
     finally:
         workers.arena.close()
 

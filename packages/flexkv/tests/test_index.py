@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, BlockIndex, BlockState
 
 SLOTS = 6
-PINS = 3
+NUMBERS = count()
 KEYS = st.integers(0, 9).map(lambda i: bytes([i]))
 
 
@@ -36,12 +37,12 @@ def ready(index: BlockIndex) -> set[bytes]:
     return {key for key in map(bytes, ([i] for i in range(256))) if index.lookup([key])}
 
 
-def evict(index: BlockIndex, count: int) -> list[bytes]:
+def evict(index: BlockIndex, blocks: int) -> list[bytes]:
     """The blocks that leave, in their order, to make room for others that do not come."""
     left = []
-    for number in range(count):
+    for _ in range(blocks):
         before = ready(index)
-        block = index.reserve(b"new %d" % number, None)
+        block = index.reserve(b"new %d" % next(NUMBERS), None)
         assert block is not None
         left += sorted(before - ready(index))
     return left
@@ -154,46 +155,46 @@ def test_an_unreadable_block_is_found_no_more_and_its_slot_returns() -> None:
     assert index.free_slots == 1
 
 
-def test_a_pinned_block_is_not_evicted_until_the_index_is_cleared() -> None:
+def test_a_pinned_block_is_not_evicted_until_its_last_pin_ends() -> None:
     index = ready_index(3, [b"a", b"b", b"c"])
     leased = index.lease([b"b"])
     assert leased is not None
-    assert index.pin([b"a", b"b", b"absent"], limit=2) == 0
+    pins = [index.pin(b"b"), index.pin(b"b")]
+    assert index.pin(b"absent") is None
     index.release(leased)
-    index.touch([b"a", b"b", b"c"])
-    assert index.reserve(b"x", None) is not None
-    assert index.reserve(b"y", None) is None
-    assert index.lookup([b"a", b"b"]) == 2
-    index.clear()
+    assert index.pinned_blocks == 1
+    assert evict(index, 1) == [b"c"]
+    for pin in pins:
+        assert index.reserve(b"x", None) is None, "what it builds on stays, too"
+        assert pin is not None
+        index.unpin(pin)
     assert index.pinned_blocks == 0
-    assert index.reserve(b"y", None) is not None
+    assert evict(index, 2) == [b"b", b"a"]
 
 
 def test_a_block_may_be_pinned_before_it_is_ready() -> None:
     index = BlockIndex(1, LRUPolicy())
     block = index.reserve(b"a", None)
     assert block is not None
-    assert index.pin([b"a"], limit=1) == 0
+    assert index.pin(b"a") is block
     index.publish([block])
     assert index.reserve(b"x", None) is None
 
 
-def test_what_exceeds_the_limit_is_not_pinned() -> None:
-    index = ready_index(3, [b"a", b"b", b"c"])
-    assert index.pin([b"a", b"b", b"c"], limit=1) == 2
-    assert index.pin([b"a"], limit=1) == 0
-    assert index.pinned_blocks == 1
-
-
-def test_a_pinned_block_that_proves_unreadable_gives_its_pin_back() -> None:
+def test_a_pinned_block_that_proves_unreadable_gives_its_pins_back() -> None:
     index = ready_index(1, [b"a"])
-    index.pin([b"a"], limit=1)
+    pinned = index.pin(b"a")
     leased = index.lease([b"a"])
     assert leased is not None
+    assert pinned is not None
     index.drop(leased)
     index.release(leased)
     assert index.pinned_blocks == 0
     assert index.free_slots == 1
+    add(index, b"a")
+    index.pin(b"a")
+    index.unpin(pinned)
+    assert index.pinned_blocks == 1, "that was another block"
 
 
 def test_clear_waits_for_writers_and_readers() -> None:
@@ -220,6 +221,7 @@ class IndexModel(RuleBasedStateMachine):
         self.index.watch()
         self.told: set[bytes] = set()
         self.pinned: set[bytes] = set()
+        self.pins: list[Block] = []
         self.writing: list[Block] = []
         self.leases: list[list[Block]] = []
 
@@ -279,12 +281,21 @@ class IndexModel(RuleBasedStateMachine):
     def is_current(self, block: Block) -> bool:
         return block.state is not BlockState.DROPPED
 
-    @rule(keys=st.lists(KEYS, unique=True))
-    def pin(self, keys: list[bytes]) -> None:
-        known = [key for key in keys if key in self.index and key not in self.pinned]
-        room = PINS - len(self.pinned)
-        assert self.index.pin(keys, PINS) == max(0, len(known) - room)
-        self.pinned |= set(known[:room])
+    @rule(key=KEYS)
+    def pin(self, key: bytes) -> None:
+        block = self.index.pin(key)
+        assert (block is None) is (key not in self.index)
+        if block is not None:
+            self.pins.append(block)
+            self.pinned.add(key)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        block = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.index.unpin(block)
+        if self.is_current(block) and all(each is not block for each in self.pins):
+            self.pinned.discard(block.key)
 
     @rule(used=st.booleans())
     def make_room(self, used: bool) -> None:
@@ -327,7 +338,7 @@ class IndexModel(RuleBasedStateMachine):
         evictable = {
             key: block.used
             for key, block in index._ready.items()
-            if not (block.leases or block.pinned or id(block) in built_on)
+            if not (block.leases or block.pins or id(block) in built_on)
         }
         assert index._policy._used == evictable
 

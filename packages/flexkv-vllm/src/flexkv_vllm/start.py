@@ -194,6 +194,7 @@ def make_scheduler_side(
         tiers,
         ADMISSIONS[config.ssd_admission],
         config.ssd_timeout_seconds,
+        pin_seconds=config.pin_seconds,
     )
     transfer = vllm_config.kv_transfer_config
     chooser = LoadChooser(

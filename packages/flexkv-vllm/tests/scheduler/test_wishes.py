@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv_vllm.scheduler.choosing import LoadMode
-from flexkv_vllm.scheduler.wishes import NONE, Wishes, WishReader
+from flexkv_vllm.scheduler.wishes import NONE, Wishes, WishReader, pin_owner
 
 WISHES = [f"flexkv.{each.name}" for each in dataclasses.fields(Wishes)]
 
@@ -25,10 +25,16 @@ def test_all_parameters() -> None:
         "flexkv.store": False,
         "flexkv.max_load_tokens": 100,
         "flexkv.pin": True,
+        "flexkv.pin_seconds": 2.5,
+        "flexkv.pin_name": "me",
+        "flexkv.unpin": True,
         "flexkv.load_mode": "layerwise",
     }
+    assert list(params) == WISHES
     reader = WishReader()
-    assert reader.of(request(params)) == Wishes(False, False, 100, True, LoadMode.LAYERWISE)
+    assert reader.of(request(params)) == Wishes(
+        False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE
+    )
     assert reader.ignored == 0
 
 
@@ -46,6 +52,13 @@ def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFi
         ({"flexkv.lod": True}, ["'flexkv.lod': True", "allowed: flexkv.load, flexkv.store"]),
         ({"flexkv.load": 1}, ["flexkv.load: 1", "allowed: true or false"]),
         ({"flexkv.pin": "yes"}, ["flexkv.pin: 'yes'", "allowed: true or false"]),
+        ({"flexkv.pin_seconds": 0}, ["pin_seconds: 0", "a number above 0, up to 2592000"]),
+        ({"flexkv.pin_seconds": True}, ["pin_seconds: True", "a number above 0"]),
+        ({"flexkv.pin_seconds": 1e12}, ["pin_seconds: 1000000000000.0", "a number above 0"]),
+        ({"flexkv.pin_seconds": float("nan")}, ["pin_seconds: nan", "a number above 0"]),
+        ({"flexkv.pin_name": ""}, ["pin_name: ''", "a text of 1 to 64 characters"]),
+        ({"flexkv.pin_name": "x" * 65}, ["pin_name: 'xxx", "a text of 1 to 64 characters"]),
+        ({"flexkv.pin_name": 7}, ["pin_name: 7", "a text of 1 to 64 characters"]),
         ({"flexkv.max_load_tokens": -1}, ["max_load_tokens: -1", "a whole number from 0 on"]),
         ({"flexkv.max_load_tokens": True}, ["max_load_tokens: True", "a whole number"]),
         ({"flexkv.load_mode": "fast"}, ["load_mode: 'fast'", "async, layerwise, auto"]),
@@ -98,3 +111,12 @@ def test_nothing_raises(params: Any) -> None:
     assert isinstance(wishes.load, bool)
     assert wishes.max_load_tokens is None or wishes.max_load_tokens >= 0
     assert wishes.load_mode is None or wishes.load_mode in LoadMode
+
+
+def test_a_cache_salt_has_pins_of_its_own() -> None:
+    owners = {
+        pin_owner(SimpleNamespace(cache_salt=salt), Wishes(pin_name=name))  # type: ignore[arg-type]
+        for salt in ("a", "b", "", None)
+        for name in ("", "b")
+    }
+    assert len(owners) == 6, "no salt is the empty one"

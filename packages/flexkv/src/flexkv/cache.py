@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
 
 from flexkv.admission import ADMISSIONS, Admission
 from flexkv.arena import Arena
@@ -19,6 +20,7 @@ from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters
 from flexkv.eviction import EvictionPolicy
 from flexkv.index import BlockIndex
+from flexkv.pins import Pins
 from flexkv.tiers.base import LowerTier, TierFigures
 from flexkv.transfer.device import Transfer
 from flexkv.transfer.fetch import Fetch
@@ -58,6 +60,7 @@ class KVCache:
         tiers: lower tiers, the fastest first; owned.
         admission: decides what is written to them.
         stall_seconds: how long a fetch waits for a lower tier that gives nothing.
+        pin_seconds: how long a pin lasts of which nothing else is said.
     """
 
     def __init__(
@@ -67,9 +70,13 @@ class KVCache:
         tiers: Sequence[LowerTier] = (),
         admission: Admission = ADMISSIONS["write_through"],
         stall_seconds: float = 1.0,
+        *,
+        pin_seconds: float = 3600.0,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._index = BlockIndex(arena.spec.num_slots, policy)
+        self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
+        self._pin_seconds = pin_seconds
         self._counters = Counters()
         self._transfers = TransferScheduler(
             self._index,
@@ -97,6 +104,7 @@ class KVCache:
 
     @property
     def pinned_blocks(self) -> int:
+        self._pins.expire(time.monotonic())
         return self._index.pinned_blocks
 
     @property
@@ -192,6 +200,7 @@ class KVCache:
             there is none. The prefix itself is never evicted to make room for its own end, and what
             has no predecessor in the arena is not stored.
         """
+        self._pins.expire(time.monotonic())
         blocks = []
         for position in positions:
             before = keys[position - 1] if position else None
@@ -237,16 +246,31 @@ class KVCache:
                 self._finish_load(transfer, count)
         return finished
 
-    def pin(self, keys: Sequence[bytes]) -> None:
-        """Keep the blocks of a prefix in the arena, those that are there or on their way, until
-        `clear`. What would exceed half of the arena is not pinned, and counted."""
-        refused = self._index.pin(keys, self._index.num_slots // _PIN_SHARE)
+    def pin(
+        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    ) -> None:
+        """Keep the blocks of a prefix in the arena, those that are there or on their way. What
+        would exceed half of the arena is not pinned, and counted.
+
+        Args:
+            keys: of the prefix.
+            owner: who may end this by `unpin`; a block stays as long as one owner pins it.
+            seconds: after which it ends, counted anew from each call; None takes `pin_seconds`.
+        """
+        now = time.monotonic()
+        self._pins.expire(now)
+        until = now + (self._pin_seconds if seconds is None else seconds)
+        refused = self._pins.pin(keys, owner, until)
         if refused and not self._counters.refused_pins:
             logger.warning(
                 "half of the %d blocks of host memory are pinned: no more are (logged once)",
                 self._index.num_slots,
             )
         self._counters.refused_pins += refused
+
+    def unpin(self, owner: Hashable = None) -> None:
+        """End all pins of `owner`."""
+        self._pins.unpin(owner)
 
     def watch(self) -> None:
         """From now on keep what `take_changes` tells; all that is there already is a change."""
@@ -276,6 +300,7 @@ class KVCache:
         """Forget every block, in lower tiers too. Safe with transfers under way: what they carry
         is not published."""
         self._index.clear()
+        self._pins.clear()
         self._transfers.clear()
         self._counters.resets += 1
 

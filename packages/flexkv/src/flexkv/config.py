@@ -34,6 +34,7 @@ _MOST_GIB = float(1 << 20)
 """1 PiB, more than one machine has: a larger number is a mistake, in bytes perhaps."""
 _SIZE = f"a number from {_LEAST_GIB} to {_MOST_GIB:.0f}"
 _MOST_TOKENS = 1 << 30
+MOST_PIN_SECONDS = 30 * 24 * 3600
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_THREADS = 1024
 _DAY_SECONDS = 86400.0
@@ -227,6 +228,17 @@ class CacheConfig:
         ),
         parse=parse_whole(0, _MOST_TOKENS),
         allowed=f"a whole number from 0 to {_MOST_TOKENS}",
+    )
+    pin_seconds: int = _setting(
+        3600,
+        env="FLEXKV_PIN_SECONDS",
+        unit="seconds",
+        help=(
+            "How long the blocks of a request that pins them stay in host memory, unless the "
+            "request says so itself; counted anew from each request that pins them."
+        ),
+        parse=parse_whole(1, MOST_PIN_SECONDS),
+        allowed=f"a whole number from 1 to {MOST_PIN_SECONDS}",
     )
     always_load: bool = _setting(
         False,

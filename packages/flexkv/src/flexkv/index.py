@@ -3,8 +3,8 @@
 
 A block is absent, then writing (its slot is reserved, nobody may read it), then ready. Ready
 blocks may be leased; a leased block is neither evicted nor moved until the last lease ends. A
-pinned block is not evicted until the index is cleared, or the block proves unreadable. Only ready
-blocks are ever found, so a block that was never completed is a miss.
+pinned block is not evicted before it is unpinned, the index is cleared, or the block proves
+unreadable. Only ready blocks are ever found, so a block that was never completed is a miss.
 
 Blocks of a prefix build on one another, and a block without those before it is worth nothing. So a
 block is not evicted while a block that builds on it has a slot: prefixes leave from their ends, and
@@ -46,7 +46,7 @@ class Block:
     used: int = 0
     """When it was last used: grows from use to use."""
     leases: int = 0
-    pinned: bool = False
+    pins: int = 0
     leaving: int = 0
     """Its `used` when `lease_victim` leased it; 0 if that did not."""
 
@@ -57,7 +57,7 @@ class Block:
             self.state is BlockState.READY
             and not self.leases
             and not self.children
-            and not self.pinned
+            and not self.pins
         )
 
 
@@ -205,29 +205,30 @@ class BlockIndex:
                 del self._ready[block.key]
                 self._remove(block)
 
-    def pin(self, keys: Iterable[bytes], limit: int) -> int:
-        """Keep those blocks of `keys` that have a slot from being evicted.
+    def pin(self, key: bytes) -> Block | None:
+        """Keep a block that has a slot from being evicted until `unpin`, as often as this was
+        called. None if it has none."""
+        block = self._ready.get(key) or self._writing.get(key)
+        if block is None:
+            return None
+        if block.is_evictable:
+            self._policy.remove(key)
+        self.pinned_blocks += not block.pins
+        block.pins += 1
+        return block
 
-        Args:
-            keys: of a prefix, first block first.
-            limit: how many blocks of the index may be pinned.
+    def unpin(self, block: Block) -> None:
+        """End one pin of a block; it may have left since."""
+        if not self.holds(block):
+            return
+        block.pins -= 1
+        self.pinned_blocks -= not block.pins
+        if block.is_evictable:
+            self._policy.add(block.key, block.used)
 
-        Returns:
-            How many were not pinned because of `limit`.
-        """
-        refused = 0
-        for key in keys:
-            block = self._ready.get(key) or self._writing.get(key)
-            if block is None or block.pinned:
-                continue
-            if self.pinned_blocks >= limit:
-                refused += 1
-                continue
-            if block.is_evictable:
-                self._policy.remove(key)
-            block.pinned = True
-            self.pinned_blocks += 1
-        return refused
+    def holds(self, block: Block) -> bool:
+        """Whether a block, as it was pinned, still has its slot."""
+        return block.state is not BlockState.DROPPED
 
     def lease_victim(self) -> Block | None:
         """Lease the block that would be evicted next, so that it can be saved before; `retire`
@@ -323,8 +324,8 @@ class BlockIndex:
     def _forget(self, block: Block) -> None:
         """`block` was taken out of every lookup."""
         block.state = BlockState.DROPPED
-        self.pinned_blocks -= block.pinned
-        block.pinned = False
+        self.pinned_blocks -= block.pins > 0
+        block.pins = 0
         self._note(block.key)
 
     def _note(self, key: bytes) -> None:

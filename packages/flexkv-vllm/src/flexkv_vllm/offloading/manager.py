@@ -27,7 +27,7 @@ from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
-from flexkv_vllm.scheduler.wishes import WishReader
+from flexkv_vllm.scheduler.wishes import Wishes, WishReader
 from flexkv_vllm.telemetry.figures import CacheFigures
 
 if TYPE_CHECKING:
@@ -179,6 +179,8 @@ class FlexKVOffloadingManager(OffloadingManager):
             wishes = self._wishes.read(context.req_id, context.kv_transfer_params)
             request = RequestBlocks(self._cache, context, wishes)
             self._requests[context.req_id] = request
+            if wishes.unpin:
+                self._cache.unpin(_owner(wishes))
         return request
 
     def _reserve(self, keys: list[OffloadKey], request: RequestBlocks) -> PrepareStoreOutput:
@@ -192,7 +194,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._cache.record([key for key in keys if key in there])
         transfer = self._cache.store(chain, positions) if positions else None
         if request.wishes.pin:
-            self._cache.pin(keys)
+            self._cache.pin(keys, _owner(request.wishes), request.wishes.pin_seconds)
         if transfer is None:
             return _nothing_to_store()
         self._figures.note_activity()
@@ -212,3 +214,8 @@ class FlexKVOffloadingManager(OffloadingManager):
 
 def _nothing_to_store() -> PrepareStoreOutput:
     return PrepareStoreOutput([], ArenaBlocks(), [])
+
+
+def _owner(wishes: Wishes) -> str:
+    """Whose pins they are. vLLM does not tell the cache salt here."""
+    return wishes.pin_name

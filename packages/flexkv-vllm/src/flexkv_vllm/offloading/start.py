@@ -99,6 +99,7 @@ def make_manager(
         tiers,
         ADMISSIONS[settings.ssd_admission],
         settings.ssd_timeout_seconds,
+        pin_seconds=settings.pin_seconds,
     )
     spec = session.arena.spec
     logger.info(

@@ -26,7 +26,7 @@ from flexkv_vllm.scheduler.matching import Matcher
 from flexkv_vllm.scheduler.paces import LEAST_TOKENS, Span
 from flexkv_vllm.scheduler.storing import Stores
 from flexkv_vllm.scheduler.tracked import NEVER, Match, TrackedRequest
-from flexkv_vllm.scheduler.wishes import WishReader
+from flexkv_vllm.scheduler.wishes import WishReader, pin_owner
 from flexkv_vllm.telemetry.events import BlockEvents
 from flexkv_vllm.telemetry.figures import CacheFigures
 from flexkv_vllm.telemetry.stats import Samples
@@ -350,6 +350,8 @@ class SchedulerSide:
             self._end(tracked)  # an earlier one of the same id
         tracked = TrackedRequest(request, self._wishes.of(request))
         self._requests[tracked.id] = tracked
+        if tracked.wishes.unpin:
+            self._cache.unpin(pin_owner(request, tracked.wishes))
         return tracked
 
     def _end(self, tracked: TrackedRequest) -> None:

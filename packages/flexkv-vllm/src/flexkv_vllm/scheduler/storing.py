@@ -15,7 +15,7 @@ from flexkv_vllm.groups import Group, Groups, Reach
 from flexkv_vllm.keys import BlockKeys
 from flexkv_vllm.orders import CopyOrder, StepOrders
 from flexkv_vllm.scheduler.tracked import NEVER, TrackedRequest
-from flexkv_vllm.scheduler.wishes import Wishes
+from flexkv_vllm.scheduler.wishes import Wishes, pin_owner
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -208,8 +208,10 @@ class Stores:
         positions = [i for i in self._cache.missing(keys) if i in places]
         if positions and tracked.wishes.store:
             self._begin(tracked, places, keys, positions, orders)
-        if tracked.wishes.pin:
-            self._cache.pin([keys[i] for i in places])
+        wishes = tracked.wishes
+        if wishes.pin:
+            owner = pin_owner(tracked.request, wishes)
+            self._cache.pin([keys[i] for i in places], owner, wishes.pin_seconds)
 
     def _chains(
         self, request: Request, candidates: Sequence[_Candidate]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexkv.config import MOST_PIN_SECONDS
 from flexkv_vllm.scheduler.choosing import LoadMode
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Wishes:
         store: whether its blocks are cached.
         max_load_tokens: tokens to load at most; None for no limit.
         pin: whether its blocks stay in host memory; see `KVCache.pin`.
+        pin_seconds: for how long; None for the setting's.
+        pin_name: who may unpin them, among those who use the same cache salt.
+        unpin: whether what this one pinned before is kept no longer.
         load_mode: in place of the setting, which it cannot turn on; None for the setting's.
     """
 
@@ -42,6 +46,9 @@ class Wishes:
     store: bool = True
     max_load_tokens: int | None = None
     pin: bool = False
+    pin_seconds: float | None = None
+    pin_name: str = ""
+    unpin: bool = False
     load_mode: LoadMode | None = None
 
 
@@ -60,15 +67,38 @@ def _read_count(value: object) -> int:
     raise ValueError
 
 
+def _read_seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError
+    if 0 < value <= MOST_PIN_SECONDS:
+        return float(value)
+    raise ValueError
+
+
+def _read_name(value: object) -> str:
+    if isinstance(value, str) and 0 < len(value) <= _NAME_CHARACTERS:
+        return value
+    raise ValueError
+
+
+_NAME_CHARACTERS = 64
 _FLAG = "true or false"
 _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load": (_read_flag, _FLAG),
     "store": (_read_flag, _FLAG),
     "max_load_tokens": (_read_count, "a whole number from 0 on"),
     "pin": (_read_flag, _FLAG),
+    "pin_seconds": (_read_seconds, f"a number above 0, up to {MOST_PIN_SECONDS}"),
+    "pin_name": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
+    "unpin": (_read_flag, _FLAG),
     "load_mode": (LoadMode, ", ".join(mode.value for mode in LoadMode)),
 }
 """What reads the value, with a ValueError where it cannot, and what is allowed."""
+
+
+def pin_owner(request: Request, wishes: Wishes) -> tuple[str, str]:
+    """Whose pins a request makes, and ends: tenants with cache salts have their own."""
+    return getattr(request, "cache_salt", None) or "", wishes.pin_name
 
 
 class WishReader:
