@@ -115,9 +115,8 @@ def test_unknown_key(vllm_config: VllmConfig) -> None:
 
 
 def test_untested_version(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "NEWEST", (0, 27))
-    monkeypatch.setattr(compat.check_version, "__defaults__", ("0.28.0",))
-    with pytest.raises(EngineVersionError, match=r"vLLM 0\.28\.0 is installed"):
+    monkeypatch.setattr(compat.check_version, "__defaults__", ("0.19.0",))
+    with pytest.raises(EngineVersionError, match=r"vLLM 0\.19\.0 is installed"):
         start(vllm_config)
     extra(vllm_config)["allow_untested_engine"] = True
     start(vllm_config)
