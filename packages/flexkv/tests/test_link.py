@@ -329,3 +329,16 @@ def test_close_writes_what_waits_to_be_written() -> None:
     assert link.close(PATIENCE)
     assert link.poll() == [first, *(job for job, _ in writes)]
     assert all(job.outcomes == [Outcome.DONE] for job, _ in writes)
+
+
+def test_writes_that_do_not_end_in_time_are_dropped_at_the_end() -> None:
+    link = Link("test", 1, 1, 100, 60.0)
+    first, gate = gated(Priority.WRITE)
+    later = Job(Priority.WRITE, 1, lambda: [Outcome.DONE])
+    link.submit(first, later)
+    assert gate.began.wait(PATIENCE)
+    assert not link.close(0.0)
+    gate.go.set()
+    assert link.close(PATIENCE)
+    assert link.poll() == [first]
+    assert later.outcomes == ()

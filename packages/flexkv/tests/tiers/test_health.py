@@ -30,7 +30,7 @@ def test_a_pause_begins_with_the_last_of_so_many_failures_in_a_row(clock: Clock)
 def test_a_success_between_failures_begins_the_count_anew(clock: Clock) -> None:
     device = Health()
     for _ in range(3):
-        fail(device, FAILURES - 1)
+        assert fail(device, FAILURES - 1) == [False] * (FAILURES - 1)
         assert not device.note(failed=False)
     assert device.good
 

@@ -21,7 +21,6 @@ from flexkv.tiers.disk.directory import (
     disk_bytes,
     fingerprint_of,
     folders,
-    has_table,
     lock_folder,
     may_be_ours,
     newer_version,
@@ -142,8 +141,6 @@ def remove(path: str) -> Removal:
     if folder is None:
         return Removal.IN_USE
     try:
-        if not has_table(folder.fd):
-            raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
         if version := newer_version(folder.fd):
             reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
             raise OSError(errno.EEXIST, reason, path)
