@@ -20,15 +20,19 @@ from integration.bench.rows import Goal, Row
 _ROOT = Path(__file__).resolve().parents[2]
 COPIES = _ROOT / "kernels" / "bench" / "copies.py"
 LOOKUP = _ROOT / "packages" / "flexkv" / "bench" / "lookup.py"
+STORE = _ROOT / "packages" / "flexkv" / "bench" / "store.py"
 DISK_INDEX = _ROOT / "packages" / "flexkv" / "bench" / "disk_index.py"
 SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
 
 
 def script_rows() -> list[Row]:
-    """Copies, lookup and idle scheduler step against their goals."""
+    """Copies, lookup, store and idle scheduler step against their goals."""
     return [
         *_copy_rows(report_of(COPIES)),
         *_time_rows(report_of(LOOKUP), "lookup of 1,312 blocks", "case", Goal("<=", 150)),
+        *_time_rows(
+            report_of(STORE), "store of a block in a full arena, behind", "prefix", Goal("<=", 20)
+        ),
         *_time_rows(
             report_of(SCHEDULER_STEP),
             "scheduler step with nothing to do, requests decoding",

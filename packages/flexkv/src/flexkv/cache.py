@@ -118,6 +118,11 @@ class KVCache:
         return [(tier.medium, tier.figures) for tier in self._transfers.tiers]
 
     @property
+    def has_lower_tiers(self) -> bool:
+        """Whether anything can be fetched."""
+        return bool(self._transfers.tiers)
+
+    @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
         return self._transfers.busy

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -215,19 +216,22 @@ class Matcher:
         return present
 
     def _cached_by_engine(self, request: Request) -> int:
-        """Tokens of the request that the engine has itself, as far as full attention goes."""
-        if self._pool is None:
+        """Tokens of the request that the engine has itself, as far as full attention goes.
+
+        It gives up the ends of prefixes first. Where it did not, what is prefetched is a guess, and
+        the rest is fetched when the request's turn comes.
+        """
+        pool = self._pool
+        if pool is None:
             return 0
         member = next((g for g in self._groups.members if g.reach is Reach.ALL), None)
         if member is None:
             return 0
         step = member.block_tokens // self._keys.hash_tokens
         hashes = request.block_hashes[step - 1 :: step]
-        count = 0
-        for block_hash in hashes:
-            if not self._pool.get_cached_block(block_hash, [member.index]):
-                break
-            count += 1
+        count = bisect_left(
+            hashes, True, key=lambda each: pool.get_cached_block(each, [member.index]) is None
+        )
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
     def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[_Wanted]) -> None:

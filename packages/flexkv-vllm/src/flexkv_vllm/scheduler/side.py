@@ -121,7 +121,7 @@ class SchedulerSide:
     def queued(self, request: Request) -> None:
         """vLLM has put `request` in its queue: what only lower tiers have can come meanwhile."""
         tracked = self._track(request)
-        if self._may_load(tracked):
+        if self._cache.has_lower_tiers and self._may_load(tracked):
             self._poll()
             self._matcher.prefetch(tracked)
 
