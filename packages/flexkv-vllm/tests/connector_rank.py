@@ -35,6 +35,7 @@ class ConnectorRank(Rank):
     """A rank that drives a connector as vLLM's model runner does."""
 
     connector: KVConnectorBase_V1
+    defers_saves: bool = False
 
     @property
     def adapter(self) -> Any:
@@ -66,7 +67,8 @@ class ConnectorRank(Rank):
         assert not self.wrong, self.wrong
         if not LOADS_FIRST:
             connector.start_load_kv(context)
-        if self.saves_idle or output.total_num_scheduled_tokens:
+        deferred = self.defers_saves and output.total_num_scheduled_tokens > 0
+        if not deferred and (self.saves_idle or output.total_num_scheduled_tokens):
             connector.wait_for_save()
         result = step_result(
             output,
@@ -75,6 +77,8 @@ class ConnectorRank(Rank):
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
+        if deferred:
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         return result
 

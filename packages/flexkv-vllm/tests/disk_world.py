@@ -98,6 +98,8 @@ class Hang:
     def __init__(self, world: World, free: int = 0) -> None:
         self._ended = threading.Event()
         self._begun = threading.Event()
+        self._counters = world.cache.counters
+        self._last = self._counters.fetched_blocks + free
         drive = drive_of(world)
         read = type(drive._store).read.__get__(drive._store)
         numbers = itertools.count()
@@ -114,8 +116,9 @@ class Hang:
 
     @property
     def begun(self) -> bool:
-        """Whether a read hangs."""
-        return self._begun.is_set()
+        """Whether a read hangs, and all that came before it was seen: time that passes now passes
+        without anything."""
+        return self._begun.is_set() and self._counters.fetched_blocks == self._last
 
     def end(self) -> None:
         """Everything is read again."""

@@ -41,11 +41,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from world_config import (
     DRAFT_LAYER,
+    GUESSES,
     LLAMA,
     PLUGIN,
     Drafts,
@@ -88,6 +89,8 @@ class World:
     Beside full attention the model may have sliding windows, of so many tokens each. What a draft
     model has computed is not checked.
 
+    With `guesses` it decodes speculatively; those say which guesses are right.
+
     With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
     is known, and the workers run it now or later, as `lag` decides.
 
@@ -113,6 +116,7 @@ class World:
         events: bool = False,
         windows: tuple[int, ...] = (),
         drafts: Drafts = Drafts.NONE,
+        guesses: random.Random | None = None,
     ) -> None:
         slot_bytes = 4096 * -(-block_tokens * HEAD_BYTES * HEADS * LAYERS // 4096)
         self.vllm_config = make_config(
@@ -127,11 +131,13 @@ class World:
             async_scheduling=lag is not None,
             settings=disk_settings(directory, disk_slots, slot_bytes) | (settings or {}),
             events=events,
+            guesses=guesses is not None,
         )
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.entry = entry
         self.windows = windows
         self.drafts = drafts
+        self.guesses = guesses
         self.num_blocks = num_blocks
         self.lag = lag
         self.closing = contextlib.ExitStack()
@@ -172,6 +178,7 @@ class World:
                 self.windows,
                 self._make_pages(ranks),
                 adapter=Adapter(self.vllm_config, StoreTime.STEP),
+                defers_saves=self.guesses is not None,
             )
             for number in range(ranks)
         ]
@@ -197,6 +204,7 @@ class World:
                 connector=KVConnectorFactory.create_connector(
                     self.vllm_config, KVConnectorRole.WORKER, kv_cache_config
                 ),
+                defers_saves=self.guesses is not None,
             )
             for number in range(ranks)
         ]
@@ -344,6 +352,15 @@ class World:
                 if item.prefill_stats is not None:
                     hits = item.prefill_stats.num_external_cached_tokens
                     self.external_tokens[item.request_id] = hits
+        self._guess(step.output)
+
+    def _guess(self, output: SchedulerOutput) -> None:
+        """Tell vLLM what a draft model has guessed after this step."""
+        if self.guesses is None:
+            return
+        running = [each for each in output.num_scheduled_tokens if each in self.scheduler.requests]
+        drafts = [self.texts[each].guess(self.guesses, GUESSES) for each in running]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(running, drafts))
 
     def run(self) -> None:
         """Step until all requests have ended."""
@@ -424,7 +441,8 @@ class World:
                 for i, (request_id, _, computed) in enumerate(scheduled(output)):
                     # What is computed on a load that failed is nonsense, and vLLM must drop it.
                     nonsense = any(request_id in rank.wrong for rank in self.ranks)
-                    sampled = [0] if nonsense else self.texts[request_id].sample(computed)
+                    guesses = output.scheduled_spec_decode_tokens.get(request_id, ())
+                    sampled = [0] if nonsense else self.texts[request_id].sample(computed, guesses)
                     step.result.sampled_token_ids[i] = sampled
 
 

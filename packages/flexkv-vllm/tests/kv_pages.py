@@ -25,7 +25,7 @@ def token_bytes(tokens: list[int], weights: bytes) -> torch.Tensor:
     state = hashlib.blake2b(weights, digest_size=LAYERS * HEADS * HEAD_BYTES // 2)
     rows = bytearray()
     for token in tokens:
-        state.update(token.to_bytes(4, "little"))
+        state.update(token.to_bytes(4, "little", signed=True))
         rows += state.digest()
     flat = torch.frombuffer(rows, dtype=torch.int8) if rows else torch.empty(0, dtype=torch.int8)
     half = flat.view(len(tokens), LAYERS, HEADS, HEAD_BYTES // 2).transpose(0, 1)

@@ -8,6 +8,7 @@ with the wrong bytes, which an eager mover would hide by being fast.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class LateMover:
         self.failing = frozenset(Direction)
         self._waiting: dict[int, Waiting] = {}
         self._tickets: dict[int, int] = {}
+        self._dropped: set[int] = set()
+        self._closed = False
         self._next = 1
         self.refused = 0
 
@@ -64,6 +67,8 @@ class LateMover:
         *,
         planes: range | None = None,
     ) -> int:
+        if self._closed:
+            raise RuntimeError("the mover is closed")
         if direction in self.failing and self._rng.random() < self.failure_rate:
             self.refused += 1
             raise ValueError("refused by the test")
@@ -81,6 +86,8 @@ class LateMover:
         return self.wait(ticket, PATIENCE_SECONDS)
 
     def wait(self, ticket: int, timeout: float) -> Status:
+        if ticket in self._dropped:
+            return Status.FAILED
         waiting = self._waiting.get(ticket)
         if waiting is not None and timeout < 1 and waiting.polls > 0:
             return Status.PENDING  # a short wait need not end with the transfer
@@ -111,4 +118,11 @@ class LateMover:
             self.wait(ticket, PATIENCE_SECONDS)
 
     def close(self) -> None:
+        self._closed = True
+        for waiting in self._waiting.values():
+            if waiting.flag_address:
+                word = ctypes.c_uint32.from_address(waiting.flag_address)
+                word.value = Status.FAILED
+        self._dropped.update(self._waiting)
+        self._waiting.clear()
         self._inner.close()

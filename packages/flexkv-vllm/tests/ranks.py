@@ -84,8 +84,11 @@ class Rank(ABC):
     def forward(self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes) -> None:
         """Compute what was scheduled. `wrong` has the requests that could not be."""
         self.wrong.clear()
+        guessed = output.scheduled_spec_decode_tokens
         for request_id, start, end in scheduled(output):
             tokens = texts[request_id].upto(end)
+            guesses = guessed.get(request_id, [])
+            tokens[end - len(guesses) :] = guesses
             for group in range(1 + len(self.windows)):
                 self._forward_group(request_id, group, tokens, start, weights + bytes(group))
 
@@ -119,9 +122,11 @@ class Rank(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class AdapterRank(Rank):
-    """A rank with FlexKV's own connector."""
+    """A rank with FlexKV's own connector. With `defers_saves` vLLM lets stores begin only when it
+    has asked what has ended, as with speculative decoding."""
 
     adapter: Adapter
+    defers_saves: bool = False
 
     @property
     def side(self) -> Any:
@@ -140,13 +145,14 @@ class AdapterRank(Rank):
         self.forward(output, texts, weights)
         if not before:
             adapter.start_loads(metadata)
-        if self.saves_idle or output.total_num_scheduled_tokens:
+        deferred = self.defers_saves and output.total_num_scheduled_tokens > 0
+        if not deferred and (self.saves_idle or output.total_num_scheduled_tokens):
             adapter.start_stores(metadata)
         sent, received = adapter.get_finished(metadata)
         bad_blocks = adapter.take_bad_blocks()
         for block, message in self.wrong.values():
             assert block in bad_blocks, message
-        return step_result(
+        result = step_result(
             output,
             finished_sending=sent,
             finished_recving=received,
@@ -155,6 +161,9 @@ class AdapterRank(Rank):
             kv_connector_worker_meta=adapter.step_report(metadata),
             **failed_requests(adapter.take_failed_requests()),
         )
+        if deferred:
+            adapter.start_stores(metadata)
+        return result
 
     def slow_down(
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Sequence
 
 from world_config import LLAMA
 
@@ -24,9 +26,21 @@ class Text:
             self.tokens.append(number % LLAMA["vocab_size"])
         return self.tokens[:count]
 
-    def sample(self, computed: int) -> list[int]:
-        """The next token, if `computed` tokens are all that there are so far."""
-        if computed < self.prompt_tokens + self.sampled:
+    def sample(self, computed: int, guesses: Sequence[int] = ()) -> list[int]:
+        """The next token, if `computed` tokens are all that there are so far; and before it those
+        of `guesses`, the last of what was computed, that are right."""
+        known = computed - len(guesses)
+        if known < self.prompt_tokens + self.sampled:
             return []
-        self.sampled += 1
-        return [self.upto(computed + 1)[-1]]
+        right = self.upto(computed)[known:]
+        accepted = next((i for i, each in enumerate(guesses) if each != right[i]), len(guesses))
+        self.sampled += accepted + 1
+        return self.upto(known + accepted + 1)[known:]
+
+    def guess(self, rng: random.Random, count: int) -> list[int]:
+        """What a draft model might say comes next: the more distant, the more often wrong."""
+        known = self.prompt_tokens + self.sampled
+        guesses = self.upto(known + count)[known:]
+        for i in range(rng.randint(0, count), count):
+            guesses[i] = rng.randrange(LLAMA["vocab_size"])
+        return guesses

@@ -110,6 +110,11 @@ def disk_settings(directory: Path, slots: int, slot_bytes: int) -> dict[str, Any
     }
 
 
+GUESSES = 5
+"""Tokens that are guessed in each step of a world that decodes speculatively."""
+_SPECULATIVE = {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_max": 3}
+
+
 def make_config(
     directory: Path,
     cache_bytes: int,
@@ -123,6 +128,7 @@ def make_config(
     async_scheduling: bool = False,
     settings: dict[str, Any] | None = None,
     events: bool = False,
+    guesses: bool = False,
 ) -> VllmConfig:
     model = directory / "model"
     model.mkdir(exist_ok=True)
@@ -155,6 +161,7 @@ def make_config(
         enforce_eager=True,
         enable_prefix_caching=True,
         async_scheduling=async_scheduling,
+        speculative_config=_SPECULATIVE if guesses else None,
         kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
     ).create_engine_config()

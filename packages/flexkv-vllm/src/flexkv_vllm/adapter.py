@@ -178,13 +178,17 @@ class Adapter:
 
     def fence(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders) and metadata.fences:
-            with self._edge.guard("fencing stores", "the mover has ended, so nothing is copied"):
+            with self._edge.guard("fencing stores", "copies end, now and for good"):
                 self._worker.fence(metadata)
+                return
+            self._worker.stop_copying()
 
     def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting loads", "they count as failed"):
                 self._worker.start_loads(metadata)
+                return
+            self._worker.fail_loads(metadata)
 
     def wait_for_layer(self, layer: str) -> None:
         if self._worker is not None:
@@ -194,6 +198,8 @@ class Adapter:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting stores", "the blocks are not cached"):
                 self._worker.start_stores(metadata)
+                return
+            self._worker.fail_stores(metadata)
 
     def get_finished(
         self, metadata: KVConnectorMetadata | None
@@ -203,6 +209,7 @@ class Adapter:
             with self._edge.guard("polling copies", "they are polled in the next step"):
                 sent, received = self._worker.finished(orders)
                 return sent or None, received or None
+            self._worker.poll_later(orders)
         return None, None
 
     def take_failed_requests(self) -> set[str]:

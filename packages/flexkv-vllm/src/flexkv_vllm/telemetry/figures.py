@@ -32,8 +32,8 @@ class CopyFigures:
 
     def end(self, ticket: int, status: Status) -> None:
         """It is done, or failed."""
-        direction, size = self._begun.pop(ticket)
-        if status is not Status.DONE:
+        direction, size = self._begun.pop(ticket, (Direction.STORE, 0))
+        if status is not Status.DONE or not size:
             return
         way = direction.name.lower()
         seconds = self._copy_seconds(ticket)

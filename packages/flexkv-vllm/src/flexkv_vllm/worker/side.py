@@ -59,10 +59,11 @@ class LayerwiseLoad:
         order: what is loaded.
         blocks: vLLM's blocks.
         offsets: where each lies in the arena.
-        tickets: of its parts, in the order in which layers need them.
+        tickets: of its parts, in the order in which layers need them; fewer than there are parts if
+            one could not be begun.
         ended: those of them that are known to have ended.
         followed: how many of them the forward follows already.
-        failed: whether one could not be begun, or the forward could not be made to follow.
+        failed: whether one has failed, or the forward could not be made to follow.
     """
 
     order: CopyOrder
@@ -122,10 +123,13 @@ class WorkerSide:
         self._figures = CopyFigures(edge, self._copy_seconds)
         self._layerwise: list[LayerwiseLoad] = []
         self._failed_layerwise: set[int] = set()
+        self._begun_loads: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}
+        self._received: set[str] = set()
         self._stores: dict[int, int] = {}
         self._last_store = 0
         self._releases: dict[str, list[int]] = {}
+        self._released: set[str] = set()
         self._fails_by_request = fails_by_request
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -159,23 +163,40 @@ class WorkerSide:
             status = self._wait_for_end(ticket, "a store of a preempted request's blocks")
             self._figures.end(ticket, status)
 
+    def stop_copying(self) -> None:
+        """In place of `fence`, which failed: copies end, now and for good."""
+        self._mover.close()
+
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, behind the engine's work so far: it may still read what the
         blocks held before."""
+        self._begun_loads.clear()
         after = work_so_far(self._device)
         self._start_layerwise(orders, after)
         for request_id, order in orders.loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
             load.complete = order.last
             ticket = self._submit(Direction.LOAD, order, after)
+            self._begun_loads.add(order.transfer_id)
             if ticket is None:
                 load.bad_blocks.extend(order.engine_blocks)
             else:
                 load.parts[ticket] = order.engine_blocks
-        for request_id, engine_blocks in orders.failed_loads.items():
-            load = self._loads.setdefault(request_id, RunningLoad())
-            load.complete = True
-            load.bad_blocks.extend(engine_blocks)
+                self._note_begin(ticket, Direction.LOAD, order)
+        self._refuse_loads(orders)
+
+    def fail_loads(self, orders: StepOrders) -> None:
+        """In place of what `start_loads` has not done: the loads that were not started fail."""
+        for order in orders.layerwise:
+            if order.transfer_id not in self._begun_loads:
+                self._fail_layerwise(order)
+        for request_id, order in orders.loads.items():
+            if order.transfer_id not in self._begun_loads:
+                self._report(order, Status.FAILED)
+                load = self._loads.setdefault(request_id, RunningLoad())
+                load.complete = order.last
+                load.bad_blocks.extend(order.engine_blocks)
+        self._refuse_loads(orders)
 
     def wait_for_layer(self, layer: str) -> None:
         """Let the forward go on with `layer` only when what it looks at is loaded."""
@@ -187,24 +208,51 @@ class WorkerSide:
         what they copy. Those that were started before are left alone."""
         self._end_layerwise()
         after = work_so_far(self._device)
-        for order in orders.stores:
-            if order.transfer_id <= self._last_store:
-                continue
+        for order in self._not_started(orders):
             if order.built_on in self._failed_layerwise:
                 # It was computed on what is not there.
-                self._arena.board.report(order.cell, self._rank, Status.FAILED)
+                self._report(order, Status.FAILED)
             elif (ticket := self._submit(Direction.STORE, order, after)) is not None:
                 self._stores[order.transfer_id] = ticket
+                self._note_begin(ticket, Direction.STORE, order)
+            self._last_store = order.transfer_id
+
+    def fail_stores(self, orders: StepOrders) -> None:
+        """In place of what `start_stores` has not done: the stores that were not started fail."""
+        for order in self._not_started(orders):
+            if order.transfer_id not in self._stores:
+                self._report(order, Status.FAILED)
             self._last_store = order.transfer_id
 
     def finished(self, orders: StepOrders) -> tuple[set[str], set[str]]:
         """Requests whose blocks are read no more, and requests whose loads have ended."""
+        # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
+        self._end_layerwise()
         self._releases.update(orders.releases)
         if not orders.has_forward:
             # Up to 0.30 vLLM lets no stores begin in such a step.
             self.start_stores(orders)
             self._wait_a_little()
-        return self._poll_stores(), self._poll_loads()
+        self._poll_stores()
+        self._poll_loads()
+        released, self._released = self._released, set()
+        received, self._received = self._received, set()
+        return released, received
+
+    def poll_later(self, orders: StepOrders) -> None:
+        """In place of `finished`, which failed: the next step's tells what this one's should have,
+        but for loads that the forward needed."""
+        for request_id, transfer_ids in orders.releases.items():
+            if request_id not in self._released:
+                self._releases[request_id] = transfer_ids
+        if not orders.has_forward:
+            self.fail_stores(orders)
+        if self._layerwise:
+            # Nothing may be written any more into blocks that are computed anew.
+            self._mover.close()
+            for load in self._layerwise:
+                self._fail_layerwise(load.order)
+            self._layerwise.clear()
 
     def take_bad_blocks(self) -> set[int]:
         """vLLM blocks that were to be loaded and were not, since the last call."""
@@ -246,36 +294,41 @@ class WorkerSide:
             return
         self._mover.wait(ticket, IDLE_WAIT_SECONDS)
 
-    def _start_layerwise(self, orders: StepOrders, after: int) -> None:
+    def _refuse_loads(self, orders: StepOrders) -> None:
+        """What the scheduler side could not order."""
         self._bad_blocks.update(orders.unfilled)
+        for request_id, engine_blocks in orders.failed_loads.items():
+            load = self._loads.setdefault(request_id, RunningLoad())
+            load.complete = True
+            load.bad_blocks.extend(engine_blocks)
+
+    def _start_layerwise(self, orders: StepOrders, after: int) -> None:
         loads = [
             LayerwiseLoad(order, array("Q", order.engine_blocks), self._offsets(order))
             for order in orders.layerwise
         ]
         self._layerwise += loads
+        self._begun_loads.update(load.order.transfer_id for load in loads)
         # The forward needs the first part of all before the second of one.
-        for planes in self._parts.planes:
+        for number, planes in enumerate(self._parts.planes):
             for load in loads:
-                if not load.failed:
+                if len(load.tickets) == number:
                     self._start_part(load, planes, after)
 
     def _start_part(self, load: LayerwiseLoad, planes: range, after: int) -> None:
-        load.failed = True
         with self._edge.guard("load of blocks", "they count as a miss"):
-            ticket = self._mover.submit(
-                Direction.LOAD, load.blocks, load.offsets, after, planes=planes
+            load.tickets.append(
+                self._mover.submit(Direction.LOAD, load.blocks, load.offsets, after, planes=planes)
             )
-            load.tickets.append(ticket)
             size = sum(self._plane_bytes[planes.start : planes.stop])
-            self._figures.begin(ticket, Direction.LOAD, len(load.blocks) * size)
-            load.failed = False
+            self._figures.begin(load.tickets[-1], Direction.LOAD, len(load.blocks) * size)
 
     def _follow(self, load: LayerwiseLoad, parts: int) -> None:
         """Let the engine's work from now on follow the first parts of a load."""
         if load.followed >= parts:
             return
-        stream = work_so_far(self._device)
         with self._edge.guard("waiting for a layer", "its blocks count as not loaded"):
+            stream = work_so_far(self._device)
             for ticket in load.tickets[load.followed : parts]:
                 self._end_part(load, ticket, self._mover.hold(ticket, stream))
             load.followed = parts
@@ -292,17 +345,25 @@ class WorkerSide:
     def _end_layerwise(self) -> None:
         """See the step's layer-wise loads to their end: what failed must be told with this step,
         and nothing may be written any more into blocks that are computed anew."""
-        for load in self._layerwise:
+        while self._layerwise:
+            load = self._layerwise[-1]
             for ticket in load.tickets:
                 status = self._wait_for_end(ticket, "a load that the step computed on")
                 self._end_part(load, ticket, status)
-            order = load.order
-            if load.failed:
-                self._bad_blocks.update(order.engine_blocks)
-                self._failed_layerwise.add(order.transfer_id)
-            status = Status.FAILED if load.failed else Status.DONE
-            self._arena.board.report(order.cell, self._rank, status)
-        self._layerwise.clear()
+            if load.failed or len(load.tickets) < len(self._parts.planes):
+                self._fail_layerwise(load.order)
+            else:
+                self._report(load.order, Status.DONE)
+            self._layerwise.pop()
+
+    def _fail_layerwise(self, order: CopyOrder) -> None:
+        self._bad_blocks.update(order.engine_blocks)
+        self._failed_layerwise.add(order.transfer_id)
+        self._report(order, Status.FAILED)
+
+    def _report(self, order: CopyOrder, status: Status) -> None:
+        """Of what the mover does not report itself."""
+        self._arena.board.report(order.cell, self._rank, status)
 
     def _wait_for_end(self, ticket: int, what: str) -> Status:
         while (status := self._mover.wait(ticket, _PATIENCE_SECONDS)) is Status.PENDING:
@@ -312,62 +373,59 @@ class WorkerSide:
     def _submit(self, direction: Direction, order: CopyOrder, after: int) -> int | None:
         place = f"{direction.name.lower()} of blocks"
         with self._edge.guard(place, "they count as a miss"):
-            ticket = self._mover.submit(
+            return self._mover.submit(
                 direction,
                 array("Q", order.engine_blocks),
                 self._offsets(order),
                 after,
                 self._arena.board.flag_address(order.cell, self._rank),
             )
-            size = self._block_bytes[direction]
-            self._figures.begin(ticket, direction, len(order.engine_blocks) * size)
-            return ticket
-        self._arena.board.report(order.cell, self._rank, Status.FAILED)
+        self._report(order, Status.FAILED)
         return None
+
+    def _note_begin(self, ticket: int, direction: Direction, order: CopyOrder) -> None:
+        size = len(order.engine_blocks) * self._block_bytes[direction]
+        self._figures.begin(ticket, direction, size)
 
     def _copy_seconds(self, ticket: int) -> float | None:
         return self._mover.copy_seconds(ticket)
+
+    def _not_started(self, orders: StepOrders) -> list[CopyOrder]:
+        """The stores of a step that were not started before."""
+        return [order for order in orders.stores if order.transfer_id > self._last_store]
 
     def _offsets(self, order: CopyOrder) -> array[int]:
         """Where each engine block of `order` lies in the arena."""
         return self._slot_offsets.of(order.slots, order.skip, len(order.engine_blocks))
 
-    def _poll_loads(self) -> set[str]:
-        received = set()
+    def _poll_loads(self) -> None:
         for request_id, load in list(self._loads.items()):
             for ticket, engine_blocks in list(load.parts.items()):
                 status = self._mover.poll(ticket)
                 if status is Status.PENDING:
                     continue
-                del load.parts[ticket]
-                self._figures.end(ticket, status)
                 if status is Status.FAILED:
                     load.bad_blocks.extend(engine_blocks)
+                del load.parts[ticket]
+                self._figures.end(ticket, status)
             if load.complete and not load.parts:
-                del self._loads[request_id]
                 if not self._fails_by_request:
                     self._bad_blocks.update(load.bad_blocks)
                 elif load.bad_blocks:
                     self._failed_requests.add(request_id)
-                received.add(request_id)
-        return received
+                self._received.add(request_id)
+                del self._loads[request_id]
 
-    def _poll_stores(self) -> set[str]:
-        if not self._stores and not self._releases:
-            return set()
+    def _poll_stores(self) -> None:
         for transfer_id, ticket in list(self._stores.items()):
             status = self._mover.poll(ticket)
             if status is not Status.PENDING:
                 del self._stores[transfer_id]
                 self._figures.end(ticket, status)
-        released = {
-            request_id
-            for request_id, transfer_ids in self._releases.items()
-            if not any(self._is_running(transfer_id) for transfer_id in transfer_ids)
-        }
-        for request_id in released:
-            del self._releases[request_id]
-        return released
+        for request_id, transfer_ids in list(self._releases.items()):
+            if not any(self._is_running(transfer_id) for transfer_id in transfer_ids):
+                self._released.add(request_id)
+                del self._releases[request_id]
 
     def _is_running(self, transfer_id: int) -> bool:
         # A store may be released before it is started: with speculative decoding vLLM asks what
