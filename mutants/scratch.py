@@ -57,7 +57,7 @@ class Scratch:
             "OMP_NUM_THREADS": "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
-            "FLEXKV_TEST_CACHE": str(self._cache),
+            "FAKE_CUDA_CACHE": str(self._cache),
             # A module is compiled from what its file holds now: files that are changed within one
             # second differ in nothing that Python compares.
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -31,9 +31,9 @@ LAUNCH_FAILED = 719
 def build(folder: Path) -> Path:
     """Compiles the driver; skips the test where that cannot be, saying why.
 
-    If the environment names a folder in FLEXKV_TEST_CACHE, an unchanged driver is taken from there.
+    If the environment names a folder in FAKE_CUDA_CACHE, an unchanged driver is taken from there.
     """
-    if cache := os.environ.get("FLEXKV_TEST_CACHE"):
+    if cache := os.environ.get("FAKE_CUDA_CACHE"):
         folder = Path(cache, _digest())
         if (kept := folder / _LIBRARY).is_file():
             return kept
