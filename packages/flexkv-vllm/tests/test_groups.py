@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -186,3 +187,17 @@ def test_models_whose_keys_mean_different_blocks_have_different_names() -> None:
     names = {Groups((each,), 16).describe() for each in (group, *others)}
     assert len(names) == 5
     assert len({Groups((group,), 16).describe(), Groups((group, group), 16).describe()}) == 2
+
+
+@pytest.mark.parametrize("reach", Reach)
+def test_the_first_block_that_is_needed_holds_the_first_token_that_is_seen(reach: Reach) -> None:
+    for span, size, end in itertools.product(range(1, 13), (1, 2, 3), range(30)):
+        group = Group(0, reach, span, size, 2)
+        seen = {
+            Reach.ALL: range(end),
+            Reach.WINDOW: range(max(0, end - span + 1), end),
+            Reach.CHUNK: range(end // span * span, end),
+            Reach.STATE: range(max(0, end - 1), end),
+        }[reach]
+        if seen:
+            assert group.first_needed(end) == seen.start // group.block_tokens

@@ -54,7 +54,8 @@ def test_it_is_the_longest_that_has_all_that_is_looked_at(
 ) -> None:
     local = groups.alignment * data.draw(st.integers(0, 3))
     limit = data.draw(st.integers(0, 60))
-    absent = data.draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=6))
+    blocks = [(g.index, b) for g in groups.members for b in range(limit // g.block_tokens)]
+    absent = data.draw(st.sets(st.sampled_from(blocks), max_size=6)) if blocks else set()
     there = {(g, b) for g in range(4) for b in range(31)} - absent
     asked: set[tuple[int, int]] = set()
 
