@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an unexpected error ends instead of ending the engine, nothing is wrong afterwards: every
+guard in the code is hit, before each of its statements, under vLLM's real scheduler. A guard that
+nothing here reaches fails its test."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from disk_world import delay_reads
+from engine_world import MakeWorld, World
+from injection import Guarded, all_guarded, hit_all
+
+from flexkv_vllm.compat import binds_pool, fails_by_request
+
+pytestmark = pytest.mark.skipif(
+    not (binds_pool() and fails_by_request()), reason="not all guards are reached in this vLLM"
+)
+
+
+@pytest.mark.parametrize("guarded", all_guarded(offloading=False), ids=str)
+def test_after_an_error_all_is_as_without_flexkv(
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    guarded: Guarded,
+) -> None:
+    rng = random.Random(1)
+    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
+    states = "states" in guarded.place
+    if states:
+        monkeypatch.setattr(
+            "flexkv_vllm.scheduler.side.offered_states",
+            lambda output: {each: [] for each in output.num_scheduled_tokens},
+        )
+
+    def make() -> World:
+        world = make_world(
+            num_blocks=60 if states else 40,
+            slots=40,
+            disk_slots=0 if "shutdown" in guarded.place else 200,
+            budget=96,
+            events=True,
+            windows=(70,) if states else (),
+            settings={"load_mode": "layerwise"},
+        )
+        world.slow_down(rng)
+        if "shutdown" not in guarded.place:
+            delay_reads(world, rng)
+        return world
+
+    hit_all(
+        guarded,
+        make,
+        rng,
+        restart_rate=0.1,
+        params=lambda: {"flexkv.load_mode": rng.choice(["async", "layerwise"])},
+    )
