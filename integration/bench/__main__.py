@@ -24,6 +24,7 @@ from integration.bench.engines import engine_rows
 from integration.bench.load_modes import load_mode_rows
 from integration.bench.memory import memory_rows
 from integration.bench.rows import Row, table
+from integration.bench.saturated import saturated_rows
 from integration.bench.scripts import script_rows
 from integration.bench.setup import Bench
 from integration.bench.slow_disk import slow_disk_rows
@@ -37,6 +38,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "disk-hits": disk_hit_rows,
     "load-modes": load_mode_rows,
     "slow-disk": slow_disk_rows,
+    "saturated": saturated_rows,
 }
 MIN_SAMPLES = 5
 

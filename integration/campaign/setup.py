@@ -42,8 +42,6 @@ def campaign_config(folder: Path, own_folder: Path, policy: str, ranks: int) -> 
         "cpu_cache_gb": _gigabytes(_ARENA_SLOTS),
         "block_tokens": BLOCK,
         "runtime_dir": str(own_folder / "run"),
-        # As many loads as can be, however fast this machine computes.
-        "always_load": True,
         "ssd_cache_gb": _gigabytes(_DISK_SLOTS),
         "ssd_cache_dir": str(own_folder / DISK),
     }

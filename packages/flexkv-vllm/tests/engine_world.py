@@ -60,6 +60,10 @@ from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.orders import StepOrders
 from flexkv_vllm.scheduler.side import StoreTime
 
+TOKEN_SECONDS = 1.0
+"""What the model takes to compute a token, by the clock that FlexKV measures steps with: loads are
+worth it, however busy this machine is just now."""
+
 
 class EventRecorder(EventPublisher):
     """Takes the place of the socket that vLLM publishes KV events on."""
@@ -152,6 +156,8 @@ class World:
             hash_block_size=BLOCK_TOKENS,
             log_stats=True,
         )
+        self.computed_seconds = 0.0
+        self._set_clock()
         self.recorder = EventRecorder()
         self.scheduler.kv_event_publisher = self.recorder
         self.aggregator = KVOutputAggregator(ranks)
@@ -166,6 +172,11 @@ class World:
         self.preemptions = 0
         self.late_movers: list[LateMover] = []
         self.closed = False
+
+    def _set_clock(self) -> None:
+        """FlexKV sees steps take as long as their tokens do, and not as this machine does."""
+        if self.side is not None:
+            self.side._chooser._timer._clock = lambda: self.computed_seconds
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
@@ -240,6 +251,11 @@ class World:
     def poll(self) -> None:
         """See what has ended, without a step of the engine."""
         self.side._poll()
+
+    def believe(self, rate: float) -> None:
+        """FlexKV has measured nothing but loads of so many bytes per second."""
+        self.side._chooser._device._rates.clear()
+        self.side._chooser.loaded(rate)
 
     def settle(self) -> None:
         """Until no copy and no disk operation is under way. At rest no worker polls its copies."""
@@ -344,6 +360,7 @@ class World:
         self._run_workers()
         step = self.steps.popleft()
         assert step.result is not None
+        self.computed_seconds += step.output.total_num_scheduled_tokens * TOKEN_SECONDS
         for outputs in self.scheduler.update_from_output(step.output, step.result).values():
             if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
                 self.stats.append(outputs.scheduler_stats.kv_connector_stats)

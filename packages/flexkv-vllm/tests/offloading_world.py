@@ -113,6 +113,9 @@ class OffloadingWorld(World):
     def __init__(self, directory: Path, *, chunk: int = 1, **options: Any) -> None:
         super().__init__(directory, entry=OFFLOADING, block_tokens=chunk * BLOCK_TOKENS, **options)
 
+    def _set_clock(self) -> None:
+        """vLLM decides what is loaded, and FlexKV measures nothing."""
+
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """One after another, as vLLM's current configuration is one for a process: only rank 0
         waits for the others, in a thread."""

@@ -58,8 +58,7 @@ def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, rate: float) -> 
     prompt = random_prompt(rng, 200)
     world.generate(prompt)
     world.forget()
-    for _ in range(8):
-        world.side._chooser.loaded(rate)
+    world.believe(rate)
     world.add(random_prompt(rng, 30), max_tokens=50)
     world.step()
     second = world.add(prompt)

@@ -190,8 +190,7 @@ def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dic
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": {"connectors": [child]},
         }
-    # What is loaded must not depend on how fast this machine is just now.
-    ours = {"block_tokens": block_tokens, "always_load": True}
+    ours = {"block_tokens": block_tokens}
     return {
         "kv_connector": "FlexKVConnectorV1",
         "kv_connector_module_path": entry,

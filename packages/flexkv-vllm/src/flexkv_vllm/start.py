@@ -204,6 +204,7 @@ def make_scheduler_side(
         sum(spec.format.shard_bytes),
         spec.ranks,
         on_cores=vllm_config.device_config.device_type == "cpu",
+        loading=lambda: cache.loading_blocks,
     )
     side = SchedulerSide(
         cache,

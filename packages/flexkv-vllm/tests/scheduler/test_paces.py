@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,7 @@ def test_both_rates_are_found(per_token: float, per_pair: float, sizes: list[int
 def test_nothing_is_known_at_first() -> None:
     pace = PrefillPace()
     pace.observe([Span(0, 10)], 1.0)  # a few tokens beside the cost of a step
+    pace.observe([], 1.0)
     assert pace.seconds(Span(0, 1000)) is None
     assert LinkPace().seconds(1) is None
 
@@ -68,3 +71,63 @@ def test_the_fastest_of_the_last_transfers_counts() -> None:
     for _ in range(8):
         pace.observe(1000, 10.0)
     assert pace.seconds(10_000) == pytest.approx(100.0)
+
+
+@given(
+    RATES,
+    st.floats(0, 1e-6),
+    st.lists(st.integers(64, 8192), min_size=16, max_size=16),
+    st.dictionaries(st.integers(0, 15), st.floats(1e-6, 1e3), max_size=3),
+)
+def test_a_few_wrong_steps_decide_nothing(
+    per_token: float, per_pair: float, sizes: list[int], wrong: dict[int, float]
+) -> None:
+    """Slowed down by something else, or seen to end together with the one before."""
+    pace, start = PrefillPace(), 0
+    for number, size in enumerate(sizes):
+        span = Span(start, start + size)
+        expected = per_token * span.tokens + per_pair * span.pairs
+        pace.observe([span], wrong.get(number, expected))
+        start += size
+    far = Span(0, 4096)
+    expected = per_token * far.tokens + per_pair * far.pairs
+    assert pace.seconds(far) == pytest.approx(expected, rel=1e-6)
+
+
+def test_steps_of_a_few_tokens_bound_the_pace_from_above() -> None:
+    """Where all is loaded nothing else is computed: a slow first step must not count for ever."""
+    pace = PrefillPace()
+    pace.observe([Span(0, 100)], 10.0)
+    for start in range(1000, 1040):
+        pace.observe([Span(start, start + 10)], 0.02)
+    assert pace.seconds(Span(0, 1000)) == pytest.approx(2.0)
+    pace.observe([Span(0, 10)], 5.0)
+    assert pace.seconds(Span(0, 1000)) == pytest.approx(2.0)
+
+
+def test_a_rate_is_doubtful_after_many_refusals_or_a_long_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    pace = LinkPace()
+    pace.observe(1000, 1.0)
+    for _ in range(16):
+        assert not pace.doubtful
+        pace.refuse()
+    assert pace.doubtful
+    pace.observe(1000, 1.0)
+    assert not pace.doubtful
+    now += 30.5
+    assert pace.doubtful
+    pace.give_up()
+    assert (pace.doubtful, pace.patience) == (False, 2)
+    now += 59.0
+    assert not pace.doubtful
+    now += 2.0
+    assert pace.doubtful
+    for _ in range(10):
+        pace.give_up()
+    assert pace.patience == 64
+    pace.observe(1000, 1.0)
+    assert pace.patience == 1

@@ -113,6 +113,11 @@ class KVCache:
         return self._transfers.under_way
 
     @property
+    def loading_blocks(self) -> int:
+        """Blocks of the loads that have not ended."""
+        return self._transfers.loading_blocks
+
+    @property
     def tier_figures(self) -> list[tuple[Medium, TierFigures]]:
         """Of the lower tiers."""
         return [(tier.medium, tier.figures) for tier in self._transfers.tiers]

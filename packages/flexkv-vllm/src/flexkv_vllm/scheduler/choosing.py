@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from flexkv import Fetch
-from flexkv_vllm.scheduler.paces import LEAST_TOKENS, LinkPace, PrefillPace, Span
+from flexkv_vllm.scheduler.paces import LinkPace, PrefillPace, Span, StepTimer
 
 _PROBE_SHARE = 0.03
-"""Of the time that computing takes, what may be lost by waiting for a tier of which nothing is
-known: with what is lost elsewhere, less than the 5 % that a hit may cost more than computing."""
+"""Of the time that computing takes, what may be lost by a load or a wait that measures a link again
+or for the first time: with what is lost elsewhere, less than the 5 % that a hit may cost more than
+computing."""
 
 _PROBE_SECONDS = 0.02
 """What may be lost in any case, once: a read of an NVMe drive takes 0.1 to 1 ms, and a step of the
@@ -32,12 +34,6 @@ _CONTENTION = 0.15
 `nox -s bench -- --only load-modes`: layer by layer, time to first token of 82 MiB was 9 to 21 ms
 longer than before the forward; of 32 MiB 5 ms shorter, as the step that is saved weighs more."""
 
-_STEPS = 64
-"""Steps of which a report may still come."""
-
-_SKIPS = 16
-"""A tier that was too slow is tried again after so many hits that it would have been asked for."""
-
 
 class LoadMode(enum.Enum):
     """The setting `load_mode`."""
@@ -47,8 +43,48 @@ class LoadMode(enum.Enum):
     AUTO = "auto"
 
 
+class Left(enum.Enum):
+    """Why a hit, or a part of one, is not loaded. The values are those of the metric."""
+
+    SHORT = "short"
+    """It has fewer tokens than the setting `min_load_tokens`."""
+    SLOW = "slow"
+    """Loading it from host memory is expected to take longer than computing it."""
+    AWAITED = "awaited"
+    """Waiting for a lower tier is expected to take longer than computing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """How many of a hit's blocks to load, from the first on.
+
+    Attributes:
+        blocks: to load.
+        left: why not all.
+    """
+
+    blocks: int
+    left: Left | None = None
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A fetch that a request may wait for.
+
+    Attributes:
+        ahead: blocks that other requests waited for when it was first asked about.
+        refused: whether the answer was not to wait.
+    """
+
+    ahead: int
+    refused: bool = False
+
+
 class LoadChooser:
     """Decides for single requests.
+
+    No estimate decides for ever: if a rate has kept hits from being loaded for a while, a small
+    load or a short wait measures it again.
 
     Args:
         mode: the setting in force; LAYERWISE and AUTO only where the engine can do it.
@@ -57,6 +93,8 @@ class LoadChooser:
         block_bytes: of a FlexKV block over all ranks.
         ranks: of the engine; all load at once.
         on_cores: the cores that copy also compute.
+        loading: how many blocks are on their way from host memory now.
+        clock: that steps are measured with.
     """
 
     def __init__(
@@ -68,64 +106,75 @@ class LoadChooser:
         ranks: int,
         *,
         on_cores: bool,
+        loading: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mode = mode
         self._min_tokens = min_tokens
         self._always = always
-        self._skips = 0
         self._block_bytes = block_bytes
         self._ranks = ranks
         self._on_cores = on_cores
+        self._loading_now = loading
         self._prefill = PrefillPace()
         self._device = LinkPace()
         self._disk = LinkPace()
-        self._steps: dict[int, tuple[float, list[Span]]] = {}
-        self._next_step = 1
-        self._last_end = 0.0
-        self._last_arrival = 0.0
+        self._timer = StepTimer(self._prefill, clock)
+        self._waits: dict[Fetch, _Wait] = {}
 
     def step_begins(self, spans: Sequence[Span]) -> int:
-        """A step that computes `spans` is given out. Returns the number that its report bears, or 0
-        if none is wanted."""
-        if sum(span.tokens for span in spans) < LEAST_TOKENS:
-            return 0
-        number = self._next_step
-        self._next_step += 1
-        # vLLM's own connector passes no reports on, and what is under way are a few steps at most.
-        self._steps.pop(number - _STEPS, None)
-        self._steps[number] = time.monotonic(), list(spans)
-        return number
+        """A step that computes `spans` of prompts is given out. Returns the number that its report
+        bears, or 0 if none is wanted."""
+        return self._timer.begins(spans) if spans else 0
 
     def step_ended(self, number: int) -> None:
-        """A step has ended; `number` is that of its report, or 0. vLLM may give out a step before
-        the last one has ended, and then it begins with that."""
-        now = time.monotonic()
-        begun, spans = self._steps.pop(number, (now, []))
-        self._prefill.observe(spans, now - max(begun, self._last_end))
-        self._last_end = now
+        """A step has ended; `number` is that of its report, or 0."""
+        self._timer.ended(number)
 
     def loaded(self, rate: float) -> None:
         """A rank has loaded so many bytes per second; 0 if it has loaded nothing."""
         self._device.observe(rate, 1.0)
 
+    def left(self, reason: Left) -> None:
+        """vLLM computes a hit, or a part of it, because of an answer given here."""
+        if reason is Left.SLOW:
+            self._device.refuse()
+
     def fetched(self, fetch: Fetch) -> None:
         """A fetch has ended."""
+        wait = self._waits.pop(fetch, _Wait(0))
         came = fetch.arrived - fetch.first
-        waited = self._waited(fetch)
+        waited = time.monotonic() - fetch.begun
         if came:
-            self._disk.observe(came * self._block_bytes, fetch.progressed - fetch.begun)
-        elif not fetch.done and waited > self._latest(fetch):
+            # The tier has read what was ahead meanwhile.
+            size = (came + wait.ahead) * self._block_bytes
+            self._disk.observe(size, fetch.progressed - fetch.begun)
+        elif not fetch.done and waited > self._latest(fetch, wait):
             self._disk.contradict(self._block_bytes, waited)
+        if came or not wait.refused:
+            return
+        if self._disk.doubtful and waited >= _PROBE_SECONDS:
+            self._disk.give_up()
+        else:
+            self._disk.refuse()
 
-    def is_worth_loading(self, span: Span, blocks: int) -> bool:
-        """Whether to load `span`, which is in host memory, in so many blocks."""
+    def choose_load(self, span: Span, blocks: int, *, whole: bool = False) -> LoadChoice:
+        """How much to load of `span`, which is in host memory, in so many blocks; all or nothing if
+        a part is worth nothing (`whole`)."""
         if span.tokens < self._min_tokens:
-            return False
-        loading = self._loading(blocks)
+            return LoadChoice(0, Left.SHORT)
+        loading = self._loading(blocks + self._loading_now())
         computing = self._prefill.seconds(span)
         if self._always or loading is None or computing is None:
-            return True
-        return loading <= max(computing, _SLACK_SECONDS)
+            return LoadChoice(blocks)
+        if loading <= max(computing, _SLACK_SECONDS):
+            return LoadChoice(blocks)
+        if not self._device.doubtful:
+            return LoadChoice(0, Left.SLOW)
+        if whole:
+            return LoadChoice(blocks)
+        share = _PROBE_SHARE * computing / loading
+        return LoadChoice(min(blocks, max(1, int(blocks * share))), Left.SLOW)
 
     def is_worth_waiting(self, fetch: Fetch, span: Span) -> bool:
         """Whether to wait for the rest of a fetch rather than to compute it.
@@ -134,29 +183,31 @@ class LoadChooser:
             fetch: under way.
             span: what all its blocks hold.
         """
+        if fetch not in self._waits:
+            self._waits[fetch] = _Wait(sum(f.stop - f.arrived for f in self._waits))
+        wait = self._waits[fetch]
+        wait.refused = not self._is_worth_waiting(fetch, span, wait)
+        return not wait.refused
+
+    def _is_worth_waiting(self, fetch: Fetch, span: Span, wait: _Wait) -> bool:
         total = fetch.stop
         first_missing = span.start + span.tokens * fetch.arrived // total
         gain = self._prefill.seconds(Span(first_missing, span.stop))
         whole = self._prefill.seconds(span)
         if self._always or gain is None or whole is None:
             return True
-        waited = self._waited(fetch)
+        waited = time.monotonic() - fetch.begun
         rest: float | None = fetch.seconds_left
         if fetch.arrived == fetch.first:
             # Nothing has come yet that would tell.
-            rest = self._disk.seconds((total - fetch.arrived) * self._block_bytes)
-            if rest is not None and waited > self._latest(fetch):
+            rest = self._disk.seconds((total - fetch.arrived + wait.ahead) * self._block_bytes)
+            if rest is not None and waited > self._latest(fetch, wait):
                 return False
         if rest is not None and rest < max(gain, _SLACK_SECONDS):
-            self._skips = 0
             return True
-        if rest is not None and self._skips < _SKIPS:
-            self._skips += 1
+        if rest is not None and not self._disk.doubtful:
             return False
-        if waited < max(_PROBE_SECONDS, _PROBE_SHARE * whole):
-            return True
-        self._skips = 0
-        return False
+        return waited < max(_PROBE_SECONDS, _PROBE_SHARE * whole) * self._disk.patience
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
         """Whether to load so many blocks beside the forward of the same step, in which `running`
@@ -170,21 +221,16 @@ class LoadChooser:
         mode = self._mode if wanted is None or self._mode is LoadMode.ASYNC else wanted
         if mode is not LoadMode.AUTO:
             return mode is LoadMode.LAYERWISE
-        loading = self._loading(blocks) or 0.0
+        loading = self._loading(blocks + self._loading_now()) or 0.0
         if self._on_cores:
             return running > 0 or loading * _CONTENTION <= _SLACK_SECONDS
         return running == 0 or loading <= _SLACK_SECONDS
 
-    def _waited(self, fetch: Fetch) -> float:
-        """Seconds in which neither this fetch nor another one has got anything."""
-        if fetch.arrived > fetch.first:
-            self._last_arrival = max(self._last_arrival, fetch.progressed)
-        return time.monotonic() - max(fetch.begun, self._last_arrival)
-
-    def _latest(self, fetch: Fetch) -> float:
-        """Seconds in which some of a fetch of which nothing has come should have."""
-        whole = self._disk.seconds((fetch.stop - fetch.arrived) * self._block_bytes)
-        return _LATE * (whole or 0.0) + _PROBE_SECONDS
+    def _latest(self, fetch: Fetch, wait: _Wait) -> float:
+        """Seconds in which some of a fetch of which nothing has come should have, after what others
+        waited for before."""
+        blocks = fetch.stop - fetch.arrived + wait.ahead
+        return _LATE * (self._disk.seconds(blocks * self._block_bytes) or 0.0) + _PROBE_SECONDS
 
     def _loading(self, blocks: int) -> float | None:
         """Seconds that so many blocks take from host memory; None as long as nothing is known."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flexkv import Fetch, KVCache, Presence
 from flexkv_vllm.groups import Group, Groups, Reach
 from flexkv_vllm.keys import BlockKeys
-from flexkv_vllm.scheduler.choosing import LoadChooser
+from flexkv_vllm.scheduler.choosing import Left, LoadChooser
 from flexkv_vllm.scheduler.fetches import Fetches
 from flexkv_vllm.scheduler.hits import Present, full_reach, longest_hit
 from flexkv_vllm.scheduler.paces import Span
@@ -124,19 +124,28 @@ class Matcher:
         first = local_tokens // group.block_tokens
         keys = self._keys.of(tracked.request, group, first, limit // group.block_tokens)
 
+        not_awaited = first
+
         def is_worth_waiting(fetch: Fetch, end: int) -> bool:
+            nonlocal not_awaited
             span = Span(local_tokens, end * group.block_tokens)
-            return self._chooser.is_worth_waiting(fetch, span)
+            worth = self._chooser.is_worth_waiting(fetch, span)
+            not_awaited = first if worth else end
+            return worth
 
         hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
         self._describe_awaited(tracked, [_Wanted(group, first, keys)])
         if hits is None:
             return None
-        tokens = (first + hits) * group.block_tokens - local_tokens
-        span = Span(local_tokens, local_tokens + tokens)
-        if hits == 0 or tokens <= 0 or not self._chooser.is_worth_loading(span, hits):
-            return 0, Match(local_tokens)
-        return tokens, Match(local_tokens, self._awaited_tokens(tracked, keys[:hits], tokens))
+        end = max(local_tokens, (first + hits) * group.block_tokens)
+        choice = self._chooser.choose_load(Span(local_tokens, end), hits)
+        loaded = max(local_tokens, (first + choice.blocks) * group.block_tokens)
+        left = [(Left.AWAITED, not_awaited * group.block_tokens - end)]
+        if choice.left is not None:
+            left.append((choice.left, end - loaded))
+        tokens = loaded - local_tokens
+        disk = self._awaited_tokens(tracked, keys[: choice.blocks], tokens)
+        return tokens, Match(local_tokens, disk if tokens else 0, left=_some(left))
 
     def _match_groups(
         self, tracked: TrackedRequest, local_tokens: int, limit: int
@@ -147,13 +156,17 @@ class Matcher:
         plan = self._plan(tracked, local_tokens, min(limit, request.num_tokens - 1))
         keys = _flat(plan.wanted)
         hit = plan.hit
+        awaited = hit
         if keys:
 
             def is_worth_waiting(fetch: Fetch, _: int) -> bool:
+                nonlocal awaited
                 # A part of what a window needs is of no use.
-                complete = fetch.stop == len(fetch.keys)
-                span = Span(local_tokens, plan.hit)
-                return complete and self._chooser.is_worth_waiting(fetch, span)
+                if fetch.stop < len(fetch.keys):
+                    return False
+                worth = self._chooser.is_worth_waiting(fetch, Span(local_tokens, plan.hit))
+                awaited = plan.hit if worth else local_tokens
+                return worth
 
             found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting)
             self._describe_awaited(tracked, plan.wanted)
@@ -163,11 +176,14 @@ class Matcher:
             if found < len(keys):
                 hit = longest_hit(self._groups, self._in_host(request), local_tokens, plan.limit)
         tracked.plan = None
-        span = Span(local_tokens, hit)
-        if hit <= local_tokens or not self._chooser.is_worth_loading(span, len(keys)):
-            return 0, Match(local_tokens, junction=plan.junction)
-        disk = span.tokens if tracked.awaited else 0
-        return span.tokens, Match(local_tokens, disk, junction=plan.junction)
+        span = Span(local_tokens, max(local_tokens, hit))
+        left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
+        choice = self._chooser.choose_load(span, len(keys), whole=True)
+        if choice.left is not None:
+            left.append((choice.left, span.tokens))
+        tokens = 0 if choice.left else span.tokens
+        disk = tokens if tracked.awaited else 0
+        return tokens, Match(local_tokens, disk, left=_some(left), junction=plan.junction)
 
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
         """What to load. vLLM computes the last token in any case, and for it one token more of a
@@ -255,6 +271,10 @@ class Matcher:
             # The engine has the beginning of the first one itself.
             fetched -= len(keys) * size - tokens
         return fetched
+
+
+def _some(left: Sequence[tuple[Left, int]]) -> tuple[tuple[Left, int], ...]:
+    return tuple((reason, tokens) for reason, tokens in left if tokens > 0)
 
 
 def _flat(wanted: Sequence[_Wanted]) -> list[bytes]:

@@ -23,7 +23,7 @@ from flexkv_vllm.scheduler.choosing import LoadChooser
 from flexkv_vllm.scheduler.fetches import Fetches
 from flexkv_vllm.scheduler.loading import Loads
 from flexkv_vllm.scheduler.matching import Matcher
-from flexkv_vllm.scheduler.paces import LEAST_TOKENS, Span
+from flexkv_vllm.scheduler.paces import Span
 from flexkv_vllm.scheduler.storing import Stores
 from flexkv_vllm.scheduler.tracked import NEVER, Match, TrackedRequest
 from flexkv_vllm.scheduler.wishes import WishReader, pin_owner
@@ -176,6 +176,9 @@ class SchedulerSide:
             self._cache.record(self._matcher.blocks_of(request, match.local_tokens + tokens))
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.disk_tokens)
+            for reason, left in match.left:
+                self._figures.left(reason, left)
+                self._chooser.left(reason)
         if tokens == 0 or match is None:
             self._fetches.end(tracked)
         if tokens:
@@ -250,8 +253,9 @@ class SchedulerSide:
         """For the chooser: what this step computes."""
         self._running = len(output.num_scheduled_tokens)
         spans = []
+        guesses = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         # Where all requests decode there is no prompt to look for.
-        if output.total_num_scheduled_tokens >= self._running + LEAST_TOKENS:
+        if output.total_num_scheduled_tokens > self._running + guesses:
             for request_id, count in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flexkv import Fetch
+from flexkv_vllm.scheduler.choosing import Left
 from flexkv_vllm.scheduler.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Match:
         local_tokens: vLLM has itself.
         disk_tokens: came from a lower tier, of those that can be loaded.
         layerwise: the load runs beside the forward of the same step.
+        left: why tokens that follow are not loaded, and how many.
         junction: where other requests' full attention went on with this prompt, but nothing that
             looks back less far did; 0 if nowhere.
     """
@@ -37,6 +39,7 @@ class Match:
     local_tokens: int
     disk_tokens: int = 0
     layerwise: bool = False
+    left: tuple[tuple[Left, int], ...] = ()
     junction: int = 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from flexkv import Direction, KVCache, Medium, Status
 from flexkv_vllm.edge import Edge
+from flexkv_vllm.scheduler.choosing import Left
 from flexkv_vllm.telemetry.stats import Samples, sample
 
 
@@ -89,6 +90,7 @@ class CacheFigures:
         self._ignored_parameters = ignored_parameters
         self._host_queries = self._disk_queries = 0
         self._host_hits = self._disk_hits = 0
+        self._left = dict.fromkeys(Left, 0)
         self._told: Samples = {}
         self._told_gauges: Samples = {}
         self.active = True
@@ -110,6 +112,10 @@ class CacheFigures:
         self._host_hits += hit_tokens - disk_tokens
         self._disk_queries += tokens - (hit_tokens - disk_tokens)
         self._disk_hits += disk_tokens
+
+    def left(self, reason: Left, tokens: int) -> None:
+        """So many tokens of a request that got its blocks are computed, not loaded."""
+        self._left[reason] += tokens
 
     def take(self) -> Samples:
         """What is new since the last call; empty if nothing is."""
@@ -139,6 +145,7 @@ class CacheFigures:
             "ignored_parameters": self._ignored_parameters(),
             "refused_pin_blocks": counters.refused_pins,
         }
+        totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
         for medium, figures in self._cache.tier_figures:
             tier, traffic = medium.value, figures.traffic
             totals |= {

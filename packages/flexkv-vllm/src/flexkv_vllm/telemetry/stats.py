@@ -67,6 +67,8 @@ _TIERS = (("tier", ("host", "disk")),)
 _LINKS = (("link", ("device", "disk")), ("direction", ("load", "store", "read", "write")))
 _WAYS = (("device", "load"), ("device", "store"), ("disk", "read"), ("disk", "write"))
 CAUSES = ("load", "store", "read", "damaged", "stalled", "write", "internal")
+REASONS = ("short", "slow", "awaited")
+"""The values of `Left`, which the processes that log and serve metrics do not import."""
 
 METRICS = (
     Metric(
@@ -76,6 +78,12 @@ METRICS = (
         _TIERS,
     ),
     Metric("hit_tokens", Kind.COUNTER, "Tokens loaded that were found in the tier.", _TIERS),
+    Metric(
+        "left_tokens",
+        Kind.COUNTER,
+        "Tokens that could have been loaded and were computed all the same, by reason.",
+        (("reason", REASONS),),
+    ),
     Metric(
         "copied_bytes",
         Kind.COUNTER,
@@ -157,6 +165,7 @@ class FlexKVStats(KVConnectorStats):
             line["FlexKV hit rate (%)"] = round(100 * hits / queries, 1)
         for tier in ("host", "disk"):
             _put(line, f"{tier} hits (tokens)", self._sum("hit_tokens", tier))
+        _put(line, "left hits (tokens)", sum(self._sum("left_tokens", why) for why in REASONS))
         for way in _WAYS:
             size, seconds = self._sum("copied_bytes", *way), self._sum("copy_seconds", *way)
             _put(line, f"{' '.join(way)} (MB)", round(size / 1e6, 1))

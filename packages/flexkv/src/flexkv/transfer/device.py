@@ -51,6 +51,12 @@ class DeviceLink:
         """Transfers under way."""
         return len(self._pending)
 
+    @property
+    def loading_blocks(self) -> int:
+        """Blocks of the loads under way."""
+        pending = self._pending.values()
+        return sum(len(t.blocks) for t in pending if t.direction is Direction.LOAD)
+
     def begin(self, direction: Direction, blocks: list[Block]) -> Transfer | None:
         """A transfer for the adapter to order; None if too many are under way."""
         cell = self._board.acquire(LOAD_RESERVE if direction is Direction.STORE else 0)

@@ -69,6 +69,11 @@ class TransferScheduler:
         return len(self._device)
 
     @property
+    def loading_blocks(self) -> int:
+        """Blocks on their way to the engine."""
+        return self._device.loading_blocks
+
+    @property
     def tiers(self) -> Sequence[LowerTier]:
         return self._tiers
 

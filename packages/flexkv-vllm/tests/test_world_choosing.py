@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is loaded under vLLM's real scheduler when loads were once measured to be slow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
+from test_world_stats import collected
+
+from flexkv_vllm.scheduler.choosing import Left
+from flexkv_vllm.telemetry.stats import REASONS, sample
+
+LONG, SHORT = 600, 40
+LONG_HIT, SHORT_HIT = LONG // BLOCK_TOKENS * BLOCK_TOKENS, SHORT // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_first_load_that_is_seen_late_decides_nothing(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker looks for it many steps later, each of which is long; the copy itself took as long
+    as always."""
+    world = make_world(num_blocks=128, slots=256, budget=1024)
+    rng = random.Random(3)
+    long, short = random_prompt(rng, LONG), random_prompt(rng, SHORT)
+    for prompt in (long, short):
+        world.generate(prompt)
+    world.settle()
+    world.forget()
+    (late,) = world.slow_down(rng, polls=(5, 5))
+    reported = []
+    loaded = world.side._chooser.loaded
+    monkeypatch.setattr(
+        world.side._chooser, "loaded", lambda rate: (reported.append(rate), loaded(rate))
+    )
+    monkeypatch.setattr(late, "copy_seconds", lambda ticket: 2.0**-20)
+    busy = world.add(random_prompt(rng, 20), max_tokens=100)
+    first = world.generate(short, max_tokens=1)
+    assert len(world.outputs[busy]) == 100
+    world.run()
+    assert world.external_tokens[first] == SHORT_HIT
+    assert [rate for rate in reported if rate] == [SHORT_HIT * 128 * 2.0**20]
+    late._polls = (0, 0)
+    for _ in range(3):
+        world.forget()
+        assert world.external_tokens[world.generate(long)] == LONG_HIT
+    world.check_outputs()
+
+
+def test_loads_that_were_slow_are_measured_again(make_world: MakeWorld) -> None:
+    """Nothing but slow loads were seen. After 16 hits that are computed a part of one is loaded,
+    and from then on all are."""
+    world = make_world(num_blocks=128, slots=256, budget=1024)
+    rng = random.Random(4)
+    prompt = random_prompt(rng, LONG)
+    world.generate(prompt)
+    world.believe(1.0)
+    hits = []
+    for _ in range(20):
+        world.forget()
+        hits.append(world.external_tokens[world.generate(prompt)])
+    assert hits[:16] == [0] * 16
+    assert 0 < hits[16] < LONG_HIT
+    assert hits[17:] == [LONG_HIT] * 3
+    total = collected(world)
+    left = 16 * LONG_HIT + LONG_HIT - hits[16]
+    assert {why: total[sample("left_tokens", why)] for why in REASONS} == {
+        "short": 0,
+        "slow": left,
+        "awaited": 0,
+    }
+    assert total[sample("hit_tokens", "host")] == sum(hits)
+    world.check_outputs()
+
+
+def test_with_several_groups_a_whole_hit_measures_again(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=128, slots=256, budget=1024, windows=(48,))
+    prompt = random_prompt(random.Random(5), LONG)
+    world.generate(prompt)
+    world.believe(1.0)
+    hits = []
+    for _ in range(18):
+        world.forget()
+        hits.append(world.external_tokens[world.generate(prompt)])
+    assert hits == [0] * 16 + [LONG_HIT] * 2
+    total = collected(world)
+    assert total[sample("left_tokens", "slow")] == 16 * LONG_HIT
+    world.check_outputs()
+
+
+def test_hits_that_are_too_short_are_counted(make_world: MakeWorld) -> None:
+    world = make_world(settings={"min_load_tokens": SHORT_HIT + 1}, slots=256)
+    rng = random.Random(6)
+    long, short = random_prompt(rng, LONG), random_prompt(rng, SHORT)
+    for prompt in (long, short):
+        world.generate(prompt)
+    world.forget()
+    assert [world.external_tokens[world.generate(prompt)] for prompt in (short, long)] == [
+        0,
+        LONG_HIT,
+    ]
+    total = collected(world)
+    assert total[sample("left_tokens", "short")] == SHORT_HIT
+    assert total[sample("left_tokens", "slow")] == 0
+
+
+def test_reasons_of_the_metric_are_those_of_the_chooser() -> None:
+    assert tuple(reason.value for reason in Left) == REASONS
