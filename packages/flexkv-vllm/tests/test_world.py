@@ -208,6 +208,7 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
     )
     world.slow_down(rng, failure_rate=0.05)
     Traffic(world, rng, make_stems(rng, 4)).run(120, until=[preempted, loaded, refused])
+    world.settle()
     world.assert_untracked()
 
 
