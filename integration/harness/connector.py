@@ -120,7 +120,8 @@ def multi(*connectors: Connector, recompute: bool = False) -> Connector:
     }
     if recompute:
         config["kv_load_failure_policy"] = "recompute"
-    return Connector("+".join(each.name for each in connectors), config)
+    env = {name: value for each in connectors for name, value in each.env.items()}
+    return Connector("+".join(each.name for each in connectors), config, env)
 
 
 def _flexkv(extra: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,7 @@ import pytest
 from integration.harness import connector
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Engine
+from integration.harness.engine import START_TIMEOUT, Engine
 from integration.harness.host import EngineHost
 from integration.tests import disks
 from integration.tests.corpus import WARM
@@ -141,3 +146,44 @@ def test_the_same_engine_id_twice(
     warm = ask_each(first, WARM)
     reference.check_all(WARM, warm, what="the first engine, warm")
     assert all(answer.cached_tokens for answer in warm)
+
+
+LAUNCHED = """
+import json, sys
+from vllm import LLM
+if __name__ == "__main__":
+    LLM(**json.loads(sys.argv[1]))
+"""
+
+
+def test_ranks_that_an_external_launcher_starts(
+    host: EngineHost,
+    flexkv: Callable[..., dict[str, Any]],
+    engine_config: Callable[..., EngineConfig],
+) -> None:
+    """Each would have a scheduler of its own. As torchrun starts them."""
+    host.close()
+    config = engine_config(
+        connector.plugin(engine_id="launched", **flexkv()),
+        tensor_parallel_size=2,
+        probe=False,
+        extra_args={"distributed_executor_backend": "external_launcher"},
+    )
+    command = [sys.executable, "-c", LAUNCHED, json.dumps(config.engine_args())]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            env = config.environment() | meeting | numbers
+            process = subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for process in ranks:
+            said, _ = process.communicate(timeout=START_TIMEOUT)
+            assert process.returncode != 0
+            assert "'external_launcher' with 2 tensor-parallel ranks" in said
+            assert "allowed: 'mp' or 'ray'" in said

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three ways into vLLM: our plugin (most other tests), vLLM's own shim, our module by path."""
+"""The ways into vLLM: our plugin (most other tests), vLLM's own shim (also inside MultiConnector),
+our module by path."""
 
 from __future__ import annotations
 
@@ -28,6 +29,9 @@ from integration.tests.steps import ask_each, ask_together, external_hits, whole
 BLOCKS = 131
 ENTRIES = {
     "vLLM's own shim": connector.in_tree_shim,
+    "vLLM's own shim in MultiConnector": lambda **extra: connector.multi(
+        connector.in_tree_shim(**extra)
+    ),
     "by module path": connector.module_path,
 }
 
