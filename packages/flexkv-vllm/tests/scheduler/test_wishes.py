@@ -66,6 +66,8 @@ def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFi
         ({"flexkv.max_load_tokens": 1.5}, ["max_load_tokens: 1.5", "a whole number"]),
         ({"flexkv.store": "x" * 9999}, ["flexkv.store: 'xxx", "...", "true or false"]),
         ({"flexkv.\n": 0}, ["'flexkv.\\n': 0"]),
+        ({"FlexKV.load": False}, ["'FlexKV.load': False", "allowed: flexkv.load, flexkv.store"]),
+        ({"flexkv.LOAD": False}, ["'flexkv.LOAD': False", "allowed: flexkv.load"]),
         ("nonsense", ["is 'nonsense'", "allowed: a dictionary"]),
     ],
 )
@@ -81,6 +83,16 @@ def test_one_line_names_what_is_wrong(
     assert [phrase for phrase in said if phrase not in message] == []
     assert "\n" not in message
     assert len(message) < 400
+
+
+def test_a_request_has_one_line_however_much_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    reader = WishReader()
+    reader.of(request({f"flexkv.{number}": 0 for number in range(10_000)}))
+    assert reader.ignored == 10_000
+    (record,) = caplog.records
+    assert "'flexkv.0': 0, which is ignored, like 9999 more; allowed" in record.getMessage()
+    reader.of(request({"flexkv.load": "no"}, "other"))
+    assert "request other has flexkv.load: 'no', which is ignored; allowed" in caplog.messages[1]
 
 
 def test_what_is_right_beside_it_counts() -> None:

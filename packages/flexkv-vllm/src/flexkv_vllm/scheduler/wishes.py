@@ -24,7 +24,7 @@ PREFIX = "flexkv."
 _SHOWN_CHARACTERS = 80
 """Of a key or value in the log, as they come from whoever may send requests."""
 _WARNINGS = 100
-"""Lines in the log at most, for the same reason; what follows is only counted."""
+"""Requests that the log names, one line each, for the same reason; later ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ class WishReader:
 
     def __init__(self) -> None:
         self.ignored = 0
+        self._warnings = 0
 
     def of(self, request: Request) -> Wishes:
         """What `request` wishes."""
@@ -120,33 +121,39 @@ class WishReader:
         if not params:
             return NONE
         if not isinstance(params, Mapping):
-            self._ignore(request_id, f"is {_shown(params)}", "a dictionary")
+            self._ignore(request_id, 1, f"is {_shown(params)}", "a dictionary")
             return NONE
         wishes: dict[str, Any] = {}
+        bad: list[tuple[str, str]] = []
         for key, value in params.items():
-            if not isinstance(key, str) or not key.startswith(PREFIX):
+            if not isinstance(key, str) or key[: len(PREFIX)].lower() != PREFIX:
                 continue
             name = key.removeprefix(PREFIX)
             if name not in _PARAMETERS:
                 keys = ", ".join(PREFIX + each for each in _PARAMETERS)
-                self._ignore(request_id, f"has {_shown(key)}: {_shown(value)}", keys)
+                bad.append((f"has {_shown(key)}: {_shown(value)}", keys))
                 continue
             read, allowed = _PARAMETERS[name]
             try:
                 wishes[name] = read(value)
             except ValueError:
-                self._ignore(request_id, f"has {key}: {_shown(value)}", allowed)
+                bad.append((f"has {key}: {_shown(value)}", allowed))
+        if bad:
+            self._ignore(request_id, len(bad), *bad[0])
         return Wishes(**wishes)
 
-    def _ignore(self, request_id: str, what: str, allowed: str) -> None:
-        self.ignored += 1
-        if self.ignored <= _WARNINGS:
+    def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
+        """Count parameters of a request, and name the first of them in one line."""
+        self.ignored += count
+        self._warnings += 1
+        if self._warnings <= _WARNINGS:
             logger.warning(
-                "kv_transfer_params of request %s %s, which is ignored; allowed: %s%s",
+                "kv_transfer_params of request %s %s, which is ignored%s; allowed: %s%s",
                 request_id,
-                what,
+                first,
+                f", like {count - 1} more" if count > 1 else "",
                 allowed,
-                "" if self.ignored < _WARNINGS else " (no more of these are logged)",
+                "" if self._warnings < _WARNINGS else " (no more requests are named)",
             )
 
 
