@@ -102,7 +102,8 @@ def kill_session(session: int) -> list[int]:
 def shm_files(pids: list[int]) -> set[Path]:
     """Files in /dev/shm that any of ``pids`` maps or holds open.
 
-    Asked of the processes and not of the folder, in which other programs have files, too.
+    Asked of the processes and not of the folder, in which other programs have files, too. FlexKV
+    keeps its runtime directory there open, which is meant to stay.
     """
     prefix = f"{SHM}/"
     found: set[str] = set()
@@ -114,9 +115,10 @@ def shm_files(pids: list[int]) -> set[Path]:
             continue
         # Of six columns the last is the path, which may hold blanks.
         found.update(line.split(maxsplit=5)[5] for line in maps.splitlines() if prefix in line)
-    return {
+    files = {
         Path(name) for name in found if name.startswith(prefix) and not name.endswith(" (deleted)")
     }
+    return {path for path in files if not path.is_dir()}
 
 
 def memory_files(pid: int, name: str) -> list[Path]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from disk_world import PROMPT_BLOCKS, fill, hits, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
 from test_world_stats import collected
 
@@ -103,6 +104,19 @@ def test_hits_that_are_too_short_are_counted(make_world: MakeWorld) -> None:
     total = collected(world)
     assert total[sample("left_tokens", "short")] == SHORT_HIT
     assert total[sample("left_tokens", "slow")] == 0
+
+
+def test_a_hit_that_came_from_disk_may_be_left_too(make_world: MakeWorld) -> None:
+    minimum = PROMPT_BLOCKS * BLOCK_TOKENS + 1
+    world = make_world(settings={"min_load_tokens": minimum}, slots=14, disk_slots=200)
+    texts = prompts(7, 12)
+    fill(world, texts)
+    assert [hits(world, text) for text in texts] == [0] * len(texts)
+    assert world.cache.counters.fetched_blocks > 0
+    total = collected(world)
+    assert total[sample("failures", "internal")] == 0
+    assert total[sample("left_tokens", "short")] > 0
+    world.check_outputs()
 
 
 def test_reasons_of_the_metric_are_those_of_the_chooser() -> None:

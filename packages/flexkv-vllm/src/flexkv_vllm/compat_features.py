@@ -23,7 +23,7 @@ FIELDS = {
     ),
     (_SCHEDULING, "NewRequestData"): ("block_ids", "req_id"),
     (_SCHEDULING, "CachedRequestData"): ("new_block_ids", "req_ids", "resumed_req_ids"),
-    ("vllm.v1.outputs", "KVConnectorOutput"): ("finished_recving", "kv_connector_worker_meta"),
+    ("vllm.v1.outputs", "KVConnectorOutput"): ("kv_connector_worker_meta",),
     ("vllm.v1.request", "Request"): (
         "all_token_ids",
         "block_hashes",

@@ -144,8 +144,8 @@ class Matcher:
         if choice.left is not None:
             left.append((choice.left, end - loaded))
         tokens = loaded - local_tokens
-        disk = self._awaited_tokens(tracked, keys[: choice.blocks], tokens)
-        return tokens, Match(local_tokens, disk if tokens else 0, left=_some(left))
+        disk = self._awaited_tokens(tracked, keys[: choice.blocks], tokens) if tokens else 0
+        return tokens, Match(local_tokens, disk, left=_some(left))
 
     def _match_groups(
         self, tracked: TrackedRequest, local_tokens: int, limit: int
