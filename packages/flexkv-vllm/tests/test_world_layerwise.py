@@ -50,21 +50,22 @@ def test_a_forgotten_prefix_comes_back_in_one_step(
     world.check_outputs()
 
 
-@pytest.mark.parametrize("rate", [1.0, 1e15], ids=["slow", "fast"])
-def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, rate: float) -> None:
+@pytest.mark.parametrize("slow", [True, False], ids=["slow", "fast"])
+def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, slow: bool) -> None:
+    """A load that others would feel is not beside their forward, though it is worth it."""
     world = make_world(settings={"load_mode": "auto"})
     world.side._chooser._on_cores = False
     rng = random.Random(1)
     prompt = random_prompt(rng, 200)
     world.generate(prompt)
     world.forget()
-    world.believe(rate)
+    world.believe(1e3 if slow else 1e15)
     world.add(random_prompt(rng, 30), max_tokens=50)
     world.step()
     second = world.add(prompt)
     world.step()
-    assert (world.outputs[second] == []) == (rate == 1.0)
-    assert layerwise_loads(world) == (rate > 1.0)
+    assert (world.outputs[second] == []) == slow
+    assert layerwise_loads(world) == (0 if slow else 1)
     world.run()
     world.check_outputs()
     assert world.external_tokens[second] == 192

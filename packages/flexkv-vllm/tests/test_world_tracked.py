@@ -16,8 +16,7 @@ from patience import wait_until
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE
 
-from flexkv import Fetch
-from flexkv_vllm.scheduler.paces import Span
+from flexkv_vllm.scheduler.choosing import Left, LoadChoice
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
 """Polls of a late mover."""
@@ -52,19 +51,19 @@ def test_a_request_that_reads_no_cache_looks_nothing_up(
     assert world.external_tokens[again] == 0
 
 
-@pytest.mark.parametrize("worth", ["waiting", "loading"])
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [("is_worth_waiting", False), ("choose_load", LoadChoice(0, Left.SLOW))],
+    ids=["waiting", "loading"],
+)
 def test_blocks_that_a_request_does_not_load_are_not_kept_for_it(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, worth: str
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, question: str, answer: object
 ) -> None:
     """While it computes they may leave."""
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(2, 4)
     fill(world, texts)
-
-    def is_not(_fetch: Fetch | Span, _of: Span | int) -> bool:
-        return False
-
-    monkeypatch.setattr(world.side._chooser, f"is_worth_{worth}", is_not)
+    monkeypatch.setattr(world.side._chooser, question, lambda *_args: answer)
     request_id = world.add(texts[0], max_tokens=50)
     wait_until(lambda: world.outputs[request_id], world.step)
     world.settle()
