@@ -19,7 +19,7 @@ from integration.harness.host import EngineHost
 from integration.harness.prompts import random_tokens
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
-from integration.tests.reference import check_equal, differs
+from integration.tests.reference import check_equal
 from integration.tests.steps import ask, ask_each, ask_together, refusal
 
 # Prompts of one step and of several.
@@ -49,7 +49,8 @@ FAMILIES = (
     Family("gemma3", _without_the_last(corpus.ENGINE_BLOCK)),
     Family("mistral", _without_the_last(corpus.ENGINE_BLOCK)),
     # vLLM's CPU kernels for linear attention take bfloat16 only. A block has 640 tokens, so that a
-    # page of attention holds as much as a state.
+    # page of attention holds as much as a state in float32. By default states are in float32 only
+    # where the processor has AVX-512 BF16.
     Family(
         "qwen3_next",
         _without_the_last(640),
@@ -57,7 +58,7 @@ FAMILIES = (
             "dtype": "bfloat16",
             "block_size": None,
             "max_num_batched_tokens": 1024,
-            "extra_args": {"mamba_cache_mode": "align"},
+            "extra_args": {"mamba_cache_mode": "align", "mamba_ssm_cache_dtype": "float32"},
         },
         repeats=False,
     ),
@@ -144,7 +145,9 @@ def test_wrong_bytes_would_be_noticed(fresh: Case) -> None:
         file.write(b"\x3f" * (arena.stat().st_size - slots))
     answer = ask(fresh.engine, prompt)
     assert answer.cached_tokens == fresh.family.hit(len(prompt))
-    assert differs(answer, fresh.own_hit[prompt])
+    # Of a hybrid model perhaps only in the log probabilities.
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        check_equal(answer, fresh.own_hit[prompt], "wrong bytes")
 
 
 @pytest.mark.skipif(
