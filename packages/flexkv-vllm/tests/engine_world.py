@@ -455,9 +455,15 @@ class World:
                     # vLLM may have thrown away what was sampled as its request was preempted.
                     if request_id in cached.resumed_req_ids:
                         self.texts[request_id].sampled = known
-                for i, (request_id, _, computed) in enumerate(scheduled(output)):
-                    # What is computed on a load that failed is nonsense, and vLLM must drop it.
-                    nonsense = any(request_id in rank.wrong for rank in self.ranks)
+                told = step.result.kv_connector_output
+                failed = (told and told.invalid_block_ids) or set()
+                for i, (request_id, start, computed) in enumerate(scheduled(output)):
+                    # What is computed on a load that failed is nonsense, and vLLM must drop it. It
+                    # does so, too, where the right bytes were there all the same.
+                    loaded_on = self.ranks[0].tables[request_id][0][: -(-start // BLOCK_TOKENS)]
+                    nonsense = not failed.isdisjoint(loaded_on) or any(
+                        request_id in rank.wrong for rank in self.ranks
+                    )
                     guesses = output.scheduled_spec_decode_tokens.get(request_id, ())
                     sampled = [0] if nonsense else self.texts[request_id].sample(computed, guesses)
                     step.result.sampled_token_ids[i] = sampled
