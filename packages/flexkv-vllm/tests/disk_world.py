@@ -91,6 +91,11 @@ def delay_reads(world: World, rng: random.Random) -> None:
     store.read = late
 
 
+def read_block_by_block(world: World) -> None:
+    """From now on a fetch arrives in as many parts as it has blocks."""
+    drive_of(world)._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
+
+
 class Hang:
     """From now on a world's disk reads block by block, and gives no more than the first `free`
     until `end`; that of an earlier hang ends here."""
@@ -111,7 +116,7 @@ class Hang:
             return read(*args)
 
         drive._store.read = hanging
-        drive._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
+        read_block_by_block(world)
         world.closing.callback(self.end)
 
     @property

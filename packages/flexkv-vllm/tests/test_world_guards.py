@@ -9,7 +9,7 @@ import math
 import random
 
 import pytest
-from disk_world import delay_reads
+from disk_world import delay_reads, read_block_by_block
 from engine_world import MakeWorld, World
 from injection import Guarded, all_guarded, hit_all
 
@@ -48,6 +48,8 @@ def test_after_an_error_all_is_as_without_flexkv(
         world.slow_down(rng)
         if "shutdown" not in guarded.place:
             delay_reads(world, rng)
+        if "rest of a prefix" in guarded.place:
+            read_block_by_block(world)  # so that loads begin before their fetches have ended
         return world
 
     hit_all(
