@@ -50,8 +50,9 @@ def settings(directory: Path, disk_slots: int = ROOMY) -> dict[str, Any]:
         "cpu_cache_gb": gigabytes(SLOTS),
         "ssd_cache_gb": gigabytes(disk_slots),
         "ssd_cache_dir": str(directory),
-        # A slow disk must not look like a miss.
+        # A slow disk must not look like a miss: this model computes a prompt in the time of a read.
         "ssd_timeout_seconds": 600,
+        "always_load": True,
     }
 
 
