@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _DRIVER = Path(__file__).with_name("driver.py")
 _LOG_TAIL_LINES = 60
-# A tiny model starts in 2 s (forked) to 45 s on two cores of its own. These bounds are for what
+# A tiny model starts in seconds (forked) to 45 s on two cores of its own. These bounds are for what
 # hangs, and leave room for a machine that is many times slower or stands still for a while.
 START_TIMEOUT = 900.0
 CALL_TIMEOUT = 600.0
