@@ -24,6 +24,9 @@ from flexkv.host_memory import free_huge_pages
 from flexkv.numa import bytes_by_node, processors_of
 from flexkv.session import SessionInfo
 
+# The kernel's pool of huge pages is one for the machine: any other arena would take its pages.
+pytestmark = pytest.mark.alone
+
 FORMAT = BlockFormat(1, (1 << 20,))
 SPEC = ArenaSpec(FORMAT, 5)
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
