@@ -148,7 +148,7 @@ class OffloadingWorld(World):
         self.manager._poll()
 
     def assert_untracked(self) -> None:
-        assert self.manager._requests == {}
+        assert self.manager._requests == self.manager._loading == {}
         for rank in self.ranks:
             rank.assert_at_rest()
 

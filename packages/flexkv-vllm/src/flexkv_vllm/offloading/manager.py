@@ -4,6 +4,7 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from flexkv import KVCache, Session
+from flexkv import KVCache, Medium, Session, Status
 from flexkv_vllm.edge import Edge
 from flexkv_vllm.offloading.compat import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
@@ -60,6 +61,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._events = OffloadedBlocks(cache) if tells_events else None
         self._requests: dict[str, RequestBlocks] = {}
         self._asking: dict[str, RequestBlocks] = {}
+        self._loading: dict[int, str] = {}
+        self._old_blocks = False  # whether there may be blocks that a reset was to forget
         self._closed = False
 
     # Requests.
@@ -70,12 +73,15 @@ class FlexKVOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        with self._edge.guard("ending a request", "its blocks stay until a reset"):
-            self._asking.pop(req_context.req_id, None)
-            request = self._requests.pop(req_context.req_id, None)
-            if request is not None:
-                request.settle()
-                self._cache.touch(list(request.stored))
+        self._asking.pop(req_context.req_id, None)
+        request = self._requests.pop(req_context.req_id, None)
+        if request is None:
+            return
+        with self._edge.guard("ending a request", "its blocks may leave sooner"):
+            request.settle()
+            self._cache.touch(list(request.stored))
+            return
+        request.settle()
 
     # Loads.
 
@@ -85,20 +91,18 @@ class FlexKVOffloadingManager(OffloadingManager):
                 self._poll()
             request = self._request(req_context)
             self._asking[req_context.req_id] = request
-            return request.lookup(key)
+            return LookupResult.MISS if self._old_blocks else request.lookup(key)
         return LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        return load_source(self._request(req_context).source_of(key))
+        with self._edge.guard("telling where a hit came from", "it counts as host memory"):
+            return load_source(self._request(req_context).source_of(key))
+        return load_source(Medium.HOST)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         with self._edge.guard("ordering a load", "vLLM is told that it failed"):
-            transfer = self._cache.load(list(keys))
-            self._request(req_context).settle()
-            if transfer is not None:
-                self._cache.record(prefix_of(req_context, keys))
-                self._figures.note_activity()
-                return ArenaBlocks(transfer.cell, transfer.slots)
+            return self._order_load(keys, req_context)
+        self._load_no_more(req_context.req_id)
         return ArenaBlocks()
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -141,12 +145,14 @@ class FlexKVOffloadingManager(OffloadingManager):
                     self._requests[request_id].settle()
 
     def reset_cache(self) -> None:
-        with self._edge.guard("reset", "blocks may be left"):
-            self._cache.clear()
-            self._asking.clear()
+        self._old_blocks = True
+        self._asking.clear()
+        with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
             for request in self._requests.values():
                 request.forget()
+            self._cache.clear()
             self._figures.note_activity()
+            self._old_blocks = False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:
@@ -178,14 +184,34 @@ class FlexKVOffloadingManager(OffloadingManager):
         if request is None:
             wishes = self._wishes.read(context.req_id, context.kv_transfer_params)
             request = RequestBlocks(self._cache, context, wishes)
-            self._requests[context.req_id] = request
             if wishes.unpin:
                 self._cache.unpin(_owner(wishes))
+            self._requests[context.req_id] = request
         return request
+
+    def _order_load(self, keys: Collection[OffloadKey], context: ReqContext) -> ArenaBlocks:
+        transfer = self._cache.load(list(keys))
+        if transfer is None:
+            self._load_no_more(context.req_id)
+            return ArenaBlocks()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._cache.cancel, transfer)
+            self._request(context).settle()
+            self._cache.record(prefix_of(context, keys))
+            self._figures.note_activity()
+            self._loading[transfer.id] = context.req_id
+            undo.pop_all()
+        return ArenaBlocks(transfer.cell, transfer.slots)
+
+    def _load_no_more(self, request_id: str) -> None:
+        """vLLM looks the blocks of a failed load up again, and would load them for ever."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.load_no_more()
 
     def _reserve(self, keys: list[OffloadKey], request: RequestBlocks) -> PrepareStoreOutput:
         request.settle()  # it runs
-        if request.stale or not request.wishes.store:
+        if request.stale or self._old_blocks or not request.wishes.store:
             return _nothing_to_store()
         chain, positions = request.offer(keys)
         if len(positions) < len(keys):
@@ -193,19 +219,26 @@ class FlexKVOffloadingManager(OffloadingManager):
             there = set(keys).difference(chain[i] for i in positions)
             self._cache.record([key for key in keys if key in there])
         transfer = self._cache.store(chain, positions) if positions else None
-        if request.wishes.pin:
-            self._cache.pin(keys, _owner(request.wishes), request.wishes.pin_seconds)
-        if transfer is None:
-            return _nothing_to_store()
-        self._figures.note_activity()
-        reserved = [OffloadKey(block.key) for block in transfer.blocks]
-        request.reserved(reserved)
+        with contextlib.ExitStack() as undo:
+            if transfer is not None:
+                undo.callback(self._cache.cancel, transfer)
+            if request.wishes.pin:
+                self._cache.pin(keys, _owner(request.wishes), request.wishes.pin_seconds)
+            if transfer is None:
+                return _nothing_to_store()
+            self._figures.note_activity()
+            reserved = [OffloadKey(block.key) for block in transfer.blocks]
+            request.reserved(reserved)
+            undo.pop_all()
         return PrepareStoreOutput(reserved, ArenaBlocks(transfer.cell, transfer.slots), [])
 
     def _poll(self) -> None:
         if self._cache.busy:
             self._figures.note_activity()
-            self._cache.poll()
+            for transfer in self._cache.poll():
+                request_id = self._loading.pop(transfer.id, None)
+                if request_id is not None and transfer.status is Status.FAILED:
+                    self._load_no_more(request_id)
 
     def _poll_safely(self) -> None:
         with self._edge.guard("ending transfers", "they are seen later"):

@@ -121,6 +121,12 @@ class RequestBlocks:
         self._end_fetch()
         self._tried.clear()
 
+    def load_no_more(self) -> None:
+        """A load has failed: all that is looked up from now on is a miss."""
+        self.settle()
+        self._from_host = self._from_disk = False
+        self._awaited.clear()
+
     def forget(self) -> None:
         """The cache was reset."""
         self.settle()

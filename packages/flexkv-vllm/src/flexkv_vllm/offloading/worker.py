@@ -103,7 +103,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        self._failures.listen(self)
+        with self._edge.guard("finding vLLM's connector", "the worker ends if a load fails"):
+            self._failures.listen(self)
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:
@@ -111,7 +112,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         not found, a load's are named to vLLM as not loaded."""
         ended = []
         for job_id, job in list(self._jobs.items()):
-            statuses = [mover.poll(ticket) for mover, ticket in job.copies]
+            statuses = self._poll(job)
             if Status.PENDING in statuses:
                 continue
             del self._jobs[job_id]
@@ -121,24 +122,44 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 self._arena.board.report(job.cell, self._rank, status)
             if failed and job.direction is Direction.LOAD:
                 self._failures.report(job_id, job.engine_blocks)
-            seconds = sum(mover.copy_seconds(ticket) or 0.0 for mover, ticket in job.copies)
-            ended.append(TransferResult(job_id, True, 0 if failed else job.size, seconds))
+            size = 0 if failed else job.size
+            ended.append(TransferResult(job_id, True, size, self._seconds(job)))
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until those of the jobs that are under way have ended: the engine's blocks will be
         overwritten."""
-        for job_id in job_ids:
-            job = self._jobs.get(job_id)
-            for mover, ticket in [] if job is None else job.copies:
-                while mover.wait(ticket, _WAIT_SLICE_SECONDS) is Status.PENDING:
-                    logger.warning("still waiting for a copy of blocks that are to be reused")
+        with self._edge.guard("fencing stores", "copies end, now and for good"):
+            for job_id in job_ids & self._jobs.keys():
+                self._wait_for(self._jobs[job_id])
+            return
+        self._stop_copying()
 
     def shutdown(self) -> None:
         """End all copies, then leave the session. Idempotent."""
+        self._stop_copying()
+        self._session.close()
+
+    def _wait_for(self, job: Job) -> None:
+        for mover, ticket in job.copies:
+            while mover.wait(ticket, _WAIT_SLICE_SECONDS) is Status.PENDING:
+                logger.warning("still waiting for a copy of blocks that are to be reused")
+
+    def _stop_copying(self) -> None:
         for group in self._groups:
             group.mover.close()
-        self._session.close()
+
+    def _poll(self, job: Job) -> list[Status]:
+        """How each copy of a job stands."""
+        with self._edge.guard("polling copies", "they are polled in the next step"):
+            return [mover.poll(ticket) for mover, ticket in job.copies]
+        return [Status.PENDING]
+
+    def _seconds(self, job: Job) -> float:
+        """What the copies of a job took."""
+        with self._edge.guard("timing copies", "they count as no time"):
+            return sum(mover.copy_seconds(ticket) or 0.0 for mover, ticket in job.copies)
+        return 0.0
 
     def _submit(
         self, job_id: int, direction: Direction, pages: GPULoadStoreSpec, blocks: LoadStoreSpec

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every guard of the offloading spec is hit with an error, before each of its statements, under
+vLLM's real scheduler and `OffloadingConnector`: nothing is wrong afterwards."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from disk_world import delay_reads
+from engine_world import random_prompt
+from injection import Guarded, InjectedError, all_guarded, hit_all
+from kv_pages import BLOCK_TOKENS
+from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
+
+from flexkv import Direction
+
+pytestmark = SEVERAL_GROUPS
+
+
+@pytest.mark.parametrize("guarded", all_guarded(offloading=True), ids=str)
+def test_after_an_error_all_is_as_without_flexkv(
+    make_offloading_world: MakeOffloadingWorld, guarded: Guarded
+) -> None:
+    rng = random.Random(1)
+    disk_slots = 0 if "shutdown" in guarded.place else 200
+
+    def make() -> OffloadingWorld:
+        world = make_offloading_world(
+            num_blocks=40, slots=40, disk_slots=disk_slots, budget=96, events=True
+        )
+        world.slow_down(rng)
+        if disk_slots:
+            delay_reads(world, rng)
+        if "counting a use" in guarded.place:
+            count_uses(world)
+        return world
+
+    hit_all(guarded, make, rng, restart_rate=0.0)
+
+
+def count_uses(world: OffloadingWorld) -> None:
+    """vLLM's own tiers are told of uses; none of its connectors from 0.26 on tells a manager."""
+    prepare_load = world.manager.prepare_load
+
+    def used(keys: Any, context: Any) -> Any:
+        world.manager.touch(keys, context)
+        return prepare_load(keys, context)
+
+    world.manager.prepare_load = used
+
+
+def test_a_load_that_cannot_be_ordered_is_not_tried_again(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(2), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.forget()
+    asked = []
+
+    def failing(keys: Any) -> None:
+        asked.append(list(keys))
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "load", failing)
+        world.generate(prompt)
+    assert len(asked) == 1
+    world.check_outputs()
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 5 * BLOCK_TOKENS
+
+
+def test_a_load_that_fails_while_it_is_ordered_keeps_nothing(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(7), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.forget()
+
+    def failing(_: Any) -> None:
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "record", failing)
+        request = world.generate(prompt)
+    assert world.external_tokens[request] == 0
+    world.assert_at_rest()
+    world.check_outputs()
+
+
+def test_a_prefix_on_disk_whose_loads_fail_is_computed(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world(disk_slots=40)
+    prompt = random_prompt(random.Random(5), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.forget()
+    (mover,) = world.slow_down(random.Random(6), failure_rate=1.0)
+    mover.failing = frozenset({Direction.LOAD})
+    request = world.generate(prompt)
+    assert mover.refused == 1
+    assert world.external_tokens[request] == 0
+    world.check_outputs()
+
+
+def test_after_a_reset_that_failed_no_block_is_offered_until_one_succeeds(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(3), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.settle()
+
+    def failing() -> None:
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "clear", failing)
+        world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.weights = b"new"
+    for _ in range(2):
+        assert world.external_tokens[world.generate(prompt)] == 0
+        world.forget()
+    world.check_outputs()
+
+    world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.generate(prompt)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 5 * BLOCK_TOKENS
+
+
+def test_an_error_in_a_store_gives_its_slots_back(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world()
+
+    def failing(*_: Any) -> None:
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "pin", failing)
+        prompt = random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3)
+        world.generate(prompt, params={"flexkv.pin": True})
+    world.assert_at_rest()
+    assert world.cache._index._ready == {}
