@@ -8,11 +8,12 @@ import random
 from typing import Any
 
 import pytest
-from disk_world import delay_reads
+from disk_world import Hang, delay_reads, fill, prompts
 from engine_world import random_prompt
 from injection import Guarded, InjectedError, all_guarded, hit_all
 from kv_pages import BLOCK_TOKENS
 from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
+from patience import wait_until
 
 from flexkv import Direction
 
@@ -90,6 +91,32 @@ def test_a_load_that_fails_while_it_is_ordered_keeps_nothing(
     assert world.external_tokens[request] == 0
     world.assert_at_rest()
     world.check_outputs()
+
+
+def test_a_request_that_ends_with_an_error_keeps_no_fetch(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world(slots=8, disk_slots=100)
+    texts = prompts(8, 4)
+    fill(world, texts)
+    hang = Hang(world)
+    request = world.add(texts[0])
+    wait_until(lambda: hang.begun, world.step)
+    end_fetch, errors = world.cache.end_fetch, [InjectedError()]
+
+    def failing_once(fetch: Any) -> None:
+        if errors:
+            raise errors.pop()
+        end_fetch(fetch)
+
+    monkeypatch.setattr(world.cache, "end_fetch", failing_once)
+    world.abort(request)
+    world.step()
+    assert errors == []
+    assert world.cache._transfers._fetcher._fetches == {}
+    hang.end()
+    world.run()
+    world.assert_at_rest()
 
 
 def test_a_prefix_on_disk_whose_loads_fail_is_computed(
