@@ -6,10 +6,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from disk_world import PROMPT_BLOCKS, fill, hits, prompts
-from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
+from disk_world import PROMPT_BLOCKS, drive_of, fill, hits, prompts
+from engine_world import BLOCK_TOKENS, TOKEN_SECONDS, MakeWorld, random_prompt
 from test_world_stats import collected
 
+from flexkv.transfer.job import Outcome
+from flexkv_vllm.compat import fails_by_request
 from flexkv_vllm.scheduler.choosing import Left
 from flexkv_vllm.telemetry.stats import REASONS, sample
 
@@ -121,3 +123,32 @@ def test_a_hit_that_came_from_disk_may_be_left_too(make_world: MakeWorld) -> Non
 
 def test_reasons_of_the_metric_are_those_of_the_chooser() -> None:
     assert tuple(reason.value for reason in Left) == REASONS
+
+
+@pytest.mark.skipif(not fails_by_request(), reason="this vLLM has one KV cache group here")
+def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world: MakeWorld) -> None:
+    """The whole would take longer to load than the part takes to compute; the part does not."""
+    part, whole = 10 * BLOCK_TOKENS, 20 * BLOCK_TOKENS
+    world = make_world(
+        windows=(40,), num_blocks=128, slots=128, disk_slots=200, settings={"min_load_tokens": 0}
+    )
+    prompt = random_prompt(random.Random(8), whole + 1)
+    for length in (part + 1, whole + 1):
+        world.generate(prompt[:length], max_tokens=1)
+        world.settle()
+    world.forget()
+    index = world.cache._index
+    full, _ = world.side._groups.members
+    lost = index.lease(world.side._keys.of(world.requests["r1"], full)[15:])
+    assert len(lost) == 5
+    index.drop(lost)
+    index.release(lost)
+    drive_of(world)._store.read = lambda _, keys, *rest: [Outcome.FAILED] * len(keys)
+    # Ten blocks, and three for the window.
+    world.believe(13 * world.cache._block_bytes / (0.9 * part * TOKEN_SECONDS))
+    assert world.external_tokens[world.generate(prompt)] == part
+    assert world.cache.counters.fetched_blocks == 0
+    total = collected(world)
+    assert total[sample("hit_tokens", "host")] == part
+    assert total.get(sample("hit_tokens", "disk"), 0) == 0
+    world.check_outputs()

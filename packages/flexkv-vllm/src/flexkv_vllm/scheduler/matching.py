@@ -175,6 +175,7 @@ class Matcher:
                 return None
             if found < len(keys):
                 hit = longest_hit(self._groups, self._in_host(request), local_tokens, plan.limit)
+                keys = _flat(self._needed(request, local_tokens, hit))
         tracked.plan = None
         span = Span(local_tokens, max(local_tokens, hit))
         left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
@@ -182,7 +183,7 @@ class Matcher:
         if choice.left is not None:
             left.append((choice.left, span.tokens))
         tokens = 0 if choice.left else span.tokens
-        disk = tokens if tracked.awaited else 0
+        disk = 0 if tracked.awaited.isdisjoint(keys) else tokens
         return tokens, Match(local_tokens, disk, left=_some(left), junction=plan.junction)
 
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
