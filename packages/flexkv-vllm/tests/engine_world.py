@@ -346,6 +346,7 @@ class World:
     def step(self) -> None:
         if self.scheduler.has_requests() or not self.steps:
             output = self.scheduler.schedule()
+            self._check_stores(output.kv_connector_metadata)
             self.preemptions += len(output.preempted_req_ids or ())
             self.steps.append(Step(output))
             if self.lag is not None and self.lag.random() < 0.5:
@@ -354,6 +355,13 @@ class World:
             if not full and output.total_num_scheduled_tokens:
                 return
         self.finish_step()
+
+    def _check_stores(self, orders: Any) -> None:
+        """Stores read only blocks that vLLM keeps for somebody until the step has run."""
+        if isinstance(orders, StepOrders):
+            blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+            read = {block for order in orders.stores for block in order.engine_blocks}
+            assert [block for block in read if blocks[block].ref_cnt == 0] == []
 
     def finish_step(self) -> None:
         """Run the oldest step that was scheduled, and take its result."""
@@ -372,8 +380,9 @@ class World:
         self._guess(step.output)
 
     def _guess(self, output: SchedulerOutput) -> None:
-        """Tell vLLM what a draft model has guessed after this step."""
-        if self.guesses is None:
+        """Tell vLLM what a draft model has guessed after this step. With steps scheduled ahead it
+        only knows how many guesses there are."""
+        if self.guesses is None or self.lag is not None:
             return
         running = [each for each in output.num_scheduled_tokens if each in self.scheduler.requests]
         drafts = [self.texts[each].guess(self.guesses, GUESSES) for each in running]
@@ -447,6 +456,8 @@ class World:
         for step in self.steps:
             if step.result is None:
                 output = pickle.loads(pickle.dumps(step.output))
+                if self.guesses is not None and self.lag is not None:
+                    self._guess_on_device(output, self.guesses)
                 step.result = self.aggregator.aggregate(
                     [rank.run(output, self.texts, self.weights) for rank in self.ranks]
                 )
@@ -467,6 +478,20 @@ class World:
                     guesses = output.scheduled_spec_decode_tokens.get(request_id, ())
                     sampled = [0] if nonsense else self.texts[request_id].sample(computed, guesses)
                     step.result.sampled_token_ids[i] = sampled
+
+    def _guess_on_device(self, output: SchedulerOutput, rng: random.Random) -> None:
+        """A step that was scheduled ahead, as the workers know it: vLLM counted all guesses of
+        earlier steps as right, and left open which tokens this one guesses."""
+        guessed, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            text = self.texts[request_id]
+            if request_id in cached.resumed_req_ids:
+                text.sampled = cached.num_output_tokens[i]
+            # The last token that was sampled is computed next.
+            known = text.prompt_tokens + text.sampled
+            cached.num_computed_tokens[i] = min(cached.num_computed_tokens[i], known - 1)
+            if request_id in guessed:
+                guessed[request_id] = text.guess(rng, len(guessed[request_id]))
 
 
 MakeWorld = Callable[..., World]

@@ -11,6 +11,7 @@ from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 from traffic import Traffic, loaded, make_stems, preempted, refused
+from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE, PLUGIN
 
 from flexkv import Direction
@@ -19,20 +20,89 @@ from flexkv_vllm.compat import binds_pool
 LAYERWISE = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
 
 
-@pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
-def test_only_what_no_guess_had_a_part_in_is_stored(make_world: MakeWorld, entry: str) -> None:
-    """A draft model sees the last token of a prompt beside the first of the answer."""
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+"""Whether steps are scheduled before the guesses of the last one were judged."""
+
+
+def lag(ahead: bool) -> random.Random | None:
+    return random.Random(7) if ahead else None
+
+
+@AHEAD
+def test_each_step_stores_what_was_accepted_before_it(make_world: MakeWorld, ahead: bool) -> None:
+    """What a step computes of its own guesses is stored by a later one, if they were right."""
     rng = random.Random(1)
-    world = make_world(guesses=rng, entry=entry)
+    world = make_world(guesses=rng, lag=lag(ahead))
     prompt = random_prompt(rng, 10 * BLOCK_TOKENS)
-    first = world.generate(prompt, max_tokens=50)
+    first = world.add(prompt, max_tokens=100)
+    request = world.requests[first]
+    accepted, index, schedule = 0, world.cache._index, world.scheduler.schedule
+
+    def note_what_is_accepted() -> SchedulerOutput:
+        nonlocal accepted
+        output = schedule()
+        if first in output.num_scheduled_tokens:
+            accepted = request.num_tokens
+        return output
+
+    world.scheduler.schedule = note_what_is_accepted
+    while not request.is_finished():
+        decodes = request.num_output_tokens > 0
+        world.step()
+        if decodes:
+            stored = {*index._ready, *index._writing}
+            assert stored == set(request.block_hashes[: accepted // BLOCK_TOKENS])
+    world.run()
+    world.settle()
+    assert accepted // BLOCK_TOKENS > len(prompt) // BLOCK_TOKENS
+    assert set(index._ready) == set(request.block_hashes[: accepted // BLOCK_TOKENS])
+    world.forget()
+    second = world.generate(world.texts[first].upto(len(prompt) + 100), max_tokens=50)
+    assert world.external_tokens[second] == accepted // BLOCK_TOKENS * BLOCK_TOKENS
+    world.check_outputs()
+
+
+@AHEAD
+def test_behind_vllms_connector_an_answer_is_stored_when_it_ends(
+    make_world: MakeWorld, ahead: bool
+) -> None:
+    rng = random.Random(1)
+    world = make_world(guesses=rng, entry=IN_TREE, lag=lag(ahead), slots=100)
+    ready, not_computed = world.cache._index._ready, set()
+    # Some end within the guesses of their last step, some with them; and most with a block.
+    for tokens in (*range(17, 22), *[2 * BLOCK_TOKENS] * 8):
+        before = set(ready)
+        prompt = random_prompt(rng, 2 * BLOCK_TOKENS)
+        first = world.generate(prompt, max_tokens=tokens)
+        world.settle()
+        request = world.requests[first]
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        not_computed.add(request.num_tokens - computed)
+        assert set(ready) - before == set(request.block_hashes[: computed // BLOCK_TOKENS])
+        world.forget()
+        longer = [*world.texts[first].upto(len(prompt) + tokens), *random_prompt(rng, 3)]
+        second = world.generate(longer)
+        assert world.external_tokens[second] == computed // BLOCK_TOKENS * BLOCK_TOKENS
+        world.check_outputs()
+    # Ahead, the last token is computed, too.
+    assert not_computed == ({0} if ahead else {0, 1})
+
+
+@pytest.mark.parametrize(("ahead", "window"), [(False, 3), (True, 8)], ids=["in-turn", "ahead"])
+def test_what_was_left_behind_before_it_was_accepted_is_not_stored(
+    make_world: MakeWorld, ahead: bool, window: int
+) -> None:
+    """A step's guesses may be right beyond a window that ends with them: as vLLM schedules the next
+    step it gives the blocks before the window away. The world looks which blocks are read."""
+    rng = random.Random(4)
+    world = make_world(guesses=rng, windows=(window,), lag=lag(ahead))
+    first = world.generate(random_prompt(rng, 3), max_tokens=200)
     world.settle()
     hashes = world.requests[first].block_hashes
-    assert set(world.cache._index._ready) == set(hashes[:9])
-    world.forget()
-    second = world.generate(prompt, max_tokens=50)
-    assert world.external_tokens[second] == 9 * BLOCK_TOKENS
-    world.check_outputs()
+    stored = [[h + bytes([group]) in world.cache._index._ready for h in hashes] for group in (0, 1)]
+    assert all(stored[0][:-1])
+    assert True in stored[1]
+    assert False in stored[1][:-1]
 
 
 @LAYERWISE
@@ -76,7 +146,7 @@ def test_blocks_are_held_until_their_store_has_begun_and_ended(make_world: MakeW
     world.run()
     world.forget()
     again = world.generate(prompt)
-    assert world.external_tokens[again] == 19 * BLOCK_TOKENS
+    assert world.external_tokens[again] == 20 * BLOCK_TOKENS
     world.check_outputs()
 
 
@@ -86,10 +156,12 @@ def test_blocks_are_held_until_their_store_has_begun_and_ended(make_world: MakeW
     [
         (PLUGIN, "async", ()),
         (PLUGIN, "async", (70,)),
+        # A block may be behind the window before it is known to be right.
+        (PLUGIN, "async", (3,)),
         pytest.param(PLUGIN, "layerwise", (), marks=LAYERWISE),
         (IN_TREE, "async", ()),
     ],
-    ids=["async", "hybrid", "layerwise", "in-tree"],
+    ids=["async", "hybrid", "narrow", "layerwise", "in-tree"],
 )
 def test_random_traffic_never_computes_on_a_wrong_byte(
     make_world: MakeWorld, entry: str, mode: str, windows: tuple[int, ...], seed: int
@@ -104,6 +176,30 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
         slots=(30, 100)[seed % 2],
         budget=96,
         settings={"load_mode": mode},
+    )
+    world.slow_down(rng, failure_rate=0.05)
+    Traffic(world, rng, make_stems(rng, 4)).run(60, until=[preempted, loaded, refused])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("entry", "windows"),
+    [(PLUGIN, ()), (PLUGIN, (70,)), (PLUGIN, (3,)), (IN_TREE, ())],
+    ids=["full", "hybrid", "narrow", "in-tree"],
+)
+def test_random_traffic_scheduled_ahead_never_computes_on_a_wrong_byte(
+    make_world: MakeWorld, entry: str, windows: tuple[int, ...], seed: int
+) -> None:
+    rng = random.Random(seed)
+    world = make_world(
+        entry=entry,
+        guesses=rng,
+        lag=rng,
+        windows=windows,
+        ranks=1 + seed % 2,
+        num_blocks=60 if windows else 40,
+        slots=(30, 100)[seed % 2],
+        budget=96,
     )
     world.slow_down(rng, failure_rate=0.05)
     Traffic(world, rng, make_stems(rng, 4)).run(60, until=[preempted, loaded, refused])

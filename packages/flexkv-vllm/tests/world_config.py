@@ -160,12 +160,12 @@ def make_config(
         max_num_seqs=max_requests,
         enforce_eager=True,
         enable_prefix_caching=True,
-        async_scheduling=async_scheduling,
         speculative_config=_SPECULATIVE if guesses else None,
         kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
     ).create_engine_config()
-    # Only now: vLLM would look for as many processors.
+    # Only now: vLLM does not schedule ahead on CPUs, and would look for as many processors.
+    config.scheduler_config.async_scheduling = async_scheduling
     config.parallel_config.tensor_parallel_size = ranks
     config.parallel_config.world_size = ranks
     return config

@@ -211,7 +211,6 @@ def make_scheduler_side(
         groups,
         keys=keys,
         store_time=store_time,
-        prompt_only=vllm_config.speculative_config is not None,
         load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
         chooser=chooser,
         edge=edge,

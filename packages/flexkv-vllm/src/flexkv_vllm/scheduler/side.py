@@ -57,7 +57,6 @@ class SchedulerSide:
         cache: the engine's cache.
         groups: the model's KV cache groups.
         store_time: when to store.
-        prompt_only: leave out tokens that speculative decoding may have rejected.
         load_ahead: see `Fetches`.
         chooser: says what is worth loading, and how.
         edge: where errors of single requests end.
@@ -71,7 +70,6 @@ class SchedulerSide:
         groups: Groups,
         *,
         store_time: StoreTime,
-        prompt_only: bool,
         load_ahead: bool,
         chooser: LoadChooser,
         edge: Edge,
@@ -95,7 +93,6 @@ class SchedulerSide:
             cache,
             groups,
             self._keys,
-            prompt_only=prompt_only,
             edge=edge,
             describe=None if events is None else events.describe,
         )

@@ -63,7 +63,6 @@ class Stores:
         cache: of the engine.
         groups: of the model.
         keys: of its blocks.
-        prompt_only: leave out tokens that speculative decoding may have rejected.
         edge: where errors of single requests end.
         describe: for events; None if nobody listens.
     """
@@ -74,14 +73,12 @@ class Stores:
         groups: Groups,
         keys: BlockKeys,
         *,
-        prompt_only: bool,
         edge: Edge,
         describe: Describe | None,
     ) -> None:
         self._cache = cache
         self._groups = groups
         self._keys = keys
-        self._prompt_only = prompt_only
         self._edge = edge
         self._describe = describe
         self._align = groups.alignment
@@ -99,11 +96,14 @@ class Stores:
         return self._align if wishes.store or wishes.pin else NEVER
 
     def add_filled(self, tracked: TrackedRequest, computed_tokens: int, orders: StepOrders) -> None:
-        """Order stores of the blocks that are full once `computed_tokens` are computed."""
+        """Order stores of the blocks that are full once `computed_tokens` are computed.
+
+        Speculative decoding computes guesses, too, and asynchronous scheduling counts tokens that
+        nobody has seen yet. A block has a hash when the request has all its tokens for good, and
+        none of those is computed again: a step scheduled from then on leaves the block as it is.
+        """
         request = tracked.request
-        # The last prompt token belongs to what a draft model may have seen differently.
-        limit = request.num_prompt_tokens - 1 if self._prompt_only else request.num_tokens
-        stop = min(computed_tokens, limit) // self._align * self._align
+        stop = computed_tokens // self._align * self._align
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=False):
             hashed = len(request.block_hashes) * self._keys.hash_tokens
             has = len(table) // group.engine_blocks * group.block_tokens
@@ -134,11 +134,10 @@ class Stores:
         if tracked.next_fill == NEVER:
             return
         members = {group.index: group for group in self._groups.members}
-        limit = tracked.request.num_prompt_tokens - 1 if self._prompt_only else NEVER
         found = [
             _Candidate(members[index], tokens // members[index].block_tokens - 1, (block,))
             for index, block, tokens in offers
-            if index in members and tokens % self._align == 0 and tokens <= limit
+            if index in members and tokens % self._align == 0
         ]
         with self._edge.guard("storing states", "they are not cached"):
             self._store(tracked, found, orders)
@@ -178,11 +177,15 @@ class Stores:
         return bool(reading)
 
     def _filled(self, tracked: TrackedRequest, start: int, stop: int) -> Iterable[_Candidate]:
-        """Blocks that were filled between `start` and `stop` tokens and are stored at once."""
+        """Blocks that were filled between `start` and `stop` tokens and are stored at once, but for
+        those that vLLM may have given to others as it scheduled this step: they were filled in an
+        earlier one and left behind since."""
+        computed = tracked.request.num_computed_tokens
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
             if group.reach is Reach.STATE:
                 continue
-            for position in range(start // group.block_tokens, stop // group.block_tokens):
+            first = max(start // group.block_tokens, group.first_needed(computed))
+            for position in range(first, stop // group.block_tokens):
                 all_wanted = group.reach is Reach.ALL or self._keeps_windows
                 if all_wanted or self._is_wanted(tracked, group, position):
                     yield _candidate(group, table, position)
