@@ -16,6 +16,7 @@ from patience import wait_until
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE
 
+from flexkv_vllm.orders import StepOrders
 from flexkv_vllm.scheduler.choosing import Left, LoadChoice
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
@@ -237,3 +238,27 @@ def test_what_a_worker_could_not_start_has_failed(
     assert (counters.failed_loads, counters.failed_stores) == (
         (1, 0) if what == "loads" else (0, 1)
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """One load fails; then each request is as without FlexKV, though disk and arena have it."""
+    world = make_world(slots=14, disk_slots=100, ranks=ranks)
+    texts = prompts(21, 4)
+    fill(world, texts)
+    rank = world.ranks[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.side, "fence", broken)
+        rank.adapter.fence(StepOrders(fences=[1]))
+    world.generate(texts[0])
+    counters = world.cache.counters
+    assert counters.failed_loads == 1
+    begun, fetched = (counters.loads, counters.stores), counters.fetched_blocks
+    for text in [*texts, *texts]:
+        world.forget()
+        assert world.external_tokens[world.generate(text)] == 0
+    assert (counters.loads, counters.stores) == begun
+    assert counters.fetched_blocks == fetched
+    world.check_outputs()

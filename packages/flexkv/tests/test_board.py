@@ -32,6 +32,15 @@ def test_a_transfer_ends_with_its_last_rank_and_fails_with_any(words: list[Statu
     assert table.status(cell) is expected
 
 
+def test_a_rank_that_has_stopped_is_told_beside_all_cells() -> None:
+    table = board(3)
+    cells = [table.acquire() for _ in range(CELLS)]
+    assert table.stopped_ranks == []
+    table.stop(2)
+    assert table.stopped_ranks == [2]
+    assert {table.status(cell) for cell in cells if cell is not None} == {Status.PENDING}
+
+
 def test_cells_are_distinct_and_come_back_cleared() -> None:
     table = board(2)
     cells = [table.acquire() for _ in range(CELLS)]
@@ -73,7 +82,7 @@ def test_a_rank_reports_to_its_own_word_from_python_and_from_its_mover() -> None
 def test_words_of_different_cells_and_ranks_do_not_overlap() -> None:
     table = board(3)
     addresses = [table.flag_address(c, r) for c, r in itertools.product(range(CELLS), range(3))]
-    assert sorted(addresses) == list(range(0, board_bytes(3), 4))
+    assert sorted(addresses) == list(range(0, CELLS * 3 * 4, 4))
 
 
 def test_a_released_board_cannot_be_used() -> None:

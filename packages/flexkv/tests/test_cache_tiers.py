@@ -178,6 +178,40 @@ def test_where_a_block_is(make: Callable[..., Engine]) -> None:
     assert engine.cache.presence(b"a") is Presence.HOST
 
 
+def test_nothing_is_offered_once_a_rank_has_ended_its_copies(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b")
+    engine.store("w", "x", "y", "z")
+    transfer = engine.cache.load(keys("w"))
+    assert transfer is not None
+    engine.arena.board.stop(0)
+    engine.arena.board.report(transfer.cell, 0, Status.FAILED)
+    engine.settle()
+    wanted = keys("a", "b", "w", "x", "y", "z")
+    assert {engine.cache.presence(key) for key in wanted} == {Presence.ABSENT}
+    assert engine.cache.fetch(keys("a", "b")) is None
+    assert engine.cache.store(keys("w"), [0]) is None
+    assert [
+        record.getMessage()[:27] for record in caplog.records if record.levelname == "ERROR"
+    ] == ["rank 0 has ended its copies"]
+    engine.close()
+    # What was on disk serves the next process.
+    assert make(slots=4).fetched("a", "b") == 2
+
+
+def test_a_load_that_fails_turns_nothing_off(make: Callable[..., Engine]) -> None:
+    engine = make(slots=4)
+    engine.store("a", "b")
+    transfer = engine.cache.load(keys("b"))
+    assert transfer is not None
+    engine.arena.board.report(transfer.cell, 0, Status.FAILED)
+    engine.settle()
+    assert engine.cache.presence(b"a") is Presence.HOST
+    assert engine.fetched("a", "b") == 2
+
+
 def test_what_was_touched_is_evicted_later(make: Callable[..., Engine]) -> None:
     engine = make(slots=4)
     engine.store("c", "d")

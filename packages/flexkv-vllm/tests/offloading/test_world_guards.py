@@ -16,6 +16,7 @@ from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorl
 from patience import wait_until
 
 from flexkv import Direction
+from flexkv_vllm.offloading.worker import Job
 
 pytestmark = SEVERAL_GROUPS
 
@@ -131,6 +132,33 @@ def test_a_prefix_on_disk_whose_loads_fail_is_computed(
     request = world.generate(prompt)
     assert mover.refused == 1
     assert world.external_tokens[request] == 0
+    world.check_outputs()
+
+
+def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world(slots=14, disk_slots=100)
+    texts = prompts(9, 4)
+    fill(world, texts)
+    worker = world.ranks[0].worker
+
+    def failing(_: Any) -> None:
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_wait_for", failing)
+        worker._jobs[10**9] = Job(Direction.STORE, None, [])
+        worker.wait({10**9})
+        del worker._jobs[10**9]
+    world.generate(texts[0])
+    counters = world.cache.counters
+    assert counters.failed_loads == 1
+    begun = counters.loads, counters.stores
+    for text in [*texts, *texts]:
+        world.forget()
+        assert world.external_tokens[world.generate(text)] == 0
+    assert (counters.loads, counters.stores) == begun
     world.check_outputs()
 
 

@@ -78,6 +78,7 @@ class KVCache:
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         self._counters = Counters()
+        self._off = False
         self._transfers = TransferScheduler(
             self._index,
             arena.board,
@@ -140,7 +141,7 @@ class KVCache:
         """Where the block of one key is. No side effect."""
         if self._index.lookup((key,)):
             return Presence.HOST
-        below = any(tier.contains((key,))[0] for tier in self._transfers.tiers)
+        below = not self._off and any(tier.contains((key,))[0] for tier in self._transfers.tiers)
         return Presence.BELOW if below else Presence.ABSENT
 
     def record(self, keys: Sequence[bytes]) -> None:
@@ -182,7 +183,7 @@ class KVCache:
             What to watch until it is `done`, then to end; its blocks stay in the arena until
             then. None if no lower tier has anything to add.
         """
-        return self._transfers.fetch(keys, priority)
+        return None if self._off else self._transfers.fetch(keys, priority)
 
     def hasten(self, fetch: Fetch) -> None:
         """A request waits now for what was a prefetch."""
@@ -210,6 +211,8 @@ class KVCache:
             there is none. The prefix itself is never evicted to make room for its own end, and what
             has no predecessor in the arena is not stored.
         """
+        if self._off:
+            return None
         self._pins.expire(time.monotonic())
         blocks = []
         for position in positions:
@@ -254,6 +257,8 @@ class KVCache:
                 self._finish_store(transfer, count)
             else:
                 self._finish_load(transfer, count)
+        if any(transfer.status is Status.FAILED for transfer in finished) and not self._off:
+            self._check_ranks()
         return finished
 
     def pin(
@@ -317,6 +322,22 @@ class KVCache:
     def close(self) -> bool:
         """End the lower tiers. False if one hangs: then the arena must stay mapped."""
         return self._transfers.close()
+
+    def _check_ranks(self) -> None:
+        """If a rank has ended its copies, every load would fail: have nothing any more. What is on
+        disk stays for the next process."""
+        stopped = self._transfers.stopped_ranks
+        if not stopped:
+            return
+        self._off = True
+        self._index.clear()
+        self._pins.clear()
+        self._transfers.forget_fetches()
+        logger.error(
+            "rank %s has ended its copies after an error (see its log): nothing is loaded or "
+            "stored any more; restart the engine to use the cache again",
+            ", ".join(map(str, stopped)),
+        )
 
     def _finish_store(self, transfer: Transfer, count: int) -> None:
         if transfer.status is Status.DONE:

@@ -133,6 +133,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             for job_id in job_ids & self._jobs.keys():
                 self._wait_for(self._jobs[job_id])
             return
+        self._arena.board.stop(self._rank)
         self._stop_copying()
 
     def shutdown(self) -> None:

@@ -164,7 +164,9 @@ class WorkerSide:
             self._figures.end(ticket, status)
 
     def stop_copying(self) -> None:
-        """In place of `fence`, which failed: copies end, now and for good."""
+        """In place of `fence`, which failed: copies end, now and for good. Once one of them has
+        failed, the scheduler side offers nothing any more."""
+        self._arena.board.stop(self._rank)
         self._mover.close()
 
     def start_loads(self, orders: StepOrders) -> None:
@@ -249,7 +251,7 @@ class WorkerSide:
             self.fail_stores(orders)
         if self._layerwise:
             # Nothing may be written any more into blocks that are computed anew.
-            self._mover.close()
+            self.stop_copying()
             for load in self._layerwise:
                 self._fail_layerwise(load.order)
             self._layerwise.clear()

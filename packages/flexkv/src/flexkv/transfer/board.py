@@ -5,16 +5,21 @@ A table of 32-bit words in shared memory, one row ("cell") per transfer under wa
 per rank. The scheduler clears a cell before it orders a transfer; each rank's mover writes its
 word when its bytes are in place; the scheduler reads. Nobody waits, no message is sent, and it
 works the same whatever the engine forwards from its workers. One word has one writer at a time,
-and words are aligned, so no reader sees half of one.
+and words are aligned, so no reader sees half of one. One row more says which ranks have ended
+their copies for good.
 """
 
 from __future__ import annotations
 
 from flexkv.transfer.mover import Status
 
-CELLS = 4096
+_ROWS = 4096
+CELLS = _ROWS - 1
 """Transfers that can be under way at once. An engine step orders a few per request at most; what
 does not fit is a miss (load) or is dropped (store)."""
+
+_STOPPED = CELLS
+"""The row behind the cells: a rank's word is FAILED once it copies nothing any more."""
 
 WORD = 4
 """Bytes of a word; CUDA's stream-ordered memory writes have this size too."""
@@ -22,7 +27,7 @@ WORD = 4
 
 def board_bytes(ranks: int) -> int:
     """Size of the board of `ranks` ranks."""
-    return CELLS * ranks * WORD
+    return _ROWS * ranks * WORD
 
 
 class CompletionBoard:
@@ -66,6 +71,17 @@ class CompletionBoard:
     def report(self, cell: int, rank: int, status: Status) -> None:
         """Write a rank's word from Python: for a transfer that its mover never accepted."""
         self._words[cell * self._ranks + rank] = status
+
+    def stop(self, rank: int) -> None:
+        """A rank copies nothing any more: all transfers fail from now on."""
+        self.report(_STOPPED, rank, Status.FAILED)
+
+    @property
+    def stopped_ranks(self) -> list[int]:
+        """Ranks that copy nothing any more."""
+        start = _STOPPED * self._ranks
+        words = self._words[start : start + self._ranks].tolist()
+        return [rank for rank, word in enumerate(words) if word == Status.FAILED]
 
     def flag_address(self, cell: int, rank: int) -> int:
         """Address of a rank's word in this process, for the rank's mover."""

@@ -57,6 +57,11 @@ class DeviceLink:
         pending = self._pending.values()
         return sum(len(t.blocks) for t in pending if t.direction is Direction.LOAD)
 
+    @property
+    def stopped_ranks(self) -> list[int]:
+        """Ranks that copy nothing any more."""
+        return self._board.stopped_ranks
+
     def begin(self, direction: Direction, blocks: list[Block]) -> Transfer | None:
         """A transfer for the adapter to order; None if too many are under way."""
         cell = self._board.acquire(LOAD_RESERVE if direction is Direction.STORE else 0)

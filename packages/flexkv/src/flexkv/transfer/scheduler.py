@@ -74,6 +74,11 @@ class TransferScheduler:
         return self._device.loading_blocks
 
     @property
+    def stopped_ranks(self) -> list[int]:
+        """Ranks that copy nothing any more."""
+        return self._device.stopped_ranks
+
+    @property
     def tiers(self) -> Sequence[LowerTier]:
         return self._tiers
 
@@ -121,9 +126,13 @@ class TransferScheduler:
             self._demoter.make_room()
         return self._device.poll()
 
+    def forget_fetches(self) -> None:
+        """The arena was cleared: what is on its way there arrives nowhere."""
+        self._fetcher.clear()
+
     def clear(self) -> None:
         """The cache was cleared: the lower tiers too, and what is on its way arrives nowhere."""
-        self._fetcher.clear()
+        self.forget_fetches()
         self._uses.clear()
         for tier in self._tiers:
             tier.clear()
