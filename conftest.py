@@ -7,26 +7,44 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Generator
+from typing import Any
 
 import pytest
+
+_LOCK = pytest.StashKey[str]()
 
 _under_way: dict[str, None] = {}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the lock of this run."""
+    node.workerinput["lock"] = _lock_of(node.config)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """While a test marked `alone` runs, no other worker and no other run of this user runs a test.
+    """While a test marked `alone` runs, no other worker of pytest-xdist runs a test.
 
-    Every test holds a lock on one file: shared, or exclusive for `alone`.
+    Every test holds the lock of the run: shared, or exclusive for `alone`.
     """
-    path = os.path.join(tempfile.gettempdir(), f"flexkv-tests-{os.getuid()}")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+    workers = getattr(item.config, "workerinput", None)
+    if workers is None:
         return (yield)
-    finally:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not suffice if a process was forked
-        os.close(lock)
+    with open(workers["lock"], "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not suffice if a process was forked
+
+
+def _lock_of(config: pytest.Config) -> str:
+    if _LOCK not in config.stash:
+        fd, config.stash[_LOCK] = tempfile.mkstemp(prefix="flexkv-tests-")
+        os.close(fd)
+        config.add_cleanup(lambda: os.unlink(config.stash[_LOCK]))
+    return config.stash[_LOCK]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from flexkv import cache
-from flexkv.session import server
+from flexkv.host.session import server
+from flexkv.tiers import link
 from flexkv.tiers.disk import drive
-from flexkv.transfer import demote, fetch, link
+from flexkv.transfer import demote, fetch
 
 # Code that has no time to keep: how long an example took says nothing. All else as the profile
 # that is in force.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flexkv.tiers.disk import Drive, open_disk_tier
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 
 Direction = Literal["write", "read"]
 BATCH_BYTES = 32 << 20

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from flexkv.tiers.disk import open_disk_tier
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 from integration.bench.disk_contenders import FINGERPRINT, KEY_BYTES, blocks_of
 from integration.bench.rows import Goal, Row, milliseconds
 

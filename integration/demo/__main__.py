@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flexkv.host_memory import available_memory
+from flexkv.host.available import available_memory
 from integration.demo import chart, engines, options, screen
 from integration.demo.conversation import Turn, converse
 from integration.demo.engines import Backend, ModelError, Setup

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.transfer.board import board_bytes
+from flexkv.host.board import board_bytes
 from integration.harness import connector, processes
 from integration.harness.config import EngineConfig
 from integration.harness.engine import Completion, Engine

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv.transfer import Direction, Status
+from flexkv.mover import Direction, Status
 from flexkv_kernels.cpu_mover import CpuMover, CpuOptions, available_kernels
 from flexkv_kernels.cuda_calibration import calibrated_crossovers
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device, cuda_unavailable

@@ -19,7 +19,7 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
-from flexkv.transfer import Direction, Status
+from flexkv.mover import Direction, Status
 from flexkv_kernels.cuda_check import correct_modes
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device
 from flexkv_kernels.cuda_mover import CudaMover

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from flexkv_vllm import shim
+from flexkv_vllm import intree_connector
 
 
 def flexkv_of(connector: Any) -> Any:
@@ -104,7 +104,7 @@ _HERE = threading.local()
 def each_thread_is_a_worker() -> Any:
     """While it is entered, `ConnectorRank.register` can be called in several threads."""
     return mock.patch.multiple(
-        shim,
+        intree_connector,
         get_kv_transfer_group=lambda: _HERE.connector,
         get_tp_group=lambda: SimpleNamespace(rank_in_group=_HERE.number),
     )

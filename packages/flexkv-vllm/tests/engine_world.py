@@ -55,10 +55,10 @@ from world_config import (
     make_kv_cache_config,
 )
 
-from flexkv.transfer.board import CELLS
+from flexkv.host.board import CELLS
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.orders import StepOrders
-from flexkv_vllm.scheduler.side import StoreTime
+from flexkv_vllm.orders import StepMetadata
+from flexkv_vllm.scheduler_side import StoreTime
 
 TOKEN_SECONDS = 1.0
 """What the model takes to compute a token, by the clock that FlexKV measures steps with: loads are
@@ -293,7 +293,7 @@ class World:
         assert side._requests == {}
         assert side._loads._unfinished == side._loads._running == {}
         assert side._stores._running == {}
-        assert side._orders == StepOrders()
+        assert side._orders == StepMetadata()
         for rank in self.ranks:
             rank.assert_at_rest()
 
@@ -358,7 +358,7 @@ class World:
 
     def _check_stores(self, orders: Any) -> None:
         """Stores read only blocks that vLLM keeps for somebody until the step has run."""
-        if isinstance(orders, StepOrders):
+        if isinstance(orders, StepMetadata):
             blocks = self.scheduler.kv_cache_manager.block_pool.blocks
             read = {block for order in orders.stores for block in order.engine_blocks}
             assert [block for block in read if blocks[block].ref_cnt == 0] == []

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from world_config import OFFLOADING
 
-from flexkv_vllm.compat import fails_by_request
+from flexkv_vllm.compat.core import fails_by_request
 
 # With older releases the spec refuses to be imported.
 pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26")

@@ -19,8 +19,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from flexkv.adapter.orders import StepOrders
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.orders import StepOrders
 
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
 SAVES_IDLE = "wait_for_save" not in _STEP.parameters

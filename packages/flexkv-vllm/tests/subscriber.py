@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from engine_world import World
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from flexkv_vllm.compat_events import event_hash
+from flexkv_vllm.compat.events import event_hash
 
 HOST, DISK = "CPU", "STORAGE"
 

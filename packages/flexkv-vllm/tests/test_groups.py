@@ -14,7 +14,8 @@ from vllm.v1 import kv_cache_interface as interface
 from world_config import make_kv_cache_config
 
 from flexkv import LayoutError
-from flexkv_vllm.groups import Group, Groups, Reach, read_groups
+from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv_vllm.groups import read_groups
 
 HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.int8}
 FULL = interface.FullAttentionSpec(**HEADS)

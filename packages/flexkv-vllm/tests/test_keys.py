@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from flexkv_vllm.groups import Group, Groups, Reach
-from flexkv_vllm.identity import adapter_stamp
-from flexkv_vllm.keys import BlockKeys
+from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.adapter.keys import BlockKeys
+from flexkv_vllm.identity import adapter_stamp, request_stamp
 
 FULL = Group(0, Reach.ALL, 0, 16, 2)
 WINDOW = Group(3, Reach.WINDOW, 64, 32, 2)
@@ -38,13 +38,13 @@ def request(adapter: LoRARequest | None = None) -> Any:
 def test_a_key_is_the_hash_of_the_blocks_last_tokens(
     start: int, stop: int | None, last: list[int]
 ) -> None:
-    keys = BlockKeys(Groups((FULL,), 16))
+    keys = BlockKeys(Groups((FULL,), 16), request_stamp)
     assert keys.are_hashes
     assert list(keys.of(request(), FULL, start, stop)) == [HASHES[number] for number in last]
 
 
 def test_the_keys_of_several_groups_end_with_their_numbers() -> None:
-    keys = BlockKeys(Groups((FULL, WINDOW), 16))
+    keys = BlockKeys(Groups((FULL, WINDOW), 16), request_stamp)
     assert not keys.are_hashes
     assert keys.of(request(), FULL, stop=1) == [HASHES[1] + b"\0"]
     assert keys.of(request(), WINDOW) == [HASHES[3] + b"\3", HASHES[7] + b"\3"]
@@ -54,7 +54,7 @@ def test_the_keys_of_an_adapter_end_with_its_stamp() -> None:
     adapter = LoRARequest("name", 1, "someone/something")
     stamp = adapter_stamp(adapter)
     assert len(stamp) == 16
-    one = BlockKeys(Groups((FULL,), 16))
+    one = BlockKeys(Groups((FULL,), 16), request_stamp)
     assert one.of(request(adapter), FULL, stop=1) == [HASHES[1] + stamp]
-    several = BlockKeys(Groups((FULL, WINDOW), 16))
+    several = BlockKeys(Groups((FULL, WINDOW), 16), request_stamp)
     assert several.of(request(adapter), WINDOW, stop=1) == [HASHES[3] + b"\3" + stamp]

@@ -10,10 +10,10 @@ from disk_world import PROMPT_BLOCKS, drive_of, fill, hits, prompts
 from engine_world import BLOCK_TOKENS, TOKEN_SECONDS, MakeWorld, random_prompt
 from test_world_stats import collected
 
-from flexkv.transfer.job import Outcome
-from flexkv_vllm.compat import fails_by_request
-from flexkv_vllm.scheduler.choosing import Left
-from flexkv_vllm.telemetry.stats import REASONS, sample
+from flexkv.adapter.load_choice import Left
+from flexkv.adapter.metrics import REASONS, sample
+from flexkv.tiers.job import Outcome
+from flexkv_vllm.compat.core import fails_by_request
 
 LONG, SHORT = 600, 40
 LONG_HIT, SHORT_HIT = LONG // BLOCK_TOKENS * BLOCK_TOKENS, SHORT // BLOCK_TOKENS * BLOCK_TOKENS

@@ -30,8 +30,8 @@ from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
 from flexkv import Fetch
+from flexkv.adapter.cost import Span
 from flexkv_vllm import identity
-from flexkv_vllm.scheduler.paces import Span
 
 if TYPE_CHECKING:
     from packages.conftest import Clock
@@ -267,7 +267,7 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
     """As without a disk, and bytes on disk change, reads take their time, loads begin as soon as
     something is there, and the engine is started anew in between."""
     rng = random.Random(seed)
-    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
     stems = make_stems(rng, 6)
 
     def disturb() -> None:
@@ -298,7 +298,7 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
 def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100, policy=policy)
     texts = prompts(11, 4)
     fill(world, texts)
@@ -318,7 +318,7 @@ def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed
 def test_the_rest_of_a_load_that_does_not_come_is_computed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(12, 4)
     fill(world, texts)

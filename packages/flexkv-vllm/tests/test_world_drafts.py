@@ -11,7 +11,7 @@ from traffic import Traffic, loaded, make_stems, preempted
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from world_config import Drafts
 
-from flexkv_vllm.compat import fails_by_request
+from flexkv_vllm.compat.core import fails_by_request
 
 pytestmark = pytest.mark.skipif(
     not fails_by_request() or "is_eagle_group" not in KVCacheGroupSpec.__dataclass_fields__,

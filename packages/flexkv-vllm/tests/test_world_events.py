@@ -15,7 +15,7 @@ from traffic import Traffic, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import IN_TREE, PLUGIN
 
-from flexkv_vllm.compat_events import event_hash
+from flexkv_vllm.compat.events import event_hash
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])

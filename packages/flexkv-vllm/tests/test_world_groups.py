@@ -14,7 +14,7 @@ from subscriber import DISK, HOST, Subscriber, loadable
 from traffic import Traffic, loaded, make_stems, preempted, refused
 
 from flexkv import Presence
-from flexkv_vllm.compat import fails_by_request
+from flexkv_vllm.compat.core import fails_by_request
 
 pytestmark = pytest.mark.skipif(
     not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"

@@ -13,7 +13,7 @@ from disk_world import delay_reads, read_block_by_block
 from engine_world import MakeWorld, World
 from injection import Guarded, all_guarded, hit_all
 
-from flexkv_vllm.compat import binds_pool, fails_by_request
+from flexkv_vllm.compat.core import binds_pool, fails_by_request
 
 pytestmark = pytest.mark.skipif(
     not (binds_pool() and fails_by_request()), reason="not all guards are reached in this vLLM"
@@ -27,11 +27,11 @@ def test_after_an_error_all_is_as_without_flexkv(
     guarded: Guarded,
 ) -> None:
     rng = random.Random(1)
-    monkeypatch.setattr("flexkv_vllm.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
     states = "states" in guarded.place
     if states:
         monkeypatch.setattr(
-            "flexkv_vllm.scheduler.side.offered_states",
+            "flexkv_vllm.scheduler_side.offered_states",
             lambda output: {each: [] for each in output.num_scheduled_tokens},
         )
 

@@ -11,7 +11,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE
 
 from flexkv import ConfigError, Direction
-from flexkv_vllm.compat import binds_pool
+from flexkv_vllm.compat.core import binds_pool
 
 pytestmark = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
 

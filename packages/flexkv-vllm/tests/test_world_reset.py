@@ -14,7 +14,7 @@ from subscriber import Subscriber, drain, loadable
 from traffic import Traffic, loaded, make_stems
 
 from flexkv import Direction
-from flexkv_vllm.compat import binds_pool
+from flexkv_vllm.compat.core import binds_pool
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
 """Polls of a late mover."""

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE, PLUGIN
 
 from flexkv import Direction
-from flexkv_vllm.compat import binds_pool
+from flexkv_vllm.compat.core import binds_pool
 
 LAYERWISE = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
 

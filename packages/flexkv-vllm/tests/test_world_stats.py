@@ -15,7 +15,7 @@ from scraping import metrics, scrape
 from traffic import Traffic, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv_vllm.telemetry.stats import sample
+from flexkv.adapter.metrics import sample
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""

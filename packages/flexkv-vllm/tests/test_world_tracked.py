@@ -16,8 +16,8 @@ from patience import wait_until
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE
 
-from flexkv_vllm.orders import StepOrders
-from flexkv_vllm.scheduler.choosing import Left, LoadChoice
+from flexkv.adapter.load_choice import Left, LoadChoice
+from flexkv.adapter.orders import StepOrders
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
 """Polls of a late mover."""

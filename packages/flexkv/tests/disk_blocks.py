@@ -13,8 +13,8 @@ from typing import Any
 
 from flexkv.tiers.disk import DiskTier, Drive, open_disk_tier
 from flexkv.tiers.disk.store import slots_within
-from flexkv.transfer.job import Outcome, Priority
-from flexkv.transfer.link import Link
+from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.link import Link
 
 SLOT = 8192
 FINGERPRINT = "ab" * 32

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flexkv.changes import Change, Medium
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Status, Transfer
 from flexkv.eviction import LRUPolicy
-from flexkv.transfer.board import CELLS
-from flexkv.transfer.device import LOAD_RESERVE
+from flexkv.host.board import CELLS
+from flexkv.transfer.copies import LOAD_RESERVE
 from packages.conftest import Clock
 
 RANKS = 2

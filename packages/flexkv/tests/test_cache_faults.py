@@ -36,9 +36,9 @@ from flexkv import (
     Transfer,
 )
 from flexkv.eviction import LRUPolicy
+from flexkv.host.board import CELLS
+from flexkv.tiers.job import Outcome
 from flexkv.transfer import demote, fetch
-from flexkv.transfer.board import CELLS
-from flexkv.transfer.job import Outcome
 from packages.conftest import Clock
 
 FORMAT = BlockFormat(1, (64,))

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexkv import Session
-from flexkv_vllm.compat import hit_sources
-from flexkv_vllm.edge import Edge
-from flexkv_vllm.orders import StepOrders, StepReport
-from flexkv_vllm.scheduler.side import SchedulerSide, StoreTime
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.orders import StepOrders, StepReport
+from flexkv.adapter.worker import WorkerSide
+from flexkv_vllm.compat.core import hit_sources
+from flexkv_vllm.metrics import FlexKVStats
+from flexkv_vllm.orders import StepMetadata, WorkerReport
+from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
 from flexkv_vllm.start import make_scheduler_side, make_worker_side, read_settings
-from flexkv_vllm.telemetry.stats import FlexKVStats
-from flexkv_vllm.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,9 +116,9 @@ class Adapter:
             return
         self._scheduler.refuse(request, blocks, tokens)
 
-    def build_orders(self, output: SchedulerOutput) -> StepOrders:
+    def build_orders(self, output: SchedulerOutput) -> StepMetadata:
         if self._scheduler is None:
-            return StepOrders()
+            return StepMetadata()
         with self._edge.guard(
             "building a step's orders", "no more is stored of the requests that run"
         ):
@@ -215,10 +216,11 @@ class Adapter:
     def take_failed_requests(self) -> set[str]:
         return set() if self._worker is None else self._worker.take_failed_requests()
 
-    def step_report(self, metadata: KVConnectorMetadata | None) -> StepReport | None:
+    def step_report(self, metadata: KVConnectorMetadata | None) -> WorkerReport | None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("reporting a step", "its end is not measured"):
-                return self._worker.report(metadata)
+                report = self._worker.report(metadata)
+                return None if report is None else WorkerReport(report.number, report.load_rate)
         return None
 
     def take_bad_blocks(self) -> set[int]:

@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.compat import HybridConnector, fences_get_through, transfer_results
-from flexkv_vllm.scheduler.side import StoreTime
+from flexkv_vllm.compat.core import HybridConnector, fences_get_through, transfer_results
+from flexkv_vllm.metrics import FlexKVPromMetrics, FlexKVStats
+from flexkv_vllm.scheduler_side import StoreTime
 from flexkv_vllm.start import may_load_layerwise
-from flexkv_vllm.telemetry.stats import FlexKVPromMetrics, FlexKVStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,6 +22,7 @@ from vllm.v1.core import kv_cache_utils
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -90,6 +91,12 @@ def adapter_stamp(adapter: LoRARequest) -> bytes:
     """What tells blocks of this adapter from those of another of its name: 16 bytes to append to
     a key. vLLM's hashes know name and path, which may stand for other weights after a restart."""
     return _stamp(adapter.lora_name, adapter.lora_path)
+
+
+def request_stamp(request: Request) -> bytes:
+    """The stamp of the request's LoRA adapter; empty if it has none."""
+    adapter = request.lora_request
+    return b"" if adapter is None else adapter_stamp(adapter)
 
 
 def _weights(vllm_config: VllmConfig) -> str:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from flexkv_vllm.compat import CONNECTOR_NAME, register_connector
+from flexkv_vllm.compat.core import CONNECTOR_NAME, register_connector
 from flexkv_vllm.preflight import check_when_chosen
 
 
 def register() -> None:
     """Make vLLM use our connector where a user names `FlexKVConnectorV1`.
 
-    vLLM has a connector of this name itself, which forwards to `flexkv_vllm.shim` but passes on
+    vLLM has a connector of this name itself, which forwards to FlexKV but passes on
     neither preemptions nor resets; ours takes its place. A mistake in the settings then stops vLLM
     before it reads weights.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from flexkv import load_config
-from flexkv_vllm.compat import CONNECTOR_NAME, check_version
+from flexkv_vllm.compat.core import CONNECTOR_NAME, check_version
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -7,6 +7,7 @@ Everything that can be wrong is found here, and raised: at run time nothing is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -38,26 +39,27 @@ from flexkv import (
     plan_arena,
     share_of,
 )
-from flexkv_vllm.compat import (
+from flexkv.adapter.groups import Groups
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.layers import split_layers
+from flexkv.adapter.load_choice import LoadChooser, LoadMode
+from flexkv.adapter.worker import WorkerSide
+from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of, work_so_far
+from flexkv_vllm.compat.core import (
     binds_pool,
     check_version,
     fails_by_request,
     tells_states,
     warn_if_newer,
 )
-from flexkv_vllm.compat_events import group_traits
-from flexkv_vllm.edge import Edge
-from flexkv_vllm.groups import Groups, read_groups
-from flexkv_vllm.identity import model_identity, outlives_process
-from flexkv_vllm.keys import BlockKeys
-from flexkv_vllm.scheduler.choosing import LoadChooser, LoadMode
-from flexkv_vllm.scheduler.side import SchedulerSide, StoreTime
+from flexkv_vllm.compat.events import group_traits
+from flexkv_vllm.events import BlockEvents
+from flexkv_vllm.groups import read_groups
+from flexkv_vllm.identity import model_identity, outlives_process, request_stamp
+from flexkv_vllm.pages import cached_layers, describe_pages
+from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
 from flexkv_vllm.support import check_attention, check_parallelism
-from flexkv_vllm.telemetry.events import BlockEvents
-from flexkv_vllm.worker.device import device_of, make_mover, numa_node_of
-from flexkv_vllm.worker.layers import split_layers
-from flexkv_vllm.worker.pages import cached_layers, describe_pages
-from flexkv_vllm.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -150,7 +152,7 @@ def make_worker_side(
         plane_bytes=[plane.page_bytes for plane in planes],
         stored=stored,
         parts=split_layers(planes, layout.starts),
-        device=device,
+        work_so_far=functools.partial(work_so_far, device),
         edge=edge,
         fails_by_request=not groups.plain,
     )
@@ -182,7 +184,7 @@ def make_scheduler_side(
     session = attach(config.session_root, _engine_id(vllm_config))
     spec = session.arena.spec
     groups = _read_groups(vllm_config, kv_cache_config, spec.format.engine_blocks)
-    keys = BlockKeys(groups)
+    keys = BlockKeys(groups, request_stamp)
     try:
         tiers = open_tiers(config, session) if _keeps_on_disk(config, vllm_config) else []
     except FlexKVError:

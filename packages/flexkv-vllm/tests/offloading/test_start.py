@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import ConfigError, EngineVersionError, LayoutError
-from flexkv_vllm.compat_events import event_hash
+from flexkv_vllm.compat.events import event_hash
 from flexkv_vllm.offloading.pages import describe_groups
 
 

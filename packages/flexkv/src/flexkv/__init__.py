@@ -2,13 +2,12 @@
 """FlexKV keeps the KV cache of an LLM engine alive past GPU memory.
 
 This is the core: no engine, no torch. An adapter describes the engine's pages (`KVLayout`), meets
-the engine's other processes (`flexkv.session`), and asks the `KVCache` what to load and store.
+the engine's other processes (`flexkv.host.session`), and asks the `KVCache` what to load and store.
 """
 
 from __future__ import annotations
 
 from flexkv.admission import ADMISSIONS, Admission
-from flexkv.arena import Arena, ArenaSpec, plan_arena
 from flexkv.cache import KVCache, Presence
 from flexkv.changes import Change, Medium
 from flexkv.config import GIB, CacheConfig, configure_logging
@@ -23,6 +22,9 @@ from flexkv.errors import (
     LayoutError,
 )
 from flexkv.eviction import POLICIES, EvictionPolicy
+from flexkv.host.arena import Arena, ArenaSpec, plan_arena
+from flexkv.host.numa import node_of_device
+from flexkv.host.session import Session, Shard, attach, join, lead
 from flexkv.layout import (
     BlockFormat,
     KVLayout,
@@ -34,12 +36,11 @@ from flexkv.layout import (
     fingerprint,
     share_of,
 )
-from flexkv.numa import node_of_device
-from flexkv.session import Session, Shard, attach, join, lead
+from flexkv.mover import Direction, Mover, Status
 from flexkv.tiers import LowerTier
 from flexkv.tiers.disk import open_disk_tier
-from flexkv.transfer import Direction, Mover, Priority, Status
-from flexkv.transfer.device import Transfer
+from flexkv.tiers.job import Priority
+from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 
 __version__ = "0.1.0"

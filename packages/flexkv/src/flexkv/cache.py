@@ -15,17 +15,17 @@ import time
 from collections.abc import Hashable, Sequence
 
 from flexkv.admission import ADMISSIONS, Admission
-from flexkv.arena import Arena
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters
 from flexkv.eviction import EvictionPolicy
+from flexkv.host.arena import Arena
 from flexkv.index import BlockIndex
+from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
 from flexkv.tiers.base import LowerTier, TierFigures
-from flexkv.transfer.device import Transfer
+from flexkv.tiers.job import Priority
+from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
-from flexkv.transfer.job import Priority
-from flexkv.transfer.mover import Direction, Status
 from flexkv.transfer.scheduler import TransferScheduler
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from flexkv.tiers.base import BlockResult
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import open_folder
 from flexkv.tiers.disk.inspect import Record, Snapshot, read_table
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 from packages.flexkv.tests.cli import engine
 
 FINGERPRINT = "0123456789abcdef"

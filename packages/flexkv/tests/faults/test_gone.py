@@ -14,7 +14,7 @@ from disk_blocks import FINGERPRINT, names, opened
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import upkeep
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 SLOTS = 40
 KEYS = names(SLOTS)

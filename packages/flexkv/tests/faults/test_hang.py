@@ -11,8 +11,8 @@ from disk_blocks import DEADLINE, FINGERPRINT, SLOT, Client, capacity_of, names,
 from faults.faulty_files import HangingFiles
 
 from flexkv.tiers.disk import drive, open_disk_tier, tier
-from flexkv.transfer.job import Outcome, Priority
-from flexkv.transfer.link import Link
+from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.link import Link
 from packages.conftest import Clock
 
 SLOTS = 40

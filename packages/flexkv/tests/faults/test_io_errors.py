@@ -16,7 +16,7 @@ from faults.faulty_files import Fault, FaultyFiles
 
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import OsFiles
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 SLOTS = 48
 KEYS = names(100)

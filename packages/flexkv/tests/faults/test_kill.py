@@ -19,7 +19,7 @@ import pytest
 from disk_blocks import names, opened
 from faults.victim import BATCH, KEYS
 
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 SLOTS = 200
 KILLS = 100  # in each test

@@ -14,7 +14,7 @@ import pytest
 from disk_blocks import FINGERPRINT, SLOT, Client, names, opened
 
 from flexkv.tiers.disk import OsFiles, table
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 SLOTS = 40
 RUN = 20

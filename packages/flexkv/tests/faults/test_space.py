@@ -14,7 +14,7 @@ import pytest
 from disk_blocks import FINGERPRINT, SLOT, names, opened
 
 from flexkv.errors import DiskError
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 DISK_BYTES = 8 << 20
 FITS = DISK_BYTES // SLOT // 4

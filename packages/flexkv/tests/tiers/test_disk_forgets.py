@@ -15,7 +15,7 @@ from faults.faulty_files import Fault, FaultyFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 
 DONE = Outcome.DONE
 

@@ -18,7 +18,7 @@ from faults.faulty_files import Fault, FaultyFiles, HangingFiles
 from faults.test_runs import BadPlaces
 
 from flexkv.tiers.disk import drive, health
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 
 DONE = Outcome.DONE
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from flexkv.errors import DiskError
 from flexkv.tiers.disk import open_disk_tier, slabs
 from flexkv.tiers.disk.table import VERSION
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 from packages.conftest import Clock
 
 DONE = Outcome.DONE

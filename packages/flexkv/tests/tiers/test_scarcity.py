@@ -12,7 +12,7 @@ from disk_blocks import SLOT, names, opened
 from faults.faulty_files import HangingFiles
 
 from flexkv.tiers.disk import drive
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
 KEYS = names(24)

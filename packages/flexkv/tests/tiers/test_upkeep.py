@@ -17,7 +17,7 @@ from disk_blocks import DEADLINE, FINGERPRINT, SLOT, names, opened
 
 from flexkv.tiers.disk import OsFiles, ledger, table, upkeep
 from flexkv.tiers.disk.directory import RESET
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 from packages.conftest import Clock
 
 DONE = Outcome.DONE

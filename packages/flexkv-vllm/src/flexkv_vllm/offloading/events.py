@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
 
 from flexkv import KVCache, Medium
-from flexkv_vllm.offloading.compat import EVENT_MEDIA
+from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
 
 class OffloadedBlocks:

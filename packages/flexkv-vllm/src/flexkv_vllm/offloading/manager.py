@@ -22,14 +22,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import KVCache, Medium, Session, Status
-from flexkv_vllm.edge import Edge
-from flexkv_vllm.offloading.compat import load_source, prefix_of
+from flexkv.adapter.figures import CacheFigures
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.request_options import Wishes, WishReader
+from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
-from flexkv_vllm.scheduler.wishes import Wishes, WishReader
-from flexkv_vllm.telemetry.figures import CacheFigures
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (

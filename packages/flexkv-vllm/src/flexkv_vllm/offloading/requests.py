@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import Fetch, KVCache, Medium, Presence
-from flexkv_vllm.offloading.compat import may_load_from
-from flexkv_vllm.scheduler.wishes import Wishes
+from flexkv.adapter.request_options import Wishes
+from flexkv_vllm.compat.offloading import may_load_from
 
 
 class RequestBlocks:

@@ -16,7 +16,7 @@ from flexkv import (
     load_config,
     log_ignored_variables,
 )
-from flexkv_vllm.compat import check_version, fails_by_request
+from flexkv_vllm.compat.core import check_version, fails_by_request
 
 _VLLMS = frozenset(
     {

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv_vllm.edge import Edge
+from flexkv.adapter.guard import Edge
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.settings import read_settings
 from flexkv_vllm.offloading.start import make_manager, make_worker

@@ -25,16 +25,16 @@ from flexkv import (
     Shard,
     attach,
 )
-from flexkv_vllm.compat import warn_if_newer
-from flexkv_vllm.edge import Edge
+from flexkv.adapter.guard import Edge
+from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of
+from flexkv_vllm.compat.core import warn_if_newer
+from flexkv_vllm.compat.offloading import offer_only_what_was_computed, worker_config
 from flexkv_vllm.identity import outlives_process
-from flexkv_vllm.offloading.compat import offer_only_what_was_computed, worker_config
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
 from flexkv_vllm.start import copy_cpus, meet, open_tiers, running_on
 from flexkv_vllm.support import check_launcher
-from flexkv_vllm.worker.device import device_of, make_mover, numa_node_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

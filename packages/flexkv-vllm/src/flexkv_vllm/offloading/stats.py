@@ -12,7 +12,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from flexkv_vllm.telemetry.stats import METRICS, PREFIX, Kind, Metric, Samples, sample
+from flexkv.adapter.metrics import METRICS, Kind, Metric, Samples, sample
+from flexkv_vllm.metrics import PREFIX
 
 _VLLMS_OWN = {"query_tokens", "hit_tokens"}
 """A manager is asked for blocks, and does not know for which tokens; vLLM counts those."""

@@ -17,11 +17,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import Direction, Mover, Session, Status
-from flexkv_vllm.edge import Edge
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.offsets import SlotOffsets
+from flexkv_kernels.torch_device import work_so_far
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
-from flexkv_vllm.worker.device import work_so_far
-from flexkv_vllm.worker.offsets import SlotOffsets
 
 logger = logging.getLogger("flexkv.vllm")
 

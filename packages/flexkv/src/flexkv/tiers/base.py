@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexkv.changes import Change, Medium
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 
 
 @dataclass(frozen=True, slots=True)

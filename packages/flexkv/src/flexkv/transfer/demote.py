@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from flexkv.counters import Counters
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import BlockResult, LowerTier
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 _LEAVING_SHARE = 8
 """With admission on eviction, an eighth of the arena is kept free or on its way out: of 16 GiB 2,

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from flexkv.counters import Counters
 from flexkv.index import Block, BlockIndex, BlockState
 from flexkv.tiers.base import BlockResult, LowerTier
-from flexkv.transfer.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority
 
 Ticket: TypeAlias = tuple[LowerTier, int]
 """A tier and the number of a batch there."""

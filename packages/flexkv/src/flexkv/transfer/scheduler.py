@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 from flexkv.admission import Admission
 from flexkv.counters import Counters
+from flexkv.host.board import CompletionBoard
 from flexkv.index import Block, BlockIndex
+from flexkv.mover import Direction
 from flexkv.tiers.base import LowerTier
-from flexkv.transfer.board import CompletionBoard
+from flexkv.tiers.job import Priority
+from flexkv.transfer.copies import DeviceLink, Transfer
 from flexkv.transfer.demote import Demoter
-from flexkv.transfer.device import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch, Fetcher
-from flexkv.transfer.job import Priority
-from flexkv.transfer.mover import Direction
 from flexkv.transfer.uses import UseLog
 
 

@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from flexkv_vllm.shim import FlexKVConnectorV1Impl
+from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 
 __all__ = ["FlexKVConnectorV1Impl"]

@@ -18,7 +18,7 @@ from flexkv.tiers.disk.files import Files, OsFiles, reason_of
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
 from flexkv.tiers.disk.store import DiskStore, bytes_of, check_table
 from flexkv.tiers.disk.tier import DiskTier
-from flexkv.transfer.link import Link
+from flexkv.tiers.link import Link
 
 __all__ = ["DiskStore", "DiskTier", "Drive", "OsFiles", "open_disk_tier"]
 

@@ -21,8 +21,8 @@ from flexkv.tiers.disk.runs import (
 from flexkv.tiers.disk.slabs import slots_per_slab
 from flexkv.tiers.disk.store import DiskStore, new_epoch
 from flexkv.tiers.disk.upkeep import Upkeep
-from flexkv.transfer.job import Job, Outcome, Priority
-from flexkv.transfer.link import Link
+from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.link import Link
 
 logger = logging.getLogger(__name__)
 

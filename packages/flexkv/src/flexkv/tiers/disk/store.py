@@ -26,7 +26,7 @@ from flexkv.tiers.disk.files import (
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
-from flexkv.transfer.job import Outcome
+from flexkv.tiers.job import Outcome
 
 logger = logging.getLogger(__name__)
 

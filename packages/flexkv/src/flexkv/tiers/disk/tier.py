@@ -12,7 +12,7 @@ from flexkv.changes import Change, Medium, take_newest
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.table import disk_key
-from flexkv.transfer.job import Job, Outcome, Priority
+from flexkv.tiers.job import Job, Outcome, Priority
 
 
 class DiskTier:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between vLLM versions; for KV events see `compat_events`.
+
+What the compatibility tests in compat-ci find not to fit is answered here, by looking for the
+feature and not at the version.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from flexkv import EngineVersionError
+from flexkv_vllm.compat.features import missing_features
+
+logger = logging.getLogger("flexkv.vllm")
+
+CONNECTOR_NAME = "FlexKVConnectorV1"
+
+OLDEST = (0, 20)
+NEWEST = (0, 33)
+"""Releases (major, minor) whose scheduler at least has run with this adapter: those of
+compat-ci/versions.toml above the static level."""
+
+
+def check_version(allow_untested: bool, version: str = vllm.__version__) -> None:
+    """Refuse a vLLM that is older than the supported range, or newer and lacks what FlexKV uses.
+
+    Args:
+        allow_untested: the setting `allow_untested_engine`.
+        version: vLLM's own version string. A development build without a number (0.0.0 or
+            "dev") is taken for too old.
+
+    Raises:
+        EngineVersionError: names the version, what is missing, the range, and how to override.
+    """
+    if allow_untested or OLDEST <= _release(version) <= NEWEST:
+        return
+    missing = missing_features() if _release(version) > NEWEST else []
+    if _release(version) > NEWEST and not missing:
+        return
+    lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+    raise EngineVersionError(
+        f"vLLM {version} is installed; allowed: {OLDEST[0]}.{OLDEST[1]} to "
+        f"{NEWEST[0]}.{NEWEST[1]}, a newer one that has all that FlexKV uses, or any with "
+        f"allow_untested_engine=true (FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
+    )
+
+
+def warn_if_newer(version: str = vllm.__version__) -> None:
+    """Log one warning if this vLLM is newer than all that FlexKV was tested with."""
+    if _release(version) > NEWEST:
+        logger.warning(
+            "vLLM %s is newer than %d.%d, the newest that FlexKV was tested with. FlexKV starts, "
+            "because vLLM has all that it uses; compare some answers with and without FlexKV",
+            version,
+            *NEWEST,
+        )
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number; (0, 0) if there are none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def fences_get_through() -> bool:
+    """Whether workers get the step's orders before the blocks of preempted requests are reused.
+
+    vLLM 0.18 hands `handle_preemptions` the ids of the requests alone.
+    """
+    return (
+        "kv_connector_metadata"
+        in inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
+    )
+
+
+def register_connector(name: str, module: str) -> None:
+    """Register the class `name` of `module` with vLLM, in place of one that has its name.
+
+    vLLM refuses a second registration, and runs plugins more than once in one process, so a
+    registered name is taken out of the registry first.
+    """
+    KVConnectorFactory._registry.pop(name, None)
+    KVConnectorFactory.register_connector(name, module, name)
+
+
+def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:
+    """Tokens of a hit by where they came from, without zeros. For vLLM from 0.32 on, which asks."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    tokens = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: disk_tokens}
+    return {source: count for source, count in tokens.items() if count}
+
+
+def fails_by_request() -> bool:
+    """Whether a worker can say which request's load failed: from vLLM 0.30 on."""
+    return hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+if TYPE_CHECKING:
+    HybridConnector = base.SupportsHMA
+else:
+    HybridConnector = base.SupportsHMA if fails_by_request() else object
+"""Base class that makes vLLM keep several KV cache groups apart for a connector. Older releases
+make one of them if they can, since failed loads of several cannot be told there."""
+
+
+def binds_pool() -> bool:
+    """Whether vLLM shows a connector its blocks: from 0.22 on."""
+    return hasattr(KVConnectorBase_V1, "bind_gpu_block_pool")
+
+
+def tells_states() -> bool:
+    """Whether vLLM tells a connector which block has which recurrent state: from 0.32 on."""
+    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+
+
+def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:
+    """The recurrent states that are complete after a step: by request, group, block and tokens."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
+
+
+def zeroed_blocks(output: SchedulerOutput) -> list[int] | None:
+    """Blocks that vLLM zeroes in a step before it writes to them, and may do so before workers are
+    handed the step's fences; None if there are none."""
+    return getattr(output, "new_block_ids_to_zero", None)
+
+
+def transfer_results(
+    sent: set[str] | None, received: set[str] | None, failed: set[str]
+) -> base.KVConnectorTransferResults:
+    """What a worker has ended, as vLLM takes it from 0.30 on, which asks."""
+    return base.KVConnectorTransferResults(sent or set(), received or set(), failed)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events: which blocks FlexKV could load now, told to vLLM's subscribers.
+
+A FlexKV block holds several of vLLM's blocks, and is loadable as a whole. What is told are vLLM's
+own block hashes, since those are what a router looks up: all of a FlexKV block's, each once for
+each medium. FlexKV blocks that begin alike and end differently share their first vLLM blocks: those
+are told with the first FlexKV block that has them, and removed with the last.
+
+What was told is compared with what is there, so that nothing that happens in between can be missed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexkv import Change, KVCache, Medium
+from flexkv.adapter.groups import Group
+from flexkv.adapter.keys import BlockKeys
+from flexkv_vllm.compat.events import (
+    MEDIA,
+    block_removed,
+    block_stored,
+    event_extra_keys,
+    event_hash,
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.request import Request
+
+_LOCALITY = "LOCAL"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What is told of a FlexKV block beside where it is. Kept while host memory has the block.
+
+    Attributes:
+        position: of the block in its prefix, in FlexKV blocks.
+        group: vLLM's number of its KV cache group.
+        block_size: tokens of each of its vLLM blocks.
+        hashes: of these, the last one that covers each.
+        parent: hash of the vLLM block before it, None at the beginning of a prompt.
+        tokens: all its tokens.
+        extra_keys: see `event_extra_keys`.
+        request: fields that say whose it is.
+    """
+
+    position: int
+    group: int
+    block_size: int
+    hashes: Sequence[bytes]
+    parent: bytes | None
+    tokens: Sequence[int]
+    extra_keys: list[Any] | None
+    request: dict[str, Any]
+
+
+class BlockEvents:
+    """Tells the loadable blocks of one engine. Single-threaded.
+
+    Args:
+        cache: of the engine; watched from now on.
+        keys: of the blocks.
+        has_own_names: whether keys are more than vLLM's hashes, as with LoRA adapters or several
+            groups. On disk such blocks have names from which no hash can be read, so nothing is
+            told of blocks that no request has asked for yet.
+        traits: more fields of a `BlockStored`, by vLLM's number of the KV cache group.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        keys: BlockKeys,
+        has_own_names: bool,
+        traits: Mapping[int, dict[str, Any]],
+    ) -> None:
+        self._cache = cache
+        self._keys = keys
+        self._has_own_names = has_own_names
+        self._traits = traits
+        self._described: dict[bytes, Description] = {}
+        self._told: dict[Medium, dict[bytes, Sequence[bytes]]] = {m: {} for m in Medium}
+        self._groups: dict[tuple[Medium, bytes], int] = {}
+        self._shared: dict[Medium, Counter[bytes]] = {m: Counter() for m in Medium}
+        self._again: list[bytes] = []
+        cache.watch()
+
+    def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """Blocks of `request` have got a slot in host memory; those that have none are left out.
+
+        Args:
+            request: read now; not kept.
+            group: of the blocks.
+            blocks: position in the prefix and key of each.
+        """
+        for position, key in blocks:
+            if key in self._described or self._cache.missing((key,)):
+                continue
+            self._described[key] = self._description(request, group, position)
+            name = self._cache.name_of(key, Medium.DISK)
+            if name != key:
+                self._described[name] = self._described[key]
+            if name in self._told[Medium.DISK]:
+                self._again.append(name)
+
+    def take(self) -> list[KVCacheEvent]:
+        """What has changed since the last call, removals first."""
+        changes = self._cache.take_changes()
+        if not changes and not self._again:
+            return []
+        again, self._again = self._again, []
+        on_disk = self._told[Medium.DISK]
+        # Looked at after the changes: one of them may be that it has gone.
+        still_there = (Change(Medium.DISK, name, True) for name in again if name in on_disk)
+        removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
+        stored: list[tuple[int, KVCacheEvent]] = []
+        gone = []
+        for medium, name, loadable in itertools.chain(changes, still_there):
+            told_group = self._groups.pop((medium, name), 0)
+            if not loadable:
+                removed[medium, told_group] += self._remove(medium, name)
+                if medium is Medium.HOST and self._cache.missing((name,)):
+                    gone.append(name)
+                continue
+            description = self._described.get(name)
+            group = 0 if description is None else description.group
+            self._groups[medium, name] = group
+            hashes = self._hashes(name, description)
+            if self._told[medium].get(name) == hashes:
+                continue
+            # Told before, but without all that is known now.
+            removed[medium, told_group] += self._remove(medium, name)
+            new = self._add(medium, name, hashes)
+            if hashes:
+                position = -1 if description is None else description.position
+                stored.append((position, self._stored(medium, group, hashes[-new:], description)))
+        for name in gone:
+            self._forget(name)
+        # A block's prefix before the block.
+        stored.sort(key=lambda each: each[0])
+        return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes] + [
+            event for _, event in stored
+        ]
+
+    def _hashes(self, name: bytes, description: Description | None) -> Sequence[bytes]:
+        if description is not None:
+            return description.hashes
+        return () if self._has_own_names else (name,)
+
+    def _add(self, medium: Medium, name: bytes, hashes: Sequence[bytes]) -> int:
+        """Note a block as told; returns how many of its hashes, the last ones, are new."""
+        self._told[medium][name] = hashes
+        shared = self._shared[medium]
+        known = 0
+        # The last one is the block's own.
+        for each in hashes[:-1]:
+            shared[each] += 1
+            known += shared[each] > 1
+        return len(hashes) - known
+
+    def _remove(self, medium: Medium, name: bytes) -> list[bytes]:
+        """Note a block as not there; returns the hashes that no other block has."""
+        hashes = self._told[medium].pop(name, ())
+        shared = self._shared[medium]
+        gone = []
+        for each in hashes[:-1]:
+            shared[each] -= 1
+            if not shared[each]:
+                del shared[each]
+                gone.append(each)
+        return gone + list(hashes[-1:])
+
+    def _forget(self, key: bytes) -> None:
+        if self._described.pop(key, None) is not None:
+            self._described.pop(self._cache.name_of(key, Medium.DISK), None)
+
+    def _description(self, request: Request, group: Group, position: int) -> Description:
+        size, hash_tokens = group.engine_block_tokens, self._keys.hash_tokens
+        begin = position * group.block_tokens
+        starts = range(begin, begin + group.block_tokens, size)
+        adapter = request.lora_request
+        return Description(
+            position=position,
+            group=group.index,
+            block_size=size,
+            hashes=tuple(request.block_hashes[(at + size) // hash_tokens - 1] for at in starts),
+            parent=request.block_hashes[begin // hash_tokens - 1] if begin else None,
+            tokens=request.all_token_ids[starts.start : starts.stop],
+            extra_keys=event_extra_keys(request, starts, size),
+            request={
+                "lora_id": None if adapter is None else adapter.adapter_id,
+                "lora_name": None if adapter is None else adapter.name,
+                "session_id": getattr(request, "session_id", None),
+            },
+        )
+
+    def _stored(
+        self,
+        medium: Medium,
+        group: int,
+        hashes: Sequence[bytes],
+        description: Description | None,
+    ) -> KVCacheEvent:
+        """For the last `hashes` of a block; all that is unknown is empty, as vLLM's own connectors
+        have it."""
+        if description is None:
+            fields: dict[str, Any] = {
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": 0,
+                "lora_id": None,
+                "lora_name": None,
+            }
+        else:
+            known = len(description.hashes) - len(hashes)
+            parent = description.hashes[known - 1] if known else description.parent
+            extra_keys = description.extra_keys
+            fields = {
+                "parent_block_hash": None if parent is None else event_hash(parent),
+                "token_ids": list(description.tokens[known * description.block_size :]),
+                "block_size": description.block_size,
+                "extra_keys": None if extra_keys is None else extra_keys[known:],
+                **description.request,
+                **self._traits.get(group, {}),
+            }
+        return block_stored(
+            block_hashes=[event_hash(each) for each in hashes],
+            medium=MEDIA[medium],
+            group_idx=group,
+            locality=_LOCALITY,
+            **fields,
+        )
+
+    def _removed(self, medium: Medium, group: int, hashes: Sequence[bytes]) -> KVCacheEvent:
+        return block_removed(
+            block_hashes=[event_hash(each) for each in hashes],
+            medium=MEDIA[medium],
+            group_idx=group,
+            locality=_LOCALITY,
+        )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector inside vLLM calls, where our plugin is not loaded.
+
+vLLM's own `FlexKVConnectorV1` forwards to this class, but tells it neither of preemptions nor of
+resets, and keeps the step's orders to itself. So blocks are stored only once their request has
+finished and vLLM holds them, and the orders are read off vLLM's connector. A reset of the cache
+does not reach FlexKV on this way; the log says so. Nor does the scheduler side learn of KV cache
+groups, or vLLM of requests whose loads failed: models that need either are refused at start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.parallel_state import get_tp_group
+
+from flexkv import LayoutError
+from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.scheduler_side import StoreTime
+from flexkv_vllm.start import check_groups_behind_shim
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+class FlexKVConnectorV1Impl:
+    """The methods that vLLM's own connector forwards, in its order."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+        self._vllm_config = vllm_config
+        self._adapter = Adapter(vllm_config, StoreTime.FINISH)
+        self._connector: KVConnectorBase_V1 | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._adapter.start_scheduler(None)
+            logger.warning(
+                "FlexKV runs behind vLLM's own connector, which passes on no resets: after "
+                "/reset_prefix_cache?reset_external=true old blocks are still found. Let vLLM "
+                "load the plugin 'flexkv' (see VLLM_PLUGINS) to have them reset"
+            )
+
+    def shutdown(self) -> None:
+        self._adapter.shutdown()
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
+        self._adapter.start_loads(self._step_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are asynchronous."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any
+    ) -> None:
+        """Nothing to save by layer."""
+
+    def wait_for_save(self) -> None:
+        self._adapter.start_stores(self._step_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._adapter.get_finished(self._step_metadata())
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not self._adapter.enabled:
+            return
+        self._connector = self._find_connector()
+        kv_cache_config = self._connector._kv_cache_config
+        check_groups_behind_shim(self._vllm_config, kv_cache_config)
+        rank = get_tp_group().rank_in_group
+        self._adapter.start_worker(kv_caches, kv_cache_config, rank)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._adapter.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._adapter.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._adapter.build_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._adapter.step_ended(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._adapter.finished(request, [block_ids]), None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._adapter.take_events()
+
+    def get_kv_connector_stats(self) -> None:
+        """None: vLLM's own connector could neither log nor serve what this returned."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._adapter.take_bad_blocks()
+
+    def _step_metadata(self) -> KVConnectorMetadata | None:
+        """The orders of the running step, which vLLM bound to its own connector."""
+        return None if self._connector is None else self._connector._connector_metadata
+
+    def _find_connector(self) -> KVConnectorBase_V1:
+        """vLLM's connector that forwards to this object.
+
+        Raises:
+            LayoutError: vLLM has put it where FlexKV cannot reach it.
+        """
+        outermost = get_kv_transfer_group()
+        connectors = [outermost, *getattr(outermost, "_connectors", ())]
+        for connector in connectors:
+            if getattr(connector, "_flexkv_connector", None) is self:
+                return connector
+        raise LayoutError(
+            f"vLLM's own FlexKVConnectorV1 is inside {type(outermost).__name__}, where FlexKV "
+            f"cannot read its orders; allowed: alone or in MultiConnector, or to let vLLM load the "
+            f"plugin 'flexkv' (see VLLM_PLUGINS)"
+        )

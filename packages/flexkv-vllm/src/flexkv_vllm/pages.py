@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's KV cache tensors look like, and which part of a block each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexkv import KVLayout, LayoutError, Sharding, TensorView
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from flexkv.adapter.groups import Groups
+
+_BHNC_DIMS = 4
+_HEAD_DIM = 1
+"""vLLM hands out tensors of the logical dimensions (block, head, token, content), whatever their
+order in memory is. Where a backend packs something else than one KV head into an entry of the
+second one (vllm.v1.kv_cache_interface, `num_head_slots`), its extent is not the number of heads."""
+
+
+def cached_layers(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig | None, groups: Groups
+) -> Mapping[str, torch.Tensor]:
+    """The tensors of those layers whose blocks are cached: not of a draft model's, for instance."""
+    if kv_cache_config is None:
+        return kv_caches
+    names = {
+        name
+        for group in groups.members
+        for name in kv_cache_config.kv_cache_groups[group.index].layer_names
+    }
+    return {name: tensor for name, tensor in kv_caches.items() if name in names}
+
+
+def describe_pages(
+    vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[KVLayout, Sharding]:
+    """The pages of this rank, by head if possible, and how blocks are shared out to ranks.
+
+    Args:
+        vllm_config: of the engine.
+        kv_caches: the rank's tensors by layer.
+
+    Raises:
+        LayoutError: they cannot be described.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    # With latent attention (MLA) every rank holds the same, which counts as one head.
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    sharding = Sharding.by_head(heads, ranks)
+    local_heads = model.get_num_kv_heads(parallel) if sharding is not None else None
+    layout = KVLayout.from_tensors(_views(kv_caches, local_heads), _num_blocks(vllm_config))
+    if sharding is None or not layout.by_head:
+        return layout, Sharding(ranks)
+    return layout, sharding
+
+
+def _views(kv_caches: Mapping[str, torch.Tensor], local_heads: int | None) -> Iterable[TensorView]:
+    for name, tensor in kv_caches.items():
+        by_head = tensor.dim() == _BHNC_DIMS and tensor.shape[_HEAD_DIM] == local_heads
+        yield TensorView(
+            name,
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.element_size(),
+            _HEAD_DIM if by_head else None,
+        )
+
+
+def _num_blocks(vllm_config: VllmConfig) -> int:
+    num_blocks: int | None = vllm_config.cache_config.num_gpu_blocks
+    if not num_blocks:
+        raise LayoutError("vLLM does not say how many KV blocks it has; allowed: 1 or more")
+    return num_blocks

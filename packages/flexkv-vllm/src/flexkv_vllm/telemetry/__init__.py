@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What is told of the cache: KV events, counters, and vLLM's statistics and metrics."""

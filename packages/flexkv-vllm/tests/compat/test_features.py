@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+import flexkv_vllm
+from flexkv_vllm.compat.features import CALLS, FIELDS, missing_features
+from flexkv_vllm.connector import FlexKVConnectorV1
+
+OWNERS = sorted(FIELDS)
+
+
+def test_the_installed_vllm_lacks_nothing() -> None:
+    assert missing_features() == []
+
+
+@pytest.mark.parametrize("owner", OWNERS, ids=[name for _, name in OWNERS])
+def test_fields_that_are_gone_are_named(
+    owner: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = owner
+    monkeypatch.setattr(importlib.import_module(module), name, type(name, (), {}))
+    missing = missing_features()
+    assert {f"{module}.{name}.{field}" for field in FIELDS[owner]} <= set(missing)
+
+
+@pytest.mark.parametrize("owner", OWNERS, ids=[name for _, name in OWNERS])
+def test_a_class_that_is_gone_is_named(
+    owner: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = owner
+    monkeypatch.delattr(importlib.import_module(module), name)
+    assert f"{module}.{name}" in missing_features()
+
+
+@pytest.mark.parametrize("call", sorted(CALLS), ids=[name for _, name in sorted(CALLS)])
+def test_a_call_that_takes_more_is_named(
+    call: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = call
+    *classes, function = name.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in classes:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, function, lambda a, b, c, d: None)
+    assert any(each.startswith(f"{module}.{name} with") for each in missing_features())
+
+
+def test_a_method_that_passes_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_future(self: object, finished_req_ids: set[str], more: int) -> None: ...
+
+    monkeypatch.setattr(KVConnectorBase_V1, "get_finished", in_future)
+    (missing,) = missing_features()
+    assert missing.startswith("KVConnectorBase_V1.get_finished(self")
+
+
+def test_a_method_that_must_be_answered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlexKVConnectorV1, "__abstractmethods__", frozenset({"in_future"}))
+    assert missing_features() == ["an answer to in_future"]
+
+
+def test_every_field_is_one_that_the_adapter_reads() -> None:
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in Path(flexkv_vllm.__file__).parent.rglob("*.py")
+        if path.name != "compat_features.py"
+    ]
+    unread = [
+        field
+        for fields in FIELDS.values()
+        for field in fields
+        if not any(field in source for source in sources)
+    ]
+    assert unread == []

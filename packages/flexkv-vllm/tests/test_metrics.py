@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+from patience import PATIENCE_SECONDS
+from prometheus_client import CollectorRegistry
+from scraping import metrics, scrape
+
+from flexkv.adapter.metrics import METRICS, Kind, sample
+from flexkv_vllm.connector import FlexKVConnectorV1
+from flexkv_vllm.metrics import FlexKVStats
+
+HITS = sample("hit_tokens", "host")
+BLOCKS = sample("blocks", "host")
+LOADED = sample("copied_bytes", "device", "load")
+LOADING = sample("copy_seconds", "device", "load")
+
+
+def test_ranks_and_steps_add_up_and_gauges_are_the_latest() -> None:
+    first = FlexKVStats(data={HITS: 16, BLOCKS: 3})
+    total = first.aggregate(FlexKVStats(data={HITS: 32, LOADED: 5, BLOCKS: 1}))
+    assert total.data == {HITS: 48, LOADED: 5, BLOCKS: 1}
+    total.aggregate(FlexKVStats(data={}))
+    assert not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+
+
+def test_what_crosses_processes_comes_back() -> None:
+    stats = FlexKVStats(data={HITS: 16, LOADING: 0.25})
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
+    assert FlexKVConnectorV1.build_kv_connector_stats(data) == stats
+    assert FlexKVConnectorV1.build_kv_connector_stats().is_empty()
+
+
+def test_the_log_line_says_what_happened() -> None:
+    line = FlexKVStats(
+        data={
+            sample("query_tokens", "host"): 200,
+            HITS: 100,
+            sample("hit_tokens", "disk"): 50,
+            LOADED: 3_000_000_000,
+            LOADING: 1.5,
+            sample("failures", "damaged"): 2,
+        }
+    ).reduce()
+    assert line == {
+        "FlexKV hit rate (%)": 75.0,
+        "host hits (tokens)": 100,
+        "disk hits (tokens)": 50,
+        "device load (MB)": 3000.0,
+        "device load (GB/s per copy)": 2.0,
+        "failures": 2,
+    }
+
+
+def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
+    registry = CollectorRegistry()
+    made = metrics(registry, engines=2)
+    values = scrape(registry)
+    assert len(values) == 2 * sum(len(metric.combinations) for metric in METRICS)
+    assert set(values.values()) == {0.0}
+    made.observe({HITS: 16, BLOCKS: 7}, 1)
+    made.observe({HITS: 16, BLOCKS: 5}, 1)
+    made.observe({"of a later version": 1}, 1)
+    made.observe({HITS: 1}, 5)  # an engine that nobody knows
+    values = scrape(registry)
+    host = (("engine", "1"), ("tier", "host"))
+    assert values["vllm:flexkv_hit_tokens_total", host] == 32
+    assert values["vllm:flexkv_blocks", host] == 5
+    assert values["vllm:flexkv_hit_tokens_total", (("engine", "0"), ("tier", "host"))] == 0
+
+
+def test_each_link_has_its_own_directions() -> None:
+    made = {metric.name: metric for metric in METRICS}
+    for name in ("copied_bytes", "copy_seconds"):
+        assert made[name].combinations == [
+            ("device", "load"),
+            ("device", "store"),
+            ("disk", "read"),
+            ("disk", "write"),
+        ]
+
+
+def test_names_tell_their_units() -> None:
+    units = ("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length")
+    assert all(metric.name.endswith(units) for metric in METRICS)
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert all(metric.text.endswith(".") for metric in METRICS)
+    assert {metric.kind for metric in METRICS} == set(Kind)
+
+
+def test_the_frontend_needs_no_kernels() -> None:
+    """What only logs and serves metrics imports the stats without what copies."""
+    code = (
+        "import sys\n"
+        "sys.modules['flexkv_kernels'] = None\n"
+        "from flexkv_vllm.metrics import FlexKVPromMetrics, FlexKVStats\n"
+        "import torch\n"
+        "print('cuda', torch.cuda.is_initialized())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10 * PATIENCE_SECONDS,
+    )
+    assert "cuda False" in done.stdout

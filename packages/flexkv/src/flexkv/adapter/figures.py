@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects, on each side, what `stats` hands to vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexkv import Direction, KVCache, Medium, Status
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.load_choice import Left
+from flexkv.adapter.metrics import Samples, sample
+
+
+class CopyFigures:
+    """Copies of one rank between its pages and host memory.
+
+    Args:
+        edge: of the process.
+        copy_seconds: of a ticket that is done, as `Mover.copy_seconds`.
+    """
+
+    def __init__(self, edge: Edge, copy_seconds: Callable[[int], float | None]) -> None:
+        self._edge = edge
+        self._copy_seconds = copy_seconds
+        self._begun: dict[int, tuple[Direction, int]] = {}
+        self._samples: Samples = {}
+        self._told_failures = 0
+        self._load_rate = 0.0
+
+    def begin(self, ticket: int, direction: Direction, size: int) -> None:
+        """The mover took an order for so many bytes."""
+        self._begun[ticket] = direction, size
+
+    def end(self, ticket: int, status: Status) -> None:
+        """It is done, or failed."""
+        direction, size = self._begun.pop(ticket, (Direction.STORE, 0))
+        if status is not Status.DONE or not size:
+            return
+        way = direction.name.lower()
+        seconds = self._copy_seconds(ticket)
+        self._add(sample("copied_bytes", "device", way), size)
+        if seconds is None:
+            return
+        self._add(sample("copy_seconds", "device", way), seconds)
+        if direction is Direction.LOAD:
+            self.measured(size, seconds)
+
+    def measured(self, size: int, seconds: float) -> None:
+        """A load of so many bytes took so long."""
+        self._load_rate = max(self._load_rate, size / seconds)
+
+    def take_load_rate(self) -> float:
+        """Bytes per second of the fastest load that has ended since the last call; 0 if none."""
+        rate, self._load_rate = self._load_rate, 0.0
+        return rate
+
+    @property
+    def active(self) -> bool:
+        """Whether `take` may have something."""
+        return bool(self._samples or self._edge.failures)
+
+    def take(self) -> Samples:
+        """What is new since the last call."""
+        failures = sum(self._edge.failures.values())
+        if failures > self._told_failures:
+            self._add(sample("failures", "internal"), failures - self._told_failures)
+            self._told_failures = failures
+        samples, self._samples = self._samples, {}
+        return samples
+
+    def _add(self, name: str, value: float) -> None:
+        self._samples[name] = self._samples.get(name, 0) + value
+
+
+class CacheFigures:
+    """The scheduler side's: requests, and all that the cache itself counts.
+
+    Args:
+        cache: of the engine.
+        edge: of the process.
+        ignored_parameters: how many parameters of requests were not understood so far.
+
+    Attributes:
+        active: whether `take` may have something.
+    """
+
+    def __init__(self, cache: KVCache, edge: Edge, ignored_parameters: Callable[[], int]) -> None:
+        self._cache = cache
+        self._edge = edge
+        self._ignored_parameters = ignored_parameters
+        self._host_queries = self._disk_queries = 0
+        self._host_hits = self._disk_hits = 0
+        self._left = dict.fromkeys(Left, 0)
+        self._told: Samples = {}
+        self._told_gauges: Samples = {}
+        self.active = True
+
+    def note_activity(self) -> None:
+        """Something may have changed: the next `take` looks."""
+        self.active = True
+
+    def asked(self, tokens: int, hit_tokens: int, disk_tokens: int) -> None:
+        """vLLM gave blocks to a request.
+
+        Args:
+            tokens: of the request, that vLLM did not have itself.
+            hit_tokens: those of them that are loaded.
+            disk_tokens: those of these that came from disk.
+        """
+        self.active = True
+        self._host_queries += tokens
+        self._host_hits += hit_tokens - disk_tokens
+        self._disk_queries += tokens - (hit_tokens - disk_tokens)
+        self._disk_hits += disk_tokens
+
+    def left(self, reason: Left, tokens: int) -> None:
+        """So many tokens of a request that got its blocks are computed, not loaded."""
+        self._left[reason] += tokens
+
+    def take(self) -> Samples:
+        """What is new since the last call; empty if nothing is."""
+        self.active = False
+        totals = self._totals()
+        told, self._told = self._told, totals
+        new = {name: value - told.get(name, 0) for name, value in totals.items()}
+        samples = {name: value for name, value in new.items() if value > 0}
+        gauges = self._gauges()
+        if samples or gauges != self._told_gauges:
+            self._told_gauges = gauges
+            samples |= gauges
+        return samples
+
+    def _totals(self) -> Samples:
+        counters = self._cache.counters
+        totals: Samples = {
+            sample("query_tokens", "host"): self._host_queries,
+            sample("hit_tokens", "host"): self._host_hits,
+            sample("stored_blocks", "host"): counters.stored_blocks,
+            sample("dropped_blocks", "host"): counters.refused_blocks,
+            sample("evicted_blocks", "host"): counters.evicted_blocks,
+            sample("failures", "load"): counters.failed_loads,
+            sample("failures", "store"): counters.failed_stores,
+            sample("failures", "internal"): sum(self._edge.failures.values()),
+            "resets": counters.resets,
+            "ignored_parameters": self._ignored_parameters(),
+            "refused_pin_blocks": counters.refused_pins,
+        }
+        totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
+        for medium, figures in self._cache.tier_figures:
+            tier, traffic = medium.value, figures.traffic
+            totals |= {
+                sample("query_tokens", tier): self._disk_queries,
+                sample("hit_tokens", tier): self._disk_hits,
+                sample("copied_bytes", tier, "read"): traffic.read_bytes,
+                sample("copy_seconds", tier, "read"): traffic.read_seconds,
+                sample("copied_bytes", tier, "write"): traffic.written_bytes,
+                sample("copy_seconds", tier, "write"): traffic.written_seconds,
+                sample("stored_blocks", tier): figures.written_blocks,
+                sample("dropped_blocks", tier): counters.dropped_demotions,
+                sample("evicted_blocks", tier): figures.evicted_blocks,
+                sample("failures", "read"): counters.failed_fetches - counters.damaged_fetches,
+                sample("failures", "damaged"): counters.damaged_fetches,
+                sample("failures", "stalled"): counters.stalled_fetches,
+                sample("failures", "write"): counters.failed_demotions,
+            }
+        return totals
+
+    def _gauges(self) -> Samples:
+        cache, host = self._cache, Medium.HOST.value
+        gauges: Samples = {
+            sample("blocks", host): cache.ready_blocks,
+            sample("capacity_blocks", host): cache.num_slots,
+            "pinned_blocks": cache.pinned_blocks,
+            sample("queue_length", "device"): cache.transfers_under_way,
+        }
+        for medium, figures in cache.tier_figures:
+            tier = medium.value
+            gauges |= {
+                sample("blocks", tier): figures.blocks,
+                sample("capacity_blocks", tier): figures.slots,
+                sample("queue_length", tier): figures.queued_blocks,
+                "queue_bytes": figures.queued_bytes,
+            }
+        return gauges

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache groups of a model: which blocks each needs for the computation to go on.
+
+An engine puts layers that keep the same tokens into one group, with a block table of its own. A
+model of one kind of attention has one group. Hybrid models have several: full attention needs all
+blocks of a prefix, a sliding window the last ones, recurrent layers the state at its end.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class Reach(enum.Enum):
+    """How far back the layers of a group look."""
+
+    ALL = "full attention"
+    WINDOW = "a sliding window"
+    CHUNK = "chunked attention"
+    STATE = "a recurrent state"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group.
+
+    Attributes:
+        index: among the engine's groups.
+        reach: of its layers.
+        span: tokens of the window or chunk; 0 for the other kinds.
+        engine_block_tokens: tokens of one of the engine's blocks.
+        engine_blocks: engine blocks of a FlexKV block.
+    """
+
+    index: int
+    reach: Reach
+    span: int
+    engine_block_tokens: int
+    engine_blocks: int
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a FlexKV block."""
+        return self.engine_block_tokens * self.engine_blocks
+
+    def first_needed(self, tokens: int) -> int:
+        """The first FlexKV block that is needed to compute token `tokens`, if it and those before
+        it are complete blocks. vLLM skips the others (`get_num_skipped_tokens` of its managers,
+        vllm.v1.core.single_type_kv_cache_manager)."""
+        match self.reach:
+            case Reach.ALL:
+                skipped = 0
+            case Reach.WINDOW:
+                skipped = max(0, tokens - self.span + 1)
+            case Reach.CHUNK:
+                skipped = tokens // self.span * self.span
+            case Reach.STATE:
+                skipped = max(0, tokens - 1)
+        return skipped // self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups whose blocks are cached.
+
+    Attributes:
+        members: one at least.
+        hash_tokens: tokens that one of the engine's block hashes stands for.
+        all_of_engine: whether the engine has no groups beside these, as a draft model's.
+    """
+
+    members: tuple[Group, ...]
+    hash_tokens: int
+    all_of_engine: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is only full attention, so that any prefix of blocks is worth loading, and
+        the engine has one group, so that it accepts a load that failed in part."""
+        only = self.members[0]
+        return len(self.members) == 1 and only.reach is Reach.ALL and self.all_of_engine
+
+    @property
+    def alignment(self) -> int:
+        """Tokens that a load ends at a multiple of: all groups have a block that ends there."""
+        return math.lcm(*(group.block_tokens for group in self.members))
+
+    def describe(self) -> str:
+        """For the fingerprint: what a key of a group stands for."""
+        return "; ".join(
+            f"{group.index} {group.reach.name} {group.span} {group.engine_block_tokens}"
+            for group in self.members
+        )

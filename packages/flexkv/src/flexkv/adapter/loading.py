@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads as the scheduler side orders them: in one part, or as their blocks come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv import KVCache, Status, Transfer
+from flexkv.adapter.engine import EnginePool, EngineRequest
+from flexkv.adapter.fetches import Fetches
+from flexkv.adapter.groups import Groups
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.orders import CopyOrder, StepOrders
+from flexkv.adapter.request import NEVER, TrackedRequest
+
+_PARTS = 8
+"""A load that waits for a lower tier is ordered in about as many parts: each costs a place on the
+board and a few microseconds, and the last one is what the device copies after the disk is done."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """What vLLM was promised to have loaded, and how far that is.
+
+    Attributes:
+        keys: of the FlexKV blocks, in order.
+        engine_blocks: vLLM's blocks to fill, in order; the first may begin inside a FlexKV block.
+        skip: engine blocks of the first FlexKV block that vLLM has itself.
+        step: engine blocks of a FlexKV block.
+        start: tokens before the load.
+        engine_block_tokens: of one of vLLM's blocks; 0 if the load is worth something only whole.
+        ordered: FlexKV blocks whose copies are ordered.
+    """
+
+    keys: Sequence[bytes]
+    engine_blocks: list[int]
+    skip: int
+    step: int
+    start: int
+    engine_block_tokens: int
+    ordered: int = 0
+
+    @property
+    def rest(self) -> list[int]:
+        """vLLM's blocks that no copy is ordered for."""
+        return self.engine_blocks[self._place(self.ordered) :]
+
+    @property
+    def tokens_ordered(self) -> int:
+        """Tokens of the request up to the end of what is ordered; the load's start if it is worth
+        something only whole."""
+        return self.start + self._place(self.ordered) * self.engine_block_tokens
+
+    def next_part(self, cache: KVCache, more_may_come: bool) -> CopyOrder | None:
+        """Order what is there and was not ordered; None if there is nothing, or little as yet.
+
+        Args:
+            cache: of the engine.
+            more_may_come: whether it is worth waiting for more.
+        """
+        there = cache.lookup(self.keys[self.ordered :])
+        if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):
+            return None
+        stop = self.ordered + there
+        transfer = cache.load(self.keys[self.ordered : stop])
+        if transfer is None:
+            return None
+        order = CopyOrder(
+            transfer.id,
+            transfer.cell,
+            self.engine_blocks[self._place(self.ordered) : self._place(stop)],
+            transfer.slots,
+            0 if self.ordered else self.skip,
+            last=stop == len(self.keys),
+        )
+        self.ordered = stop
+        return order
+
+    def _place(self, block: int) -> int:
+        """Where a FlexKV block begins in `engine_blocks`."""
+        return max(0, block * self.step - self.skip)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A transfer under way.
+
+    Attributes:
+        tracked: whom it is for.
+        start: tokens before it.
+        computed_on: vLLM's blocks that the forward beside it computes on or fills.
+    """
+
+    tracked: TrackedRequest
+    start: int
+    computed_on: Sequence[int] = ()
+
+
+class Loads:
+    """The loads of one engine's requests, one at most for each.
+
+    What failed is remembered: it is not offered again to a request that it failed for, which would
+    otherwise come back for it with every step.
+
+    Args:
+        cache: of the engine.
+        fetches: of its requests.
+        groups: of the model.
+        keys: of its blocks.
+        edge: where errors of single requests end.
+    """
+
+    def __init__(
+        self, cache: KVCache, fetches: Fetches, groups: Groups, keys: BlockKeys, edge: Edge
+    ) -> None:
+        self._cache = cache
+        self._fetches = fetches
+        self._groups = groups
+        self._keys = keys
+        self._edge = edge
+        self._unfinished: dict[TrackedRequest, None] = {}
+        self._running: dict[int, _Running] = {}
+        self._half_loaded: set[bytes] = set()
+        self._pool: EnginePool | None = None
+
+    def bind_pool(self, pool: EnginePool) -> None:
+        """vLLM's blocks: what a failed load left there is no hit."""
+        self._pool = pool
+
+    def begin(
+        self,
+        tracked: TrackedRequest,
+        local_tokens: int,
+        tokens: int,
+        orders: StepOrders,
+        *,
+        layerwise: bool,
+    ) -> None:
+        """Order the load of `tokens` tokens behind `local_tokens`, as far as its blocks are there.
+
+        Args:
+            tracked: has the blocks to fill.
+            local_tokens: the engine has itself.
+            tokens: to load; `longest_hit` found them.
+            orders: of the step.
+            layerwise: the forward of this very step needs them; all are there.
+        """
+        make = self._plain if self._groups.plain else self._grouped
+        loading = make(tracked, local_tokens, tokens)
+        if not layerwise:
+            tracked.loading = loading
+            self._unfinished[tracked] = None
+            self._order_part(tracked, loading, orders)
+            return
+        complete = self._cache.lookup(loading.keys) == len(loading.keys)
+        order = loading.next_part(self._cache, more_may_come=False) if complete else None
+        if order is None:
+            self.refuse(tracked, loading.engine_blocks, local_tokens, orders, layerwise=True)
+            return
+        tracked.built_on = order.transfer_id
+        filled = self._blocks_from(tracked, local_tokens)
+        self._running[order.transfer_id] = _Running(tracked, local_tokens, filled)
+        orders.layerwise.append(order)
+        size = self._keys.hash_tokens
+        hashes = tracked.request.block_hashes
+        self._half_loaded.update(hashes[local_tokens // size : (local_tokens + tokens) // size])
+        self.end(tracked)
+
+    def shares_half_loaded(self, request: EngineRequest, local_tokens: int) -> bool:
+        """Whether vLLM found blocks for a request that another one of the same step loads.
+
+        vLLM takes them for complete as soon as that one has them. Should the load fail, it would
+        let both go on, the second perhaps before the first has computed what is missing.
+        """
+        if not self._half_loaded:
+            return False
+        known = request.block_hashes[: local_tokens // self._keys.hash_tokens]
+        return not self._half_loaded.isdisjoint(known)
+
+    def step_is_complete(self) -> None:
+        """vLLM has decided what the step computes: the next one begins when it has ended."""
+        self._half_loaded.clear()
+
+    def continue_all(self, orders: StepOrders) -> None:
+        """Order what has come of loads that were not ordered whole."""
+        for tracked in list(self._unfinished):
+            loading = tracked.loading
+            if loading is None or tracked.id in orders.loads:
+                continue  # one part in a step
+            with self._edge.guard("loading the rest of a prefix", "vLLM is told that it failed"):
+                self._order_part(tracked, loading, orders)
+                continue
+            self.fail_rest(tracked, orders)
+
+    def refuse(
+        self,
+        tracked: TrackedRequest,
+        engine_blocks: list[int],
+        local_tokens: int,
+        orders: StepOrders,
+        *,
+        layerwise: bool,
+    ) -> None:
+        """vLLM was promised a load of `engine_blocks` behind `local_tokens`, but it is not made."""
+        tracked.fail_from(local_tokens)
+        if layerwise:
+            # The step computes on them all the same, and vLLM throws that away.
+            orders.unfilled.extend(engine_blocks)
+            tracked.next_fill = NEVER
+            self._disown(self._blocks_from(tracked, local_tokens))
+        else:
+            orders.failed_loads[tracked.id] = engine_blocks
+        self.end(tracked)
+
+    def ended(self, transfer: Transfer) -> None:
+        """A load's transfer has ended."""
+        running = self._running.pop(transfer.id, None)
+        if running is None or transfer.status is not Status.FAILED:
+            return
+        tracked = running.tracked
+        tracked.fail_from(running.start)
+        if tracked.built_on == transfer.id:
+            tracked.next_fill = NEVER
+        self._disown(running.computed_on)
+
+    def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
+        """The request has ended. What was ordered ends before vLLM gives its blocks away."""
+        if tracked.loading is not None:
+            orders.failed_loads[tracked.id] = []
+        self.end(tracked)
+
+    def fail_rest(self, tracked: TrackedRequest, orders: StepOrders) -> None:
+        """What was not ordered of a request's load, if any, will not be: vLLM is told."""
+        loading = tracked.loading
+        if loading is not None:
+            orders.failed_loads[tracked.id] = loading.rest
+            tracked.fail_from(loading.tokens_ordered)
+            self.end(tracked)
+
+    def end(self, tracked: TrackedRequest) -> None:
+        """Nothing more is ordered for the request."""
+        tracked.loading = None
+        self._unfinished.pop(tracked, None)
+        self._fetches.end(tracked)
+
+    def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
+        """vLLM's blocks of a request behind what it had itself."""
+        start = local_tokens // self._groups.members[0].engine_block_tokens
+        return tracked.engine_blocks[0][start:]
+
+    def _disown(self, engine_blocks: Sequence[int]) -> None:
+        """Take blocks that a forward computed on or filled without its load out of vLLM's own
+        prefix cache. Where it computes anew vLLM leaves them there, for the request to fill them;
+        one that is aborted meanwhile never does."""
+        if self._pool is not None and engine_blocks:
+            self._pool.forget(set(engine_blocks))
+
+    def _plain(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
+        (group,) = self._groups.members
+        start = local_tokens // group.engine_block_tokens
+        stop = -(-(local_tokens + tokens) // group.engine_block_tokens)
+        first = start // group.engine_blocks
+        last = -(-stop // group.engine_blocks)
+        return Loading(
+            self._keys.of(tracked.request, group, first, last),
+            tracked.engine_blocks[0][start:stop],
+            start - first * group.engine_blocks,
+            group.engine_blocks,
+            start * group.engine_block_tokens,
+            group.engine_block_tokens,
+        )
+
+    def _grouped(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
+        end = local_tokens + tokens
+        keys: list[bytes] = []
+        engine_blocks: list[int] = []
+        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
+            stop = end // group.block_tokens
+            start = max(local_tokens // group.block_tokens, group.first_needed(end))
+            keys += self._keys.of(tracked.request, group, start, stop)
+            engine_blocks += table[start:stop]
+        if 0 in engine_blocks or len(keys) != len(engine_blocks):
+            raise ValueError(
+                f"vLLM has no place for blocks of {tracked.request.request_id}, which should be "
+                f"loaded from token {local_tokens} to {end}: {tracked.engine_blocks}"
+            )
+        return Loading(keys, engine_blocks, 0, 1, local_tokens, 0)
+
+    def _order_part(self, tracked: TrackedRequest, loading: Loading, orders: StepOrders) -> None:
+        more_may_come = self._fetches.is_waiting(tracked)
+        start = loading.tokens_ordered
+        order = loading.next_part(self._cache, more_may_come)
+        if order is not None:
+            orders.loads[tracked.id] = order
+            self._running[order.transfer_id] = _Running(tracked, start)
+            if order.last:
+                self.end(tracked)
+        elif not more_may_come:
+            self.fail_rest(tracked, orders)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a request can be loaded, as vLLM asks before it schedules it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexkv import Fetch, KVCache, Presence
+from flexkv.adapter.cost import Span
+from flexkv.adapter.engine import Describe, EnginePool, EngineRequest
+from flexkv.adapter.fetches import Fetches
+from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.adapter.hits import Present, full_reach, longest_hit
+from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.load_choice import Left, LoadChooser
+from flexkv.adapter.request import Match, TrackedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Blocks of a group to load: position of the first, and their keys."""
+
+    group: Group
+    start: int
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be loaded for a request of several groups, as it was when its turn came.
+
+    Attributes:
+        local_tokens: the engine had itself.
+        limit: tokens at most.
+        hit: tokens that could be had.
+        junction: as in `Match`.
+        wanted: for the hit.
+    """
+
+    local_tokens: int
+    limit: int
+    hit: int
+    junction: int
+    wanted: Sequence[_Wanted]
+
+
+class Matcher:
+    """Finds what can be loaded, and has lower tiers fetch it.
+
+    Args:
+        cache: of the engine.
+        groups: of the model.
+        keys: of its blocks.
+        fetches: of its requests.
+        chooser: says what is worth waiting for, and loading.
+        describe: for events; None if nobody listens.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        groups: Groups,
+        keys: BlockKeys,
+        fetches: Fetches,
+        *,
+        chooser: LoadChooser,
+        describe: Describe | None,
+    ) -> None:
+        self._cache = cache
+        self._groups = groups
+        self._keys = keys
+        self._fetches = fetches
+        self._chooser = chooser
+        self._describe = describe
+        self._pool: EnginePool | None = None
+
+    def bind_pool(self, pool: EnginePool) -> None:
+        """The engine's own prefix cache: what it has need not be prefetched."""
+        self._pool = pool
+
+    def prefetch(self, tracked: TrackedRequest) -> None:
+        """Begin to fetch what a queued request will want."""
+        request, most = tracked.request, tracked.wishes.max_load_tokens
+        local_tokens = self._cached_by_engine(request)
+        limit: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        if most is not None:
+            limit = min(limit, local_tokens + most)
+        if self._groups.plain:
+            (group,) = self._groups.members
+            start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
+            wanted = [_Wanted(group, start, self._keys.of(request, group, start, stop))]
+        else:
+            hit = longest_hit(self._groups, self._obtainable(request), local_tokens, limit)
+            wanted = self._needed(request, local_tokens, hit)
+        self._fetches.begin_early(tracked, _flat(wanted))
+        self._describe_awaited(tracked, wanted)
+
+    def match(self, tracked: TrackedRequest, local_tokens: int) -> tuple[int, Match] | None:
+        """What can be loaded beyond `local_tokens`: how many tokens, and what is known of them.
+        None while a lower tier reads it; what has come stays in host memory until
+        `Fetches.end`."""
+        most = tracked.wishes.max_load_tokens
+        limit = tracked.request.num_tokens if most is None else local_tokens + most
+        limit = min(limit, tracked.failed_at)
+        if self._groups.plain:
+            return self._match_plain(tracked, local_tokens, limit)
+        return self._match_groups(tracked, local_tokens, limit)
+
+    def blocks_of(self, request: EngineRequest, tokens: int) -> list[bytes]:
+        """Keys of the blocks that a hit of the first `tokens` tokens uses."""
+        return _flat(self._needed(request, 0, tokens))
+
+    def _match_plain(
+        self, tracked: TrackedRequest, local_tokens: int, limit: int
+    ) -> tuple[int, Match] | None:
+        (group,) = self._groups.members
+        first = local_tokens // group.block_tokens
+        keys = self._keys.of(tracked.request, group, first, limit // group.block_tokens)
+
+        not_awaited = first
+
+        def is_worth_waiting(fetch: Fetch, end: int) -> bool:
+            nonlocal not_awaited
+            span = Span(local_tokens, end * group.block_tokens)
+            worth = self._chooser.is_worth_waiting(fetch, span)
+            not_awaited = first if worth else end
+            return worth
+
+        hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
+        self._describe_awaited(tracked, [_Wanted(group, first, keys)])
+        if hits is None:
+            return None
+        end = max(local_tokens, (first + hits) * group.block_tokens)
+        choice = self._chooser.choose_load(Span(local_tokens, end), hits)
+        loaded = max(local_tokens, (first + choice.blocks) * group.block_tokens)
+        left = [(Left.AWAITED, not_awaited * group.block_tokens - end)]
+        if choice.left is not None:
+            left.append((choice.left, end - loaded))
+        tokens = loaded - local_tokens
+        disk = self._awaited_tokens(tracked, keys[: choice.blocks], tokens) if tokens else 0
+        return tokens, Match(local_tokens, disk, left=_some(left))
+
+    def _match_groups(
+        self, tracked: TrackedRequest, local_tokens: int, limit: int
+    ) -> tuple[int, Match] | None:
+        if local_tokens % self._groups.alignment:
+            return 0, Match(local_tokens)
+        request = tracked.request
+        plan = self._plan(tracked, local_tokens, min(limit, request.num_tokens - 1))
+        keys = _flat(plan.wanted)
+        hit = plan.hit
+        awaited = hit
+        if keys:
+
+            def is_worth_waiting(fetch: Fetch, _: int) -> bool:
+                nonlocal awaited
+                # A part of what a window needs is of no use.
+                if fetch.stop < len(fetch.keys):
+                    return False
+                worth = self._chooser.is_worth_waiting(fetch, Span(local_tokens, plan.hit))
+                awaited = plan.hit if worth else local_tokens
+                return worth
+
+            found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting)
+            self._describe_awaited(tracked, plan.wanted)
+            if found is None:
+                tracked.plan = plan
+                return None
+            if found < len(keys):
+                hit = longest_hit(self._groups, self._in_host(request), local_tokens, plan.limit)
+                keys = _flat(self._needed(request, local_tokens, hit))
+        tracked.plan = None
+        span = Span(local_tokens, max(local_tokens, hit))
+        left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
+        choice = self._chooser.choose_load(span, len(keys), whole=True)
+        if choice.left is not None:
+            left.append((choice.left, span.tokens))
+        tokens = 0 if choice.left else span.tokens
+        disk = 0 if tracked.awaited.isdisjoint(keys) else tokens
+        return tokens, Match(local_tokens, disk, left=_some(left), junction=plan.junction)
+
+    def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
+        """What to load. vLLM computes the last token in any case, and for it one token more of a
+        window: `limit` ends before it."""
+        plan, request = tracked.plan, tracked.request
+        if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
+            return plan
+        obtainable = self._obtainable(request)
+        hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+        reach = full_reach(self._groups, obtainable, local_tokens, limit)
+        junction = reach if reach > hit else 0
+        return Plan(local_tokens, limit, hit, junction, self._needed(request, local_tokens, hit))
+
+    def _needed(self, request: EngineRequest, local_tokens: int, hit: int) -> list[_Wanted]:
+        """Blocks to load for a hit that ends at `hit` tokens."""
+        wanted = []
+        for group in self._groups.members:
+            start = max(local_tokens // group.block_tokens, group.first_needed(hit))
+            stop = hit // group.block_tokens
+            if hit > local_tokens and stop > start:
+                keys = self._keys.of(request, group, start, stop)
+                wanted.append(_Wanted(group, start, keys))
+        return wanted
+
+    def _obtainable(self, request: EngineRequest) -> Present:
+        return self._presence(request, lambda key: self._cache.presence(key) is not Presence.ABSENT)
+
+    def _in_host(self, request: EngineRequest) -> Present:
+        return self._presence(request, lambda key: self._cache.lookup((key,)) == 1)
+
+    def _presence(self, request: EngineRequest, has: Callable[[bytes], bool]) -> Present:
+        """Asks `has` once about each block."""
+        keys = {group.index: self._keys.of(request, group) for group in self._groups.members}
+        known: dict[bytes, bool] = {}
+
+        def present(group: Group, position: int) -> bool:
+            own = keys[group.index]
+            if position >= len(own):
+                return False
+            key = own[position]
+            found = known.get(key)
+            if found is None:
+                found = known[key] = has(key)
+            return found
+
+        return present
+
+    def _cached_by_engine(self, request: EngineRequest) -> int:
+        """Tokens of the request that the engine has itself, as far as full attention goes.
+
+        It gives up the ends of prefixes first. Where it did not, what is prefetched is a guess, and
+        the rest is fetched when the request's turn comes.
+        """
+        pool = self._pool
+        if pool is None:
+            return 0
+        member = next((g for g in self._groups.members if g.reach is Reach.ALL), None)
+        if member is None:
+            return 0
+        step = member.block_tokens // self._keys.hash_tokens
+        hashes = request.block_hashes[step - 1 :: step]
+        count = bisect_left(hashes, True, key=lambda each: not pool.has(each, member.index))
+        return count * member.block_tokens // self._groups.alignment * self._groups.alignment
+
+    def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[_Wanted]) -> None:
+        """For events: blocks that are fetched are told in full once they are there."""
+        awaited = tracked.awaited
+        if self._describe is None or not awaited:
+            return
+        for each in wanted:
+            found = ((each.start + i, key) for i, key in enumerate(each.keys) if key in awaited)
+            self._describe(tracked.request, each.group, found)
+
+    def _awaited_tokens(self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int) -> int:
+        """How many of the `tokens` that end with the last block of `keys` had to be fetched."""
+        awaited = tracked.awaited
+        if not awaited:
+            return 0
+        (group,) = self._groups.members
+        size = group.block_tokens
+        fetched = sum(key in awaited for key in keys) * size
+        if keys[0] in awaited:
+            # The engine has the beginning of the first one itself.
+            fetched -= len(keys) * size - tokens
+        return fetched
+
+
+def _some(left: Sequence[tuple[Left, int]]) -> tuple[tuple[Left, int], ...]:
+    return tuple((reason, tokens) for reason, tokens in left if tokens > 0)
+
+
+def _flat(wanted: Sequence[_Wanted]) -> list[bytes]:
+    return [key for each in wanted for key in each.keys]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of an engine with FlexKV: their names, labels and texts, and how counts add up."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Samples = dict[str, float]
+"""Values by `sample` name. Counters hold what was added since the last time, gauges what is now."""
+
+
+class Kind(enum.Enum):
+    COUNTER = "counter"
+    """Only grows."""
+    GAUGE = "gauge"
+    """The last value counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric and all label values that it can have.
+
+    Attributes:
+        name: what follows the prefix of the engine and `flexkv_`.
+        kind: see `Kind`.
+        text: for whoever reads `/metrics`; gives the unit.
+        labels: label name to its values, beside the engine's own labels; all combinations, or
+            those of `only`.
+        only: the combinations that exist, if not all.
+    """
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    only: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def label_names(self) -> list[str]:
+        return [name for name, _ in self.labels]
+
+    @property
+    def combinations(self) -> list[tuple[str, ...]]:
+        return list(self.only or itertools.product(*(values for _, values in self.labels)))
+
+
+def sample(name: str, *labels: str) -> str:
+    """The name of one value of a metric, for instance "hit_tokens:disk"."""
+    return ":".join((name, *labels))
+
+
+_TIERS = (("tier", ("host", "disk")),)
+_LINKS = (("link", ("device", "disk")), ("direction", ("load", "store", "read", "write")))
+_WAYS = (("device", "load"), ("device", "store"), ("disk", "read"), ("disk", "write"))
+CAUSES = ("load", "store", "read", "damaged", "stalled", "write", "internal")
+REASONS = ("short", "slow", "awaited")
+"""The values of `Left`, which the processes that log and serve metrics do not import."""
+
+METRICS = (
+    Metric(
+        "query_tokens",
+        Kind.COUNTER,
+        "Tokens that the engine did not have itself and that were looked for in the tier.",
+        _TIERS,
+    ),
+    Metric("hit_tokens", Kind.COUNTER, "Tokens loaded that were found in the tier.", _TIERS),
+    Metric(
+        "left_tokens",
+        Kind.COUNTER,
+        "Tokens that could have been loaded and were computed all the same, by reason.",
+        (("reason", REASONS),),
+    ),
+    Metric(
+        "copied_bytes",
+        Kind.COUNTER,
+        "Bytes copied over the link, of all ranks together.",
+        _LINKS,
+        _WAYS,
+    ),
+    Metric(
+        "copy_seconds",
+        Kind.COUNTER,
+        "Seconds that the copies over the link took, each counted by itself, waiting not included.",
+        _LINKS,
+        _WAYS,
+    ),
+    Metric("stored_blocks", Kind.COUNTER, "FlexKV blocks stored in the tier.", _TIERS),
+    Metric(
+        "dropped_blocks",
+        Kind.COUNTER,
+        "FlexKV blocks not stored in the tier for want of room, queue or write budget.",
+        _TIERS,
+    ),
+    Metric("evicted_blocks", Kind.COUNTER, "FlexKV blocks evicted from the tier.", _TIERS),
+    Metric(
+        "failures",
+        Kind.COUNTER,
+        "What went wrong, by cause; none of it reached a request but as a miss or a failed load.",
+        (("cause", CAUSES),),
+    ),
+    Metric("resets", Kind.COUNTER, "Times that all blocks were forgotten on demand."),
+    Metric(
+        "ignored_parameters",
+        Kind.COUNTER,
+        "Parameters of requests (kv_transfer_params) that were not understood.",
+    ),
+    Metric(
+        "refused_pin_blocks",
+        Kind.COUNTER,
+        "FlexKV blocks not pinned because half of the host memory is.",
+    ),
+    Metric("blocks", Kind.GAUGE, "FlexKV blocks in the tier that can be loaded.", _TIERS),
+    Metric("capacity_blocks", Kind.GAUGE, "FlexKV blocks that the tier has room for.", _TIERS),
+    Metric("pinned_blocks", Kind.GAUGE, "FlexKV blocks pinned in host memory."),
+    Metric(
+        "queue_length",
+        Kind.GAUGE,
+        "Under way or waiting: transfers to and from the device, blocks to and from the disk.",
+        (("link", ("device", "disk")),),
+    ),
+    Metric("queue_bytes", Kind.GAUGE, "Bytes that wait for the disks."),
+)
+GAUGES = frozenset(
+    sample(metric.name, *labels)
+    for metric in METRICS
+    if metric.kind is Kind.GAUGE
+    for labels in metric.combinations
+)
+"""Names of samples whose last value counts."""
+
+
+def add(samples: Samples, later: Mapping[str, float]) -> None:
+    """Add to `samples` what another rank counted, or the same one later."""
+    for name, value in later.items():
+        samples[name] = value if name in GAUGES else samples.get(name, 0) + value
+
+
+def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
+    """What a log line says of `samples`: what happened since the last one."""
+
+    def total(name: str, *labels: str) -> float:
+        return samples.get(sample(name, *labels), 0)
+
+    line: dict[str, int | float] = {}
+    queries = total("query_tokens", "host")
+    if queries:
+        hits = total("hit_tokens", "host") + total("hit_tokens", "disk")
+        line["FlexKV hit rate (%)"] = round(100 * hits / queries, 1)
+    for tier in ("host", "disk"):
+        _put(line, f"{tier} hits (tokens)", total("hit_tokens", tier))
+    _put(line, "left hits (tokens)", sum(total("left_tokens", why) for why in REASONS))
+    for way in _WAYS:
+        size, seconds = total("copied_bytes", *way), total("copy_seconds", *way)
+        _put(line, f"{' '.join(way)} (MB)", round(size / 1e6, 1))
+        if seconds:
+            line[f"{' '.join(way)} (GB/s per copy)"] = round(size / seconds / 1e9, 2)
+    for tier in ("host", "disk"):
+        _put(line, f"{tier} evictions (blocks)", total("evicted_blocks", tier))
+        _put(line, f"{tier} drops (blocks)", total("dropped_blocks", tier))
+    _put(line, "failures", sum(total("failures", cause) for cause in CAUSES))
+    return line
+
+
+def _put(line: dict[str, int | float], name: str, value: float) -> None:
+    if value:
+        line[name] = value

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side knows of a request, from the moment it is queued until it has ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flexkv import Fetch
+from flexkv.adapter.engine import EngineRequest
+from flexkv.adapter.load_choice import Left
+from flexkv.adapter.request_options import Wishes
+
+if TYPE_CHECKING:
+    from flexkv.adapter.loading import Loading
+    from flexkv.adapter.matching import Plan
+
+NEVER = sys.maxsize
+"""A number of tokens that no request reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What vLLM was told about a request, in tokens.
+
+    Attributes:
+        local_tokens: vLLM has itself.
+        disk_tokens: came from a lower tier, of those that can be loaded.
+        layerwise: the load runs beside the forward of the same step.
+        left: why tokens that follow are not loaded, and how many.
+        junction: where other requests' full attention went on with this prompt, but nothing that
+            looks back less far did; 0 if nowhere.
+    """
+
+    local_tokens: int
+    disk_tokens: int = 0
+    layerwise: bool = False
+    left: tuple[tuple[Left, int], ...] = ()
+    junction: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """All that is known of one request. What ends with the request ends with this object.
+
+    Attributes:
+        request: vLLM's own object; read, never changed.
+        wishes: what the user asks for it.
+        plan: what to load, while a lower tier reads it; vLLM asks in every step.
+        match: the last answer to vLLM's question what can be loaded; None if it failed.
+        early: fetch that began when the request was queued, until its turn comes.
+        waiting: fetch of the blocks from `waiting_start` on, which the request waits for.
+        waiting_start: position of the first block of `waiting` in the request.
+        awaited: keys of the blocks that had to come from a lower tier.
+        failed_at: tokens before the first load that failed; what follows is not offered again.
+        loading: what vLLM was promised to have loaded, as long as some of it is not ordered.
+        disk_tokens: of its last load, that came from a lower tier.
+        junction: see `Match`.
+        built_on: id of the load beside whose copies its forward ran; 0 if there was none.
+        engine_blocks: ids of the blocks that hold its tokens, in order, for each cached group.
+            Empty if they are not known: nothing is stored of it then.
+        ran: it was scheduled since vLLM gave it its blocks. Before that, they need not hold what
+            vLLM counts as computed: another connector may be loading it.
+        next_fill: tokens with which the first block that was not considered for storing is full;
+            `NEVER` if nothing more of it is stored.
+    """
+
+    request: EngineRequest
+    wishes: Wishes
+    plan: Plan | None = None
+    match: Match | None = None
+    early: Fetch | None = None
+    waiting: Fetch | None = None
+    waiting_start: int = 0
+    awaited: AbstractSet[bytes] = frozenset()
+    failed_at: int = NEVER
+    loading: Loading | None = None
+    disk_tokens: int = 0
+    junction: int = 0
+    built_on: int = 0
+    engine_blocks: list[list[int]] = field(default_factory=list)
+    ran: bool = False
+    next_fill: int = NEVER
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
+        """vLLM gave it blocks for the first time, or anew after it had taken them all.
+
+        Args:
+            tables: its blocks by cached group.
+            first_fill: tokens with which the first block that is stored is full.
+        """
+        self.set_blocks(tables)
+        self.ran = False
+        self.next_fill = first_fill
+        self.built_on = 0
+
+    def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """It has exactly these blocks, by cached group."""
+        self.engine_blocks = [list(table) for table in tables]
+
+    def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """It has these blocks beside those that are known; nothing if none are."""
+        if self.engine_blocks:
+            for table, blocks in zip(self.engine_blocks, tables, strict=True):
+                table.extend(blocks)
+
+    def lose_blocks(self) -> None:
+        """vLLM has taken its blocks, or what was known of them may be wrong: nothing is stored of
+        it until it begins anew."""
+        self.engine_blocks = []
+        self.ran = False
+        self.next_fill = NEVER
+
+    def fail_from(self, tokens: int) -> None:
+        """Do not offer it anything from `tokens` on: a load failed there."""
+        self.failed_at = min(self.failed_at, tokens)

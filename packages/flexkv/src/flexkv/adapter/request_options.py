@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user asks of FlexKV for one request, in the request's `kv_transfer_params`.
+
+Whatever is wrong there is told in one line and then as if it were not there: a request is served
+either way. Keys of other connectors are none of our business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv.adapter.engine import EngineRequest
+from flexkv.adapter.load_choice import LoadMode
+from flexkv.config import MOST_PIN_SECONDS
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "flexkv."
+_SHOWN_CHARACTERS = 80
+"""Of a key or value in the log, as they come from whoever may send requests."""
+_WARNINGS = 100
+"""Requests that the log names, one line each, for the same reason; later ones are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """For one request.
+
+    Attributes:
+        load: whether cached blocks may be loaded for it.
+        store: whether its blocks are cached.
+        max_load_tokens: tokens to load at most; None for no limit.
+        pin: whether its blocks stay in host memory; see `KVCache.pin`.
+        pin_seconds: for how long; None for the setting's.
+        pin_name: who may unpin them, among those who use the same cache salt.
+        unpin: whether what this one pinned before is kept no longer.
+        load_mode: in place of the setting, which it cannot turn on; None for the setting's.
+    """
+
+    load: bool = True
+    store: bool = True
+    max_load_tokens: int | None = None
+    pin: bool = False
+    pin_seconds: float | None = None
+    pin_name: str = ""
+    unpin: bool = False
+    load_mode: LoadMode | None = None
+
+
+NONE = Wishes()
+
+
+def _read_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError
+
+
+def _read_count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError
+
+
+def _read_seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError
+    if 0 < value <= MOST_PIN_SECONDS:
+        return float(value)
+    raise ValueError
+
+
+def _read_name(value: object) -> str:
+    if isinstance(value, str) and 0 < len(value) <= _NAME_CHARACTERS:
+        return value
+    raise ValueError
+
+
+_NAME_CHARACTERS = 64
+_FLAG = "true or false"
+_PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "load": (_read_flag, _FLAG),
+    "store": (_read_flag, _FLAG),
+    "max_load_tokens": (_read_count, "a whole number from 0 on"),
+    "pin": (_read_flag, _FLAG),
+    "pin_seconds": (_read_seconds, f"a number above 0, up to {MOST_PIN_SECONDS}"),
+    "pin_name": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
+    "unpin": (_read_flag, _FLAG),
+    "load_mode": (LoadMode, ", ".join(mode.value for mode in LoadMode)),
+}
+"""What reads the value, with a ValueError where it cannot, and what is allowed."""
+
+
+def pin_owner(request: EngineRequest, wishes: Wishes) -> tuple[str, str]:
+    """Whose pins a request makes, and ends: tenants with cache salts have their own."""
+    return getattr(request, "cache_salt", None) or "", wishes.pin_name
+
+
+class WishReader:
+    """Reads the wishes of requests.
+
+    Attributes:
+        ignored: parameters that were not understood, so far.
+    """
+
+    def __init__(self) -> None:
+        self.ignored = 0
+        self._warnings = 0
+
+    def of(self, request: EngineRequest) -> Wishes:
+        """What `request` wishes."""
+        return self.read(request.request_id, getattr(request, "kv_transfer_params", None))
+
+    def read(self, request_id: str, params: object) -> Wishes:
+        """What the request of that id wishes in its `kv_transfer_params`."""
+        if not params:
+            return NONE
+        if not isinstance(params, Mapping):
+            self._ignore(request_id, 1, f"is {_shown(params)}", "a dictionary")
+            return NONE
+        wishes: dict[str, Any] = {}
+        bad: list[tuple[str, str]] = []
+        for key, value in params.items():
+            if not isinstance(key, str) or key[: len(PREFIX)].lower() != PREFIX:
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in _PARAMETERS:
+                keys = ", ".join(PREFIX + each for each in _PARAMETERS)
+                bad.append((f"has {_shown(key)}: {_shown(value)}", keys))
+                continue
+            read, allowed = _PARAMETERS[name]
+            try:
+                wishes[name] = read(value)
+            except ValueError:
+                bad.append((f"has {key}: {_shown(value)}", allowed))
+        if bad:
+            self._ignore(request_id, len(bad), *bad[0])
+        return Wishes(**wishes)
+
+    def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
+        """Count parameters of a request, and name the first of them in one line."""
+        self.ignored += count
+        self._warnings += 1
+        if self._warnings <= _WARNINGS:
+            logger.warning(
+                "kv_transfer_params of request %s %s, which is ignored%s; allowed: %s%s",
+                request_id,
+                first,
+                f", like {count - 1} more" if count > 1 else "",
+                allowed,
+                "" if self._warnings < _WARNINGS else " (no more requests are named)",
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."

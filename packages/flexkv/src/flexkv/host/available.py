@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much host memory there is to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from flexkv.host import cgroups
+
+_MEMINFO = "proc/meminfo"
+_POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
+_ROOT = Path("/")
+
+_LIMITS = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+"""By version of cgroups: files of limits and of what is used, and of memory.stat the entry of page
+cache that can be dropped. Above memory.high the kernel stalls a process instead of ending it."""
+
+_POOL_LIMITS = {
+    1: (("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"),),
+    2: (
+        ("hugetlb.2MB.max", "hugetlb.2MB.current"),
+        ("hugetlb.2MB.rsvd.max", "hugetlb.2MB.rsvd.current"),
+    ),
+}
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process may still take: of the machine's memory, and of what each control
+    group that it is in may use.
+
+    `MemAvailable` counts what the kernel can give without swapping (proc(5)); a group's limit
+    counts what all processes below it use, apart from page cache that can be dropped.
+
+    Args:
+        root: where the file system begins.
+    """
+    return max(0, min([_machine_available(root), *_left_in_groups(root)]))
+
+
+def free_huge_pages(root: Path = _ROOT) -> int:
+    """Bytes in the kernel's pool of 2 MiB pages that nobody has or has reserved; 0 without a pool.
+
+    Limits of control groups count (hugetlb.2MB.max and the like); Kubernetes sets them to nothing
+    for a pod that does not ask for huge pages.
+
+    Args:
+        root: where the file system begins.
+    """
+    try:
+        free, reserved = (
+            int((root / _POOL / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+        )
+    except (OSError, ValueError):
+        return 0
+    return max(0, min([(free - reserved) * (2 << 20), *_left_in_pools(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    for folder, version in cgroups.levels("memory", root):
+        limits, usage, droppable = _LIMITS[version]
+        for limit in limits:
+            left = _left(folder, limit, usage)
+            if left is not None:
+                yield left + _stat(folder / "memory.stat", droppable)
+
+
+def _left_in_pools(root: Path) -> Iterator[int]:
+    for folder, version in cgroups.levels("hugetlb", root):
+        for limit, usage in _POOL_LIMITS[version]:
+            left = _left(folder, limit, usage)
+            if left is not None:
+                yield left
+
+
+def _left(folder: Path, limit: str, usage: str) -> int | None:
+    """Bytes up to a limit; None if there is no limit."""
+    try:
+        text = (folder / limit).read_text().strip()
+        return None if text == "max" else int(text) - int((folder / usage).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _machine_available(root: Path) -> int:
+    for line in (root / _MEMINFO).read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise OSError(f"/{_MEMINFO} has no MemAvailable line")
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0

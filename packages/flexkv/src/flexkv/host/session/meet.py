@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of an engine call to meet: rank 0 leads, the others join or attach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from flexkv.errors import ArenaError
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.host.session import wire
+from flexkv.host.session.directory import RuntimeDirectory
+from flexkv.host.session.server import Server
+from flexkv.host.session.wire import SessionInfo, Shard
+from flexkv.layout import BlockFormat
+
+MEET_SECONDS = 120.0
+"""How long processes wait for one another. Ranks register their caches at the same moment, but
+rank 0 then fills the arena: about 5 s per 100 GiB with 4 threads."""
+
+_RETRY_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class Session:
+    """A process's place in a session: the arena, and in rank 0 the socket that hands it out.
+
+    `close` unmaps the arena and, in rank 0, gives up the engine's id.
+    """
+
+    info: SessionInfo
+    arena: Arena
+    _server: Server | None = field(default=None, repr=False)
+
+    def close(self) -> None:
+        """Leave the session. Idempotent. No copy may be under way in this process."""
+        if self._server is not None:
+            self._server.close()
+        self.arena.close()
+
+
+def lead(
+    root: str,
+    name: str,
+    mine: Shard,
+    ranks: int,
+    plan: Callable[[BlockFormat], ArenaSpec],
+    *,
+    threads: int,
+    patience: float = MEET_SECONDS,
+) -> Session:
+    """Open the session `name` as rank 0 and wait until every rank has joined.
+
+    Args:
+        root: directory of the sockets; created 0700 if missing.
+        name: the engine's id.
+        mine: rank 0's shard.
+        ranks: ranks of the engine, this one included.
+        plan: sizes the arena once the shards are known; may raise.
+        threads: threads that fill the arena.
+        patience: seconds to wait for the ranks.
+
+    Raises:
+        ArenaError: the directory cannot be used, a living engine owns `name`, a rank did not
+            join in time or disagrees, or the memory is not there. The other ranks get it too.
+    """
+    server = Server(root, name, ranks)
+    try:
+        shards = server.gather(mine, patience)
+        parts = tuple(shard.shard_bytes for shard in shards[:: mine.replicas])
+        block_format = BlockFormat(mine.engine_blocks, parts, mine.replicas)
+        nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
+        arena = Arena.create(plan(block_format), threads, nodes)
+    except BaseException as error:
+        server.refuse(str(error) or type(error).__name__)
+        server.close()
+        raise
+    info = SessionInfo(mine.fingerprint, arena.spec, mine.durable)
+    server.hand_out(info, arena.fd)
+    return Session(info, arena, server)
+
+
+def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:
+    """Join the session `name` as another rank, once rank 0 has opened it.
+
+    Raises:
+        ArenaError: rank 0 did not open it within `patience` seconds, refused, or could not make the
+            arena.
+    """
+    return _enter(root, name, {"rank": asdict(mine)}, patience)
+
+
+def attach(root: str, name: str, patience: float = MEET_SECONDS) -> Session:
+    """Attach to the complete session `name` as the engine's scheduler. Of these there is only one
+    in the life of an arena.
+
+    Raises:
+        ArenaError: there is no such session within `patience` seconds, it has had a scheduler, or
+            it refused.
+    """
+    return _enter(root, name, {"scheduler": os.getpid()}, patience)
+
+
+def _enter(root: str, name: str, greeting: dict[str, object], patience: float) -> Session:
+    with _connect(root, name, patience) as connection:
+        try:
+            wire.send(connection, greeting)
+            message, fd = wire.receive(connection)
+        except (OSError, ValueError) as error:
+            raise ArenaError(f"rank 0 of engine {name!r} broke off: {error}") from None
+    if message is None or fd is None:
+        raise ArenaError(str((message or {}).get("error", "rank 0 sent no arena")))
+    try:
+        info = SessionInfo.from_json(message)
+    except (ValueError, KeyError) as error:
+        os.close(fd)
+        raise ArenaError(f"rank 0 of engine {name!r} describes no arena: {error}") from None
+    return Session(info, Arena(fd, info.spec))
+
+
+def _connect(root: str, name: str, patience: float) -> socket.socket:
+    """Connect to rank 0, once it listens."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with RuntimeDirectory(root) as directory:
+                return directory.connect(name, patience)
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError | ConnectionRefusedError | BlockingIOError)
+            if not absent or time.monotonic() > deadline:
+                raise ArenaError(
+                    f"rank 0 of engine {name!r} does not answer in {root}: {error}; allowed: all "
+                    f"processes of an engine on one machine, with the same runtime_dir"
+                ) from None
+        time.sleep(_RETRY_SECONDS)

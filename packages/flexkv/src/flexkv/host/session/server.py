@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 0's end of a session."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+from flexkv.errors import ArenaError
+from flexkv.forks import close_in_children
+from flexkv.host.session import wire
+from flexkv.host.session.directory import RuntimeDirectory, owned_message
+from flexkv.host.session.wire import SessionInfo, Shard
+
+logger = logging.getLogger(__name__)
+
+GREETING_SECONDS = 5.0
+"""A peer sends its greeting at once."""
+
+_PAUSE_SECONDS = 0.1
+"""Until connections are accepted again where the process has no descriptors or memory for one."""
+
+
+class Guest(NamedTuple):
+    """A process that asks for the arena.
+
+    Attributes:
+        connection: to it; closed with the answer.
+        pid: of the process.
+        is_scheduler: whether it hands out the slots.
+    """
+
+    connection: socket.socket
+    pid: int
+    is_scheduler: bool
+
+
+class Answer(NamedTuple):
+    """What guests get.
+
+    Attributes:
+        message: the session's description, or an error.
+        fd: the arena's; None without one.
+    """
+
+    message: dict[str, object]
+    fd: int | None
+
+
+class Server:
+    """Listens for the other processes of an engine. A thread accepts, and each connection has one
+    of its own until its greeting is read: whatever a peer sends or fails to send, and however long
+    it takes, concerns no other.
+
+    Args:
+        root: path of the runtime directory.
+        name: the engine's id.
+        ranks: of the engine.
+
+    Raises:
+        ArenaError: the directory cannot be used, or a living engine owns `name`.
+    """
+
+    def __init__(self, root: str, name: str, ranks: int) -> None:
+        self._name = name
+        self._ranks = ranks
+        self._changed = threading.Condition()
+        self._shards: dict[int, Shard] = {}
+        self._waiting: list[Guest] = []
+        self._answer: Answer | None = None
+        self._handing_out = threading.Lock()
+        self._scheduler: int | None = None
+        self._closed = threading.Event()
+        self._directory = RuntimeDirectory(root, create=True)
+        try:
+            self._listener = self._directory.listen(name)
+        except ArenaError:
+            self._directory.close()
+            raise
+        close_in_children(self)
+        self._thread = threading.Thread(target=self._accept, name="flexkv-session", daemon=True)
+        self._thread.start()
+
+    def gather(self, mine: Shard, patience: float) -> list[Shard]:
+        """Wait for the other ranks' shards; all of them, in the order of ranks.
+
+        Args:
+            mine: rank 0's.
+            patience: seconds to wait.
+
+        Raises:
+            ArenaError: one did not come in time, or disagrees.
+        """
+        deadline = time.monotonic() + patience
+        with self._changed:
+            while len(self._shards) < self._ranks - 1:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    missing = sorted(set(range(1, self._ranks)) - set(self._shards))
+                    raise ArenaError(
+                        f"ranks {missing} of engine {self._name!r} did not join within "
+                        f"{patience:.0f} s; allowed: all {self._ranks} ranks on one machine"
+                    )
+            shards = [mine, *(self._shards[rank] for rank in sorted(self._shards))]
+        for shard in shards:
+            if shard.kind != mine.kind:
+                raise ArenaError(
+                    f"rank {shard.rank} of engine {self._name!r} has another KV cache than rank "
+                    f"0 ({shard} against {mine}); allowed: the same in all ranks"
+                )
+        return shards
+
+    def hand_out(self, info: SessionInfo, fd: int) -> None:
+        """Give the arena to everyone who asked, and from now on to everyone who asks."""
+        self._settle(Answer(info.to_json(), fd))
+
+    def refuse(self, reason: str) -> None:
+        """Tell everyone who asked, and who will ask, that there is no arena."""
+        self._settle(Answer({"error": reason}, None))
+
+    def close(self) -> None:
+        """Give up the name. The next engine may take it. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        # Before nobody listens: from then on the file may be the next engine's.
+        self._directory.remove(self._name)
+        # Ends the accepting thread, which a plain close would not: it would go on with whatever
+        # gets the descriptor's number next.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self._directory.close()
+
+    def leave_to_parent(self) -> None:
+        self._closed = threading.Event()
+        self._closed.set()
+        self._listener.close()
+        self._directory.close()
+        for guest in self._waiting:
+            guest.connection.close()
+
+    def _settle(self, answer: Answer) -> None:
+        with self._changed:
+            self._answer = answer
+            waiting, self._waiting = self._waiting, []
+        for guest in waiting:
+            self._give(guest, answer)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                logger.warning(
+                    "session %r cannot accept a process (%s); trying again in %s s",
+                    self._name,
+                    error,
+                    _PAUSE_SECONDS,
+                )
+                self._closed.wait(_PAUSE_SECONDS)
+                continue
+            try:
+                threading.Thread(
+                    target=self._attend, args=(connection,), name="flexkv-greeting", daemon=True
+                ).start()
+            except RuntimeError as error:  # no more threads
+                logger.warning("session %r turns a process away: %s", self._name, error)
+                connection.close()
+
+    def _attend(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(GREETING_SECONDS)
+            self._greet(connection)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("refused a connection to session %r: %s", self._name, error)
+            self._send(connection, Answer({"error": f"not a FlexKV greeting: {error}"}, None))
+
+    def _greet(self, connection: socket.socket) -> None:
+        peer = wire.peer_of(connection)
+        if peer.uid != os.geteuid():
+            raise ValueError("the peer is another user")
+        message, fd = wire.receive(connection)
+        if fd is not None:
+            os.close(fd)
+        if message is None:
+            connection.close()  # another engine asks whether this one lives
+            return
+        is_scheduler = "rank" not in message
+        if is_scheduler and "scheduler" not in message:
+            raise ValueError("neither a rank nor a scheduler")
+        shard = None if is_scheduler else Shard.from_json(message["rank"])
+        guest = Guest(connection, peer.pid, is_scheduler)
+        with self._changed:
+            if shard is not None and not self._take(shard):
+                answer = Answer({"error": owned_message(self._name, os.getpid())}, None)
+            elif self._answer is None:
+                self._waiting.append(guest)
+                return
+            else:
+                answer = self._answer
+        self._give(guest, answer)
+
+    def _take(self, shard: Shard) -> bool:
+        """Count a rank in. False if there is one of its number already, or should be none."""
+        if shard.rank in self._shards or not 0 < shard.rank < self._ranks:
+            return False
+        self._shards[shard.rank] = shard
+        self._changed.notify_all()
+        return True
+
+    def _give(self, guest: Guest, answer: Answer) -> None:
+        """Answer a guest. Of schedulers only one ever gets the arena."""
+        if not guest.is_scheduler or answer.fd is None:
+            self._send(guest.connection, answer)
+            return
+        with self._handing_out:
+            if self._scheduler is not None:
+                refusal = _taken_message(self._name, self._scheduler)
+                self._send(guest.connection, Answer({"error": refusal}, None))
+            elif self._send(guest.connection, answer):
+                self._scheduler = guest.pid
+
+    def _send(self, connection: socket.socket, answer: Answer) -> bool:
+        with connection:
+            try:
+                wire.send(connection, *answer)
+                return True
+            except OSError as error:
+                logger.warning("a peer left before it got its answer: %s", error)
+                return False
+
+
+def _taken_message(name: str, pid: int) -> str:
+    return (
+        f"the arena of engine id {name!r} has been handed to scheduler process {pid}, and an arena "
+        f"has one scheduler in its life; allowed: one scheduler for the workers of an engine (one "
+        f"that starts again starts its workers again), and an engine_id of its own for every engine"
+    )

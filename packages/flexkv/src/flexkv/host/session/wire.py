@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of a session: one line of JSON each way, rank 0's with the arena's descriptor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+
+_MAX_MESSAGE = 1 << 20
+_CHUNK = 1 << 16
+_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group of a peer: unix(7), SO_PEERCRED."""
+
+_DESCRIPTOR = struct.Struct("i")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank brings to the session.
+
+    Attributes:
+        rank: its number, from 0.
+        fingerprint: see `flexkv.layout.fingerprint`; must be the same in all ranks.
+        engine_blocks: engine blocks per FlexKV block; must be the same in all ranks.
+        shard_bytes: bytes of the rank's part of one block.
+        replicas: how many ranks in a row hold the same part; must be the same in all ranks.
+        numa_node: of the rank's GPU; None if there is none or it is not known.
+        durable: whether equal keys mean equal blocks in the next process, too; must be the same in
+            all ranks.
+    """
+
+    rank: int
+    fingerprint: str
+    engine_blocks: int
+    shard_bytes: int
+    replicas: int = 1
+    numa_node: int | None = None
+    durable: bool = True
+
+    @property
+    def kind(self) -> tuple[str, int, int, bool]:
+        """What must be the same in all ranks."""
+        return self.fingerprint, self.engine_blocks, self.replicas, self.durable
+
+    @classmethod
+    def from_json(cls, fields: object) -> Shard:
+        """Read what a rank sent.
+
+        Raises:
+            ValueError, KeyError: it is no shard.
+        """
+        if not isinstance(fields, dict):
+            raise ValueError("rank is not a mapping")
+        node = fields["numa_node"]
+        return cls(
+            _as_int(fields["rank"]),
+            str(fields["fingerprint"]),
+            _as_int(fields["engine_blocks"]),
+            _as_int(fields["shard_bytes"]),
+            _as_int(fields["replicas"]),
+            None if node is None else _as_int(node),
+            fields["durable"] is True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What every process knows once the arena is there."""
+
+    fingerprint: str
+    spec: ArenaSpec
+    durable: bool = True
+
+    def to_json(self) -> dict[str, object]:
+        fmt = self.spec.format
+        return {
+            "fingerprint": self.fingerprint,
+            "engine_blocks": fmt.engine_blocks,
+            "shard_bytes": list(fmt.shard_bytes),
+            "replicas": fmt.replicas,
+            "num_slots": self.spec.num_slots,
+            "durable": self.durable,
+        }
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, object]) -> SessionInfo:
+        """Read what rank 0 sent.
+
+        Raises:
+            ValueError, KeyError: it describes no arena.
+        """
+        sizes = message["shard_bytes"]
+        if not isinstance(sizes, list):
+            raise ValueError("shard_bytes is not a list")
+        fmt = BlockFormat(
+            _as_int(message["engine_blocks"]),
+            tuple(_as_int(s) for s in sizes),
+            _as_int(message["replicas"]),
+        )
+        spec = ArenaSpec(fmt, _as_int(message["num_slots"]))
+        return cls(str(message["fingerprint"]), spec, message["durable"] is True)
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a connection, as the kernel knows it."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Who connected, or who listened when this end connected."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return Peer(pid, uid)
+
+
+def send(connection: socket.socket, message: Mapping[str, object], fd: int | None = None) -> None:
+    """Send a message, with a copy of the descriptor `fd` if there is one."""
+    line = json.dumps(message).encode() + b"\n"
+    rest = line[socket.send_fds(connection, [line], [] if fd is None else [fd]) :]
+    if rest:  # once it has all of it, the peer may have answered and gone
+        connection.sendall(rest)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, object] | None, int | None]:
+    """Receive a message, and the descriptor that came with it, which the caller owns. No message if
+    the peer closed the connection without a word.
+
+    Raises:
+        OSError: the connection broke or timed out.
+        ValueError: it is no message.
+    """
+    line, fd = _receive_some(connection)
+    try:
+        if not line:
+            return None, None
+        while not line.endswith(b"\n") and len(line) < _MAX_MESSAGE:
+            more = connection.recv(_CHUNK)
+            if not more:
+                break
+            line += more
+        message = _parse(line)
+    except (OSError, ValueError):
+        if fd is not None:
+            os.close(fd)
+        raise
+    return message, fd
+
+
+def _receive_some(connection: socket.socket) -> tuple[bytes, int | None]:
+    """The beginning of a message, and the descriptor that came with it, which closes on exec:
+    `socket.recv_fds` leaves it open until it is told otherwise."""
+    room, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+    line, ancillary, _, _ = connection.recvmsg(_CHUNK, room, flags)
+    fds = [
+        fd
+        for level, kind, data in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in _DESCRIPTOR.iter_unpack(data)
+    ]
+    for fd in fds[1:]:
+        os.close(fd)
+    return line, fds[0] if fds else None
+
+
+def _parse(line: bytes) -> dict[str, object]:
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("message is nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("message is not a mapping")
+    return message
+
+
+def _as_int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value

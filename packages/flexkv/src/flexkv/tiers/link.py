@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link to a device below host memory: a bounded queue and the threads that work it off.
+
+Reads go before writes: while one waits or runs, no write begins. Whoever gives a link its jobs
+polls it; nothing calls back from its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.queue import LinkQueue
+
+logger = logging.getLogger(__name__)
+
+
+class Link:
+    """One device's queue and threads. All methods are for one thread, and none waits but `close`.
+
+    Args:
+        name: of the threads.
+        threads: jobs that run at once.
+        write_bytes: no further write begins while as many bytes are being written.
+        queue_bytes: see `LinkQueue`.
+        stall_seconds: a job that runs longer than this makes the link `stalled` until it ends.
+
+    Attributes:
+        name: as given.
+        queue_bytes: as given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        write_bytes: int,
+        queue_bytes: int,
+        stall_seconds: float,
+    ) -> None:
+        self.name = name
+        self._stall_seconds = stall_seconds
+        self._write_bytes = write_bytes
+        self.queue_bytes = queue_bytes
+        self._queue = LinkQueue(queue_bytes)
+        self._running: dict[Job, None] = {}
+        self._reads = 0
+        self._writing = 0
+        self._closing = False
+        self._write_until = 0.0
+        self._told_error = False
+        self._work = threading.Condition()
+        self._done: deque[Job] = deque()
+        # Daemons: a thread that hangs in its device must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queue.size
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a job has been running for too long."""
+        if not self._running:
+            return False
+        with self._work:
+            oldest = next(iter(self._running), None)
+        return oldest is not None and time.monotonic() - oldest.begun > self._stall_seconds
+
+    def submit(self, *jobs: Job) -> None:
+        """Queue jobs. A full queue drops jobs: `poll` returns them as DROPPED."""
+        with self._work:
+            for job in jobs:
+                for dropped in self._queue.push(job):
+                    dropped.end_as(Outcome.DROPPED)
+                    self._done.append(dropped)
+            self._work.notify(len(jobs))
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Drop those of `jobs` that have not begun."""
+        with self._work:
+            for job in self._queue.remove(jobs):
+                job.end_as(Outcome.DROPPED)
+                self._done.append(job)
+            self._wake_writers()
+
+    def hasten(self, jobs: Iterable[Job], priority: Priority) -> None:
+        """Raise those of `jobs` that have not begun to `priority`."""
+        with self._work:
+            self._queue.raise_to(jobs, priority)
+            self._work.notify_all()
+
+    def poll(self) -> list[Job]:
+        """Jobs that ended since the last call, each with its outcomes."""
+        done = self._done
+        return [done.popleft() for _ in range(len(done))]
+
+    def begin_close(self, seconds: float) -> None:
+        """Begin no more but the writes that wait, and these for so many seconds. Idempotent."""
+        with self._work:
+            if not self._closing:
+                self._closing = True
+                self._write_until = time.monotonic() + seconds
+                self._queue.keep_only(Priority.WRITE)
+            self._work.notify_all()
+
+    def close(self, timeout: float) -> bool:
+        """Write what waits to be written for up to half of `timeout` seconds, drop all else, and
+        let what runs end for the other half. Idempotent.
+
+        Returns whether all threads have ended.
+        """
+        end = time.monotonic() + timeout
+        self.begin_close(timeout / 2)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        job = self._exchange(None)
+        while job is not None:
+            try:
+                job.outcomes = job.work()
+            except OSError:
+                job.end_as(Outcome.FAILED)
+            except Exception as error:  # noqa: BLE001
+                # Whatever it is: a thread that ended here would take with it the buffers and slots
+                # of this job and, one by one, the whole link.
+                job.end_as(Outcome.FAILED)
+                self._report(error)
+            job.seconds = time.monotonic() - job.begun
+            job = self._exchange(job)
+
+    def _report(self, error: Exception) -> None:
+        if self._told_error:
+            return
+        self._told_error = True
+        name = threading.current_thread().name
+        with contextlib.suppress(Exception):  # there may be no memory for a message either
+            logger.error(
+                "error in a job of %s, which counts as failed: %r (logged once)",
+                name,
+                error,
+                exc_info=error,
+            )
+
+    def _exchange(self, done: Job | None) -> Job | None:
+        """Hand in a job that ended and take the next one, as soon as there is one; None at the
+        end. One step, as with small blocks the lock is what threads wait for."""
+        with self._work:
+            if done is not None:
+                del self._running[done]
+                self._account(done, -1)
+                self._done.append(done)
+                if self._closing:
+                    self._work.notify_all()
+                self._wake_writers()
+            while self._queue or not self._closing:
+                if self._closing and time.monotonic() > self._write_until:
+                    self._queue.keep_only(None)
+                    continue
+                job = self._queue.pop(writes=self._may_write())
+                if job is not None:
+                    job.begun = time.monotonic()
+                    self._running[job] = None
+                    self._account(job, 1)
+                    self._wake_writers()
+                    return job
+                self._work.wait()
+            return None
+
+    def _may_write(self) -> bool:
+        return self._reads == 0 and self._writing < self._write_bytes
+
+    def _account(self, job: Job, sign: int) -> None:
+        # A job that runs keeps its priority: only waiting ones are hastened.
+        if job.priority is Priority.WRITE:
+            self._writing += sign * job.size
+        else:
+            self._reads += sign
+
+    def _wake_writers(self) -> None:
+        if self._may_write() and self._queue.waiting(Priority.WRITE):
+            self._work.notify()

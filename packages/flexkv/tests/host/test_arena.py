@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+from resident import resident
+
+from flexkv import Arena, ArenaError, ArenaSpec, BlockFormat, Status, plan_arena
+from flexkv.host.available import available_memory
+from flexkv.layout import SLOT_ALIGNMENT
+
+FORMAT = BlockFormat(2, (5000, 5000))
+
+
+def test_arena_is_filled_at_start_and_slots_are_aligned() -> None:
+    spec = ArenaSpec(FORMAT, 10)
+    arena = Arena.create(spec)
+    try:
+        assert resident(arena.address) == spec.total_bytes
+        starts = [arena.shard_offset(slot, rank) for slot in range(10) for rank in range(2)]
+        assert starts == sorted(starts)
+        assert all(start % SLOT_ALIGNMENT == 0 for start in starts[::2])
+        assert starts[0] == spec.slots_offset
+        assert starts[-1] + 5000 <= spec.total_bytes
+    finally:
+        arena.close()
+        arena.close()  # idempotent
+
+
+def test_two_mappings_share_bytes_and_the_board() -> None:
+    spec = ArenaSpec(FORMAT, 2)
+    first = Arena.create(spec)
+    second = Arena(os.dup(first.fd), spec)
+    try:
+        ctypes.memset(first.address + first.shard_offset(1, 1), 0x5A, 5000)
+        seen = ctypes.string_at(second.address + second.shard_offset(1, 1), 5000)
+        assert seen == b"\x5a" * 5000
+        cell = first.board.acquire()
+        assert cell is not None
+        second.board.report(cell, 0, Status.DONE)
+        assert first.board.status(cell) is Status.PENDING
+        ctypes.c_uint32.from_address(second.board.flag_address(cell, 1)).value = Status.FAILED
+        assert first.board.status(cell) is Status.FAILED
+    finally:
+        second.close()
+        first.close()
+
+
+def test_no_file_is_left_and_the_memory_goes_with_the_mapping() -> None:
+    arena = Arena.create(ArenaSpec(FORMAT, 100))
+    assert os.fstat(arena.fd).st_nlink == 0  # no name anywhere
+    address = arena.address
+    assert resident(address)
+    arena.close()
+    assert not resident(address)
+
+
+def test_wrong_size_is_refused() -> None:
+    arena = Arena.create(ArenaSpec(FORMAT, 2))
+    try:
+        with pytest.raises(ArenaError, match=r"arena has \d+ bytes; allowed: \d+"):
+            Arena(os.dup(arena.fd), ArenaSpec(FORMAT, 1000))
+    finally:
+        arena.close()
+
+
+def test_size_follows_the_setting_and_the_memory_there_is() -> None:
+    assert plan_arena(FORMAT, 0.01).num_slots == int(0.01 * (1 << 30)) // FORMAT.slot_bytes
+    default = plan_arena(FORMAT, None).num_slots * FORMAT.slot_bytes
+    assert default <= min(16 << 30, available_memory())
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ArenaError, match=r"cpu_cache_gb is 1e\+06 GiB; allowed: at most \d+"):
+        plan_arena(FORMAT, 1e6)
+
+
+def test_less_than_one_block_is_refused() -> None:
+    with pytest.raises(ArenaError, match="less than one block of 12288 bytes; allowed"):
+        plan_arena(FORMAT, 1e-6)

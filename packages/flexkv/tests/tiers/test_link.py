@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links with real threads; jobs wait for events that the test sets."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from disk_blocks import is_idle
+
+from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.link import Link
+
+PATIENCE = 60.0
+"""Seconds after which what should come counts as lost."""
+
+
+class Gate:
+    """Work that says when it began, and ends when the test lets it."""
+
+    def __init__(self, outcome: Outcome = Outcome.DONE) -> None:
+        self.began = threading.Event()
+        self.go = threading.Event()
+        self.outcome = outcome
+
+    def __call__(self) -> list[Outcome]:
+        self.began.set()
+        assert self.go.wait(PATIENCE)
+        return [self.outcome]
+
+
+def gated(priority: Priority, size: int = 1) -> tuple[Job, Gate]:
+    gate = Gate()
+    return Job(priority, size, gate), gate
+
+
+@contextmanager
+def running(
+    threads: int = 4, write_bytes: int = 2, queue_bytes: int = 1000, stall_seconds: float = 60.0
+) -> Iterator[Link]:
+    link = Link("test", threads, write_bytes, queue_bytes, stall_seconds)
+    yield link
+    assert link.close(PATIENCE)
+
+
+def ended(link: Link, count: int) -> list[Job]:
+    """The next `count` jobs that end."""
+    jobs: list[Job] = []
+    end = time.monotonic() + PATIENCE
+    while len(jobs) < count:
+        assert time.monotonic() < end, "a job does not end"
+        jobs += link.poll()
+        time.sleep(0.0002)
+    assert len(jobs) == count
+    return jobs
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_job_ends_as_its_work_says(outcome: Outcome) -> None:
+    with running() as link:
+        job = Job(Priority.LOAD, 1, lambda: [outcome, Outcome.DONE], blocks=2)
+        link.submit(job)
+        assert ended(link, 1) == [job]
+        assert job.outcomes == [outcome, Outcome.DONE]
+        assert link.poll() == []
+        assert is_idle(link)
+
+
+def test_an_error_of_the_system_is_a_failed_job_and_the_next_one_runs() -> None:
+    def fail() -> list[Outcome]:
+        raise OSError("no such device")
+
+    with running(threads=1) as link:
+        for _ in range(3):
+            link.submit(Job(Priority.LOAD, 1, fail, blocks=2))
+        link.submit(Job(Priority.LOAD, 1, lambda: [Outcome.DONE]))
+        outcomes = [job.outcomes for job in ended(link, 4)]
+        assert outcomes == [[Outcome.FAILED] * 2] * 3 + [[Outcome.DONE]]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), struct.error("out of range"), AssertionError(), KeyError(3)], ids=repr
+)
+def test_whatever_a_job_raises_it_is_failed_and_the_thread_lives(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> list[Outcome]:
+        raise error
+
+    with running(threads=1, stall_seconds=0.0) as link:
+        for _ in range(3):
+            link.submit(Job(Priority.WRITE, 1, fail, blocks=2))
+        link.submit(Job(Priority.WRITE, 1, lambda: [Outcome.DONE]))
+        outcomes = [job.outcomes for job in ended(link, 4)]
+        assert outcomes == [[Outcome.FAILED] * 2] * 3 + [[Outcome.DONE]]
+        assert not link.stalled
+        assert link.queued_bytes == 0
+    (record,) = caplog.records
+    assert repr(error) in record.getMessage()
+    assert record.exc_info is not None
+
+
+def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
+    with running(threads=3) as link:
+        jobs = [gated(Priority.LOAD) for _ in range(4)]
+        for job, _ in jobs:
+            link.submit(job)
+        for _, gate in jobs[:3]:
+            assert gate.began.wait(PATIENCE)
+        assert not jobs[3][1].began.is_set()
+        jobs[0][1].go.set()
+        assert jobs[3][1].began.wait(PATIENCE)
+        for _, gate in jobs:
+            gate.go.set()
+        ended(link, 4)
+
+
+def test_no_write_begins_while_a_read_runs() -> None:
+    with running() as link:
+        (read, reading), (write, writing) = gated(Priority.PREFETCH), gated(Priority.WRITE)
+        link.submit(read)
+        assert reading.began.wait(PATIENCE)
+        link.submit(write)
+        other = Job(Priority.LOAD, 1, lambda: [Outcome.DONE])
+        link.submit(other)
+        assert ended(link, 1) == [other]
+        assert not writing.began.is_set()
+        assert link.queued_bytes == write.size
+        reading.go.set()
+        assert writing.began.wait(PATIENCE)
+        writing.go.set()
+        ended(link, 2)
+
+
+def test_as_many_writes_begin_after_a_read_as_there_may_be() -> None:
+    with running(threads=4, write_bytes=2) as link:
+        read, reading = gated(Priority.LOAD)
+        link.submit(read)
+        assert reading.began.wait(PATIENCE)
+        writes = [gated(Priority.WRITE) for _ in range(2)]
+        for job, _ in writes:
+            link.submit(job)
+        time.sleep(0.05)  # time for the threads that these woke to wait again
+        reading.go.set()
+        for _, gate in writes:
+            assert gate.began.wait(PATIENCE)
+        for _, gate in writes:
+            gate.go.set()
+        ended(link, 3)
+
+
+def test_reads_do_not_wait_for_the_writes_behind_one_that_runs() -> None:
+    with running(threads=4, write_bytes=2) as link:
+        writes = [gated(Priority.WRITE) for _ in range(4)]
+        for job, _ in writes:
+            link.submit(job)
+        for _, gate in writes[:2]:
+            assert gate.began.wait(PATIENCE)
+        read = Job(Priority.LOAD, 1, lambda: [Outcome.DONE])
+        link.submit(read)
+        assert ended(link, 1) == [read]
+        assert not any(gate.began.is_set() for _, gate in writes[2:])
+        for _, gate in writes:
+            gate.go.set()
+        assert len(ended(link, 4)) == 4
+
+
+def test_a_write_larger_than_the_bound_is_written_alone() -> None:
+    with running(write_bytes=2) as link:
+        (large, gate), (small, other) = gated(Priority.WRITE, 100), gated(Priority.WRITE, 1)
+        link.submit(large)
+        assert gate.began.wait(PATIENCE)
+        link.submit(small)
+        gate.go.set()
+        assert other.began.wait(PATIENCE)
+        other.go.set()
+        assert ended(link, 2) == [large, small]
+
+
+def test_a_cancelled_job_does_not_run_and_one_that_runs_goes_on() -> None:
+    with running(threads=1) as link:
+        (first, gate), (second, other) = gated(Priority.LOAD), gated(Priority.LOAD)
+        link.submit(first)
+        assert gate.began.wait(PATIENCE)
+        link.submit(second)
+        link.cancel([first, second, second])
+        assert ended(link, 1) == [second]
+        assert second.outcomes == [Outcome.DROPPED]
+        gate.go.set()
+        assert ended(link, 1) == [first]
+        assert first.outcomes == [Outcome.DONE]
+        assert not other.began.is_set()
+        link.cancel([first, second])
+        assert link.poll() == []
+
+
+def test_a_cancelled_read_does_not_hold_up_writes() -> None:
+    with running(threads=1) as link:
+        (first, gate), (read, _), (write, writing) = (
+            gated(Priority.WRITE),
+            gated(Priority.LOAD),
+            gated(Priority.WRITE),
+        )
+        link.submit(first)
+        assert gate.began.wait(PATIENCE)
+        link.submit(read)
+        link.submit(write)
+        link.cancel([read])
+        gate.go.set()
+        assert writing.began.wait(PATIENCE)
+        writing.go.set()
+        ended(link, 3)
+
+
+def test_a_hastened_job_overtakes_and_runs_though_writes_may_not() -> None:
+    with running(threads=2) as link:
+        (read, gate), (write, writing) = gated(Priority.LOAD), gated(Priority.WRITE)
+        link.submit(read)
+        assert gate.began.wait(PATIENCE)
+        link.submit(write)
+        link.hasten([write, read], Priority.STORE)
+        assert writing.began.wait(PATIENCE)
+        writing.go.set()
+        gate.go.set()
+        ended(link, 2)
+        assert read.priority is Priority.LOAD
+
+
+def test_a_full_queue_drops_writes_and_keeps_loads() -> None:
+    with running(threads=1, queue_bytes=2) as link:
+        first, gate = gated(Priority.LOAD)
+        link.submit(first)
+        assert gate.began.wait(PATIENCE)
+        writes = [Job(Priority.WRITE, 1, lambda: [Outcome.DONE], blocks=2) for _ in range(3)]
+        loads = [Job(Priority.LOAD, 1, lambda: [Outcome.DONE]) for _ in range(3)]
+        for job in [*writes, *loads]:
+            link.submit(job)
+        assert link.poll() == [writes[2], writes[1], writes[0]]
+        gate.go.set()
+        assert ended(link, 4) == [first, *loads]
+        assert [job.outcomes for job in writes] == [[Outcome.DROPPED] * 2] * 3
+
+
+def test_a_link_is_stalled_while_a_job_takes_too_long() -> None:
+    with running(threads=2, stall_seconds=0.01) as link:
+        assert not link.stalled
+        job, gate = gated(Priority.LOAD)
+        link.submit(job)
+        end = time.monotonic() + PATIENCE
+        while not link.stalled:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        link.submit(Job(Priority.LOAD, 1, lambda: [Outcome.DONE]))
+        ended(link, 1)
+        assert link.stalled
+        gate.go.set()
+        ended(link, 1)
+        assert not link.stalled
+
+
+def test_close_lets_what_runs_end_and_drops_what_waits() -> None:
+    link = Link("test", 1, 1, 100, 60.0)
+    (first, gate), (second, other) = gated(Priority.LOAD), gated(Priority.LOAD)
+    link.submit(first)
+    assert gate.began.wait(PATIENCE)
+    link.submit(second)
+    assert not link.close(0.0)
+    gate.go.set()
+    assert link.close(PATIENCE)
+    assert link.close(PATIENCE)
+    assert link.poll() == [first]
+    assert not other.began.is_set()
+    link.submit(Job(Priority.LOAD, 1, other))
+    assert link.poll() == []
+
+
+def test_every_job_of_a_crowd_ends_once() -> None:
+    """No wake-up is lost: all sizes and priorities at once, hastened and cancelled meanwhile."""
+    with running(threads=6, write_bytes=4, queue_bytes=1 << 20) as link:
+        lock, begun = threading.Lock(), []
+
+        def work() -> list[Outcome]:
+            with lock:
+                begun.append(None)
+            return [Outcome.DONE]
+
+        jobs = [Job(list(Priority)[i % 4], i % 7, work) for i in range(4000)]
+        seen: list[Job] = []
+        for i, job in enumerate(jobs):
+            link.submit(job)
+            if i % 10 == 0:
+                link.hasten(jobs[i - 20 : i], Priority.PREFETCH)
+            if i % 15 == 0:
+                link.cancel(jobs[max(0, i - 5) : i])
+            seen += link.poll()
+        seen += ended(link, len(jobs) - len(seen))
+        assert set(seen) == set(jobs)
+        assert sum(job.outcomes == [Outcome.DONE] for job in jobs) == len(begun)
+        assert is_idle(link)
+        assert link.queued_bytes == 0
+
+
+def test_links_do_not_keep_each_other_waiting() -> None:
+    with running(threads=1) as one, running(threads=1) as other:
+        job, gate = gated(Priority.LOAD)
+        one.submit(job)
+        assert gate.began.wait(PATIENCE)
+        other.submit(Job(Priority.LOAD, 1, lambda: [Outcome.DONE]))
+        ended(other, 1)
+        gate.go.set()
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(ended, one, 1).result() == [job]
+
+
+def test_close_writes_what_waits_to_be_written() -> None:
+    link = Link("test", 1, 1, 100, 60.0)
+    (first, gate), writes = gated(Priority.WRITE), [gated(Priority.WRITE) for _ in range(3)]
+    link.submit(first)
+    assert gate.began.wait(PATIENCE)
+    for job, other in writes:
+        other.go.set()
+        link.submit(job)
+    gate.go.set()
+    assert link.close(PATIENCE)
+    assert link.poll() == [first, *(job for job, _ in writes)]
+    assert all(job.outcomes == [Outcome.DONE] for job, _ in writes)
+
+
+def test_writes_that_do_not_end_in_time_are_dropped_at_the_end() -> None:
+    link = Link("test", 1, 1, 100, 60.0)
+    first, gate = gated(Priority.WRITE)
+    later = Job(Priority.WRITE, 1, lambda: [Outcome.DONE])
+    link.submit(first, later)
+    assert gate.began.wait(PATIENCE)
+    assert not link.close(0.0)
+    gate.go.set()
+    assert link.close(PATIENCE)
+    assert link.poll() == [first]
+    assert later.outcomes == ()
