@@ -279,13 +279,13 @@ def test_an_erasure_that_raises_anything_gives_its_slot_back(
     with opened(tmp_path, slots=8) as client:
         client.write(names(8))
         (one,) = client.tier.drives
-        real = one._store.erase
+        real = one._store.write_record
 
-        def erase(slot: int) -> None:
-            monkeypatch.setattr(one._store, "erase", real)
+        def erase(slot: int, record: bytes) -> None:
+            monkeypatch.setattr(one._store, "write_record", real)
             raise MemoryError
 
-        monkeypatch.setattr(one._store, "erase", erase)
+        monkeypatch.setattr(one._store, "write_record", erase)
         client.tier.delete(names(2))
         client.settle()
         assert one.index.free_slots == 2

@@ -20,6 +20,7 @@ from flexkv.tiers.disk.runs import (
 )
 from flexkv.tiers.disk.slabs import slots_per_slab
 from flexkv.tiers.disk.store import DiskStore, new_epoch
+from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
@@ -175,6 +176,16 @@ class Drive:
             )
             for run in self._runs(slots, WRITE_RUN_BYTES)
         )
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count the blocks of a prefix that are here as used, over restarts too."""
+        for key in self.index.touch(keys):
+            slot = self.index.lease(key)
+            if slot is not None:
+                self._generation += 1
+                checksum = self.index.checksum(slot)
+                record = encode_record(slot, self._seal, key, checksum, self._generation)
+                self._upkeep.renew(slot, record)
 
     def delete(self, key: bytes) -> None:
         """Forget a block, on disk too, if there is one."""

@@ -46,6 +46,9 @@ class SlotIndex:
         self._states = bytearray(num_slots)
         self._ready_blocks = 0
         self._checksums = bytearray(num_slots * CHECKSUM_BYTES)
+        # How many writes had been begun when each slot's record was written.
+        self._writes = 0
+        self._recorded = array("q", bytes(8 * num_slots))
         self._uses: dict[int, int] = {}
         # Blocks in order of use, as a ring through one slot that does not exist; free slots as a
         # chain through `_next`.
@@ -112,6 +115,8 @@ class SlotIndex:
             self._states[slot] = _State.READY
         self._ready_blocks = len(used)
         used.sort(key=generations.__getitem__)
+        for age, slot in enumerate(reversed(used)):
+            self._recorded[slot] = -age
         self._relink(used)
         return max(generations, default=0), outdated
 
@@ -131,6 +136,8 @@ class SlotIndex:
         slot = self._free
         self._free = self._next[slot]
         self._used_slots += 1
+        self._writes += 1
+        self._recorded[slot] = self._writes
         self._keys[slot] = key
         self._slots.add(key, slot)
         self._states[slot] = _State.WRITING
@@ -180,12 +187,24 @@ class SlotIndex:
         start = slot * CHECKSUM_BYTES
         return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count the blocks of a prefix as used, first block last: its end leaves first."""
-        for slot in self._slots.get_all(reversed(keys)):
-            if slot != NO_SLOT and self._states[slot] == _State.READY:
-                self._unlink(slot)
-                self._link(slot, self._ring)
+    def touch(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Count the blocks of a prefix as used, first block last: its end leaves first.
+
+        Returns those whose records are to be written again, in that order: they are as old as half
+        of all slots, and after a restart the order of records is that of use. What a prefix has
+        before such a block is among them, so that it does not leave sooner.
+        """
+        outdated: list[bytes] = []
+        oldest = self._writes - self.num_slots // 2
+        for key, slot in zip(reversed(keys), self._slots.get_all(reversed(keys)), strict=True):
+            if slot == NO_SLOT or self._states[slot] != _State.READY:
+                continue
+            self._unlink(slot)
+            self._link(slot, self._ring)
+            if outdated or self._recorded[slot] < oldest:
+                self._recorded[slot] = self._writes
+                outdated.append(key)
+        return outdated
 
     def discard(self, slot: int) -> None:
         """Forget the block in a slot in use."""

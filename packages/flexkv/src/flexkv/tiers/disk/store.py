@@ -89,8 +89,8 @@ def check_table(folder: directory.Folder) -> None:
 class DiskStore:
     """The open files of one folder, and the index over them.
 
-    `read`, `write` and `erase` are thread-safe as long as no two threads work on the same slot;
-    `invalidate` and `save_ledger` are for one thread, the index for one. Owns the folder, its lock
+    `read`, `write`, `write_record` and `erase` are thread-safe as long as no two threads work on
+    the same slot; `invalidate` and `save_ledger` are for one thread, the index for one. Owns the folder, its lock
     and its descriptors.
 
     Attributes:
@@ -243,8 +243,16 @@ class DiskStore:
         Raises:
             OSError: as the system says.
         """
-        record = memoryview(table.EMPTY_RECORD)
-        write_fully(self._files, self._table, record, table.record_offset(slot))
+        self.write_record(slot, table.EMPTY_RECORD)
+
+    def write_record(self, slot: int, record: bytes) -> None:
+        """Write the record of a slot alone.
+
+        Raises:
+            OSError: as the system says.
+        """
+        offset = table.record_offset(slot)
+        write_fully(self._files, self._table, memoryview(record), offset)
 
     def invalidate(self) -> None:
         """Have the next process find no block here, after a power failure too: neither those that

@@ -124,7 +124,7 @@ class DiskTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         names = [disk_key(key) for key in keys]
         for drive in self._drives:
-            drive.index.touch(names)
+            drive.touch(names)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from flexkv.tiers.disk import table
 from flexkv.tiers.disk.store import DiskStore
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ class _Task:
 
 
 class Upkeep:
-    """Makes resets durable, erases records and saves counters, in this order. All methods are for
-    one thread, and none waits but `close`.
+    """Makes resets durable, writes single records and saves counters, in this order. All methods
+    are for one thread, and none waits but `close`.
 
     Args:
         name: of the thread.
@@ -99,8 +100,8 @@ class Upkeep:
             SAVE_SECONDS,
             "the counters of %s cannot be written (%s): retried",
         )
-        self._erasing: deque[int] = deque()
-        self._erased: deque[tuple[int, bool]] = deque()
+        self._records: deque[tuple[int, bytes]] = deque()
+        self._written: deque[tuple[int, bool]] = deque()
         self._closing = False
         # A daemon: a thread that hangs in its device must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -114,9 +115,12 @@ class Upkeep:
 
     def erase(self, slot: int) -> None:
         """Erase the record of a slot. `poll` returns the slot when that has ended."""
-        with self._work:
-            self._erasing.append(slot)
-            self._work.notify()
+        self._write(slot, table.EMPTY_RECORD)
+
+    def renew(self, slot: int, record: bytes) -> None:
+        """Write the record of a slot again, before any later erasure. `poll` returns the slot when
+        that has ended."""
+        self._write(slot, record)
 
     def count(self) -> None:
         """The ledger has changed."""
@@ -126,9 +130,9 @@ class Upkeep:
                 self._work.notify()
 
     def poll(self) -> list[tuple[int, bool]]:
-        """Slots whose erasure ended since the last call, and whether they were erased."""
-        erased = self._erased
-        return [erased.popleft() for _ in range(len(erased))]
+        """Slots that are done with since the last call, and whether they need no erasure."""
+        written = self._written
+        return [written.popleft() for _ in range(len(written))]
 
     def close(self, timeout: float) -> bool:
         """Do what is left once and at once, for up to `timeout` seconds. Idempotent.
@@ -145,9 +149,9 @@ class Upkeep:
         while self._wait():
             if self._reset.is_due(self._now()):
                 self._reset.run(self._store.path, self._closing)
-            elif self._erasing:
-                self._erase(self._erasing[0])
-                self._erasing.popleft()
+            elif self._records:
+                self._write_next(*self._records[0])
+                self._records.popleft()
             elif self._save.is_due(self._now()):
                 self._save.run(self._store.path, self._closing)
 
@@ -156,7 +160,7 @@ class Upkeep:
         with self._work:
             while True:
                 wanted = [task for task in (self._reset, self._save) if task.wanted]
-                if self._erasing or any(task.is_due(self._now()) for task in wanted):
+                if self._records or any(task.is_due(self._now()) for task in wanted):
                     return True
                 if self._closing:
                     return False
@@ -167,14 +171,19 @@ class Upkeep:
         # At the end all that is left is due.
         return math.inf if self._closing else time.monotonic()
 
-    def _erase(self, slot: int) -> None:
+    def _write(self, slot: int, record: bytes) -> None:
+        with self._work:
+            self._records.append((slot, record))
+            self._work.notify()
+
+    def _write_next(self, slot: int, record: bytes) -> None:
         try:
-            self._store.erase(slot)
+            self._store.write_record(slot, record)
         except Exception:  # noqa: BLE001
             # Whatever it is: the slot would stay in use for ever.
-            self._erased.append((slot, False))
+            self._written.append((slot, record != table.EMPTY_RECORD))
         else:
-            self._erased.append((slot, True))
+            self._written.append((slot, True))
 
     def _save_ledger(self) -> None:
         self._store.save_ledger(self._store.ledger.dump())
