@@ -90,8 +90,8 @@ class DiskStore:
     """The open files of one folder, and the index over them.
 
     `read`, `write`, `write_record` and `erase` are thread-safe as long as no two threads work on
-    the same slot; `invalidate` and `save_ledger` are for one thread, the index for one. Owns the folder, its lock
-    and its descriptors.
+    the same slot; `invalidate` and `save_ledger` are for one thread, the index for one. Owns the
+    folder, its lock and its descriptors.
 
     Attributes:
         path: of the folder.
