@@ -241,3 +241,28 @@ def test_indescribable_layouts_are_refused(views: list[TensorView], message: str
 def test_an_engine_has_blocks(blocks: int) -> None:
     with pytest.raises(LayoutError, match=f"reports {blocks} KV blocks"):
         KVLayout.from_tensors([dense("l0", (3, 8), (0, 1))], blocks)
+
+
+def test_the_geometry_of_heads_names_the_order_of_dimensions() -> None:
+    """Of two tensors with the same extents, the other dimensions lie in another order."""
+    shape = (4, 2, 8, 8, 32)  # blocks, heads, and what lies within a head's page
+
+    def by_head(*order: int) -> KVLayout:
+        view = replace(dense("layer", shape, order), head_dim=1)
+        return KVLayout.from_tensors([view], num_blocks=4)
+
+    one, other = by_head(0, 1, 2, 3, 4), by_head(0, 1, 3, 2, 4)
+    assert one.by_head
+    assert other.by_head
+    assert one.geometry != other.geometry
+
+
+def test_where_heads_lie_makes_no_other_geometry() -> None:
+    """Tokens before heads, and heads before tokens: each head's bytes are the same."""
+    shape = (4, 2, 16, 64)
+    layouts = [
+        KVLayout.from_tensors([replace(dense("layer", shape, order), head_dim=1)], num_blocks=4)
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3))
+    ]
+    assert [layout.by_head for layout in layouts] == [True, True]
+    assert layouts[0].geometry == layouts[1].geometry

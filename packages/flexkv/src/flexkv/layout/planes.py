@@ -90,9 +90,7 @@ def opaque_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
     """What the bytes of `opaque_planes` mean: extents in the order of the dimensions, and the
     places of these in the order of memory."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
-    dims = _dims_within(view, block_dim, ratio)
-    order = sorted(range(len(dims)), key=lambda i: dims[i].stride)
-    return (view.itemsize, *(dim.size for dim in dims), *order)
+    return _geometry(view, _dims_within(view, block_dim, ratio))
 
 
 def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
@@ -125,10 +123,16 @@ def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
 
 
 def head_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
-    """What the bytes of one head of `head_planes` mean: the extents of its dimensions."""
+    """What the bytes of one head of `head_planes` mean, as `opaque_geometry`. Where the heads lie
+    among the other dimensions makes no difference."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
-    dims = _dims_within(view, block_dim, ratio, view.head_dim)
-    return (view.itemsize, *(dim.size for dim in dims))
+    return _geometry(view, _dims_within(view, block_dim, ratio, view.head_dim))
+
+
+def _geometry(view: TensorView, dims: Sequence[Dim]) -> tuple[int, ...]:
+    """Extents in the order of the dimensions, and the places of these in the order of memory."""
+    order = sorted(range(len(dims)), key=lambda i: dims[i].stride)
+    return (view.itemsize, *(dim.size for dim in dims), *order)
 
 
 def _dims_within(
