@@ -54,10 +54,14 @@ def module_path(**extra: Any) -> Connector:
     return Connector("module_path", config, {"VLLM_PLUGINS": ""})
 
 
-def slow_disk(megabytes_per_second: float, **extra: Any) -> Connector:
-    """FlexKV over a disk that reads no faster than that."""
+def slow_disk(read_mbps: float = 1e6, write_mbps: float = 1e6, **extra: Any) -> Connector:
+    """FlexKV over a disk that reads and writes no faster than that, in megabytes per second."""
     config = _flexkv(extra) | {"kv_connector_module_path": "integration.harness.slow_disk"}
-    env = {"VLLM_PLUGINS": "", "SLOW_DISK_MBPS": str(megabytes_per_second)}
+    env = {
+        "VLLM_PLUGINS": "",
+        "SLOW_DISK_MBPS": str(read_mbps),
+        "SLOW_DISK_WRITE_MBPS": str(write_mbps),
+    }
     return Connector("slow_disk", config, env)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's connector over a disk that reads no faster than `SLOW_DISK_MBPS` megabytes per
-second: for `kv_connector_module_path`, which has vLLM import this in all of its processes."""
+"""FlexKV's connector over a disk that reads no faster than `SLOW_DISK_MBPS` megabytes per second,
+and writes no faster than `SLOW_DISK_WRITE_MBPS`: for `kv_connector_module_path`, which has vLLM
+import this in all of its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["FlexKVConnectorV1"]
 
 
 class _Drive:
-    """Makes reads end when a device of `speed` bytes per second would have ended them, which does
+    """Makes calls end when a device of `speed` bytes per second would have ended them, which does
     one after the other."""
 
     def __init__(self, speed: float) -> None:
@@ -31,14 +32,22 @@ class _Drive:
         time.sleep(max(0.0, done - time.monotonic()))
 
 
-_drive = _Drive(float(os.environ["SLOW_DISK_MBPS"]) * 1e6)
-_read = OsFiles.preadv
+_reader = _Drive(float(os.environ["SLOW_DISK_MBPS"]) * 1e6)
+_writer = _Drive(float(os.environ["SLOW_DISK_WRITE_MBPS"]) * 1e6)
+_read, _write = OsFiles.preadv, OsFiles.pwritev
 
 
 def _read_slowly(self: OsFiles, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     size = _read(self, fd, buffers, offset)
-    _drive.wait(size)
+    _reader.wait(size)
+    return size
+
+
+def _write_slowly(self: OsFiles, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    size = _write(self, fd, buffers, offset)
+    _writer.wait(size)
     return size
 
 
 OsFiles.preadv = _read_slowly  # type: ignore[method-assign]
+OsFiles.pwritev = _write_slowly  # type: ignore[method-assign]

@@ -144,5 +144,5 @@ class MemoryTier:
         results, self._results = self._results, []
         return results
 
-    def close(self) -> bool:
+    def close(self, flush_seconds: float = 0.0) -> bool:
         return True

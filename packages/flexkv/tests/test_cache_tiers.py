@@ -241,6 +241,20 @@ def test_a_prefix_that_the_engine_always_has_stays_on_disk(make: Callable[..., E
     assert second.fetched(*hot, "new") == 2
 
 
+def test_a_store_that_ended_unseen_is_written_at_the_end(make: Callable[..., Engine]) -> None:
+    first = make()
+    transfer = first.cache.store(keys("a", "b"), [0, 1])
+    assert transfer is not None
+    for block in transfer.blocks:
+        with first.arena.slot_view(block.slot) as view:
+            view[:] = content(block.key)
+    first.arena.board.report(transfer.cell, 0, Status.DONE)
+    first.close()
+    assert first.cache.counters.demoted_blocks == 2
+    second = make()
+    assert second.fetched("a", "b", "c") == 2
+
+
 def test_the_end_of_a_prefix_leaves_the_disk_first(make: Callable[..., Engine]) -> None:
     engine = make(slots=8, disk_slots=8)
     prefix = [f"a{i}" for i in range(6)]

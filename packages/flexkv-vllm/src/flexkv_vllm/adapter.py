@@ -17,7 +17,12 @@ from flexkv_vllm.compat.core import hit_sources
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
-from flexkv_vllm.start import make_scheduler_side, make_worker_side, read_settings
+from flexkv_vllm.start import (
+    flush_seconds,
+    make_scheduler_side,
+    make_worker_side,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,7 +90,7 @@ class Adapter:
                 self._worker.close()
             unused = True
             if self._scheduler is not None:
-                unused = self._scheduler.close()
+                unused = self._scheduler.close(flush_seconds(self._vllm_config))
                 self._scheduler.log_counters(self._edge.failures)
             if self._session is not None and unused:
                 self._session.close()

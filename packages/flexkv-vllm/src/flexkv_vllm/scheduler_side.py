@@ -323,9 +323,9 @@ class SchedulerSide:
         """What was counted since the last call."""
         return self._figures.take()
 
-    def close(self) -> bool:
-        """End the lower tiers. False if one hangs, and the arena must stay mapped."""
-        return self._cache.close()
+    def close(self, flush_seconds: float) -> bool:
+        """End the cache; see `KVCache.close`."""
+        return self._cache.close(flush_seconds)
 
     def log_counters(self, failures: Mapping[str, int]) -> None:
         """Write to the log what the cache did, and what went wrong at the edge."""

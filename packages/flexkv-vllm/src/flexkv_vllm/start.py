@@ -72,6 +72,13 @@ _QUEUE_SHARE = 2
 blocks need room."""
 
 
+def flush_seconds(vllm_config: VllmConfig) -> float:
+    """How long blocks that wait may be written when the engine ends: half of the time that vLLM
+    gives it, which is also for the requests under way and for the workers."""
+    timeout: float = getattr(vllm_config, "shutdown_timeout", 0)
+    return timeout / 2
+
+
 def read_settings(vllm_config: VllmConfig) -> CacheConfig:
     """FlexKV's settings for this engine.
 
@@ -198,6 +205,11 @@ def make_scheduler_side(
         config.ssd_timeout_seconds,
         pin_seconds=config.pin_seconds,
     )
+    if tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.info(
+            "vLLM's --shutdown-timeout is 0: a server ends at once at SIGTERM, and blocks that "
+            "wait to be written to disk are lost; --shutdown-timeout 20 gives it time to write them"
+        )
     transfer = vllm_config.kv_transfer_config
     chooser = LoadChooser(
         load_mode_of(config, vllm_config, groups, store_time),

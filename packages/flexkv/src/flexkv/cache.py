@@ -319,9 +319,19 @@ class KVCache:
         self._transfers.clear()
         self._counters.resets += 1
 
-    def close(self) -> bool:
-        """End the lower tiers. False if one hangs: then the arena must stay mapped."""
-        return self._transfers.close()
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        """Finish what ranks have reported, and end the lower tiers, which write what waits; see
+        `LowerTier.close`. False if one hangs: then the arena must stay mapped."""
+        self.poll()
+        written = self._written_blocks
+        ended = self._transfers.close(flush_seconds)
+        # Of these no tier gives a result any more.
+        self._counters.demoted_blocks += self._written_blocks - written
+        return ended
+
+    @property
+    def _written_blocks(self) -> int:
+        return sum(figures.written_blocks for _, figures in self.tier_figures)
 
     def _check_ranks(self) -> None:
         """If a rank has ended its copies, every load would fail: have nothing any more. What is on

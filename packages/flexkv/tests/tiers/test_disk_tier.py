@@ -8,8 +8,12 @@ import os
 import random
 import shutil
 import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disk_blocks import (
@@ -26,7 +30,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv.errors import DiskError
+from flexkv.tiers.disk import drive as disk_drive
 from flexkv.tiers.disk import open_disk_tier, slabs
+from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.table import VERSION
 from flexkv.tiers.job import Outcome, Priority
 from packages.conftest import Clock
@@ -249,6 +255,37 @@ def test_a_reopened_tier_is_warm(tmp_path: Path) -> None:
         assert client.read(found) == [DONE] * 32
         assert client.write(names(10, first=200)) == [DONE] * 10
         assert client.read(names(10, first=200)) == [DONE] * 10
+
+
+@pytest.mark.parametrize("allowed", [0.0, 3 * DEADLINE])
+def test_what_waits_is_written_as_long_as_the_engine_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, allowed: float
+) -> None:
+    tier = open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity_of(64))
+    client = Client(tier)
+    (drive,) = tier.drives
+    gate, write = threading.Event(), drive._store.write
+
+    def waiting(*args: Any) -> Any:
+        gate.wait()
+        return write(*args)
+
+    monkeypatch.setattr(drive._store, "write", waiting)
+    monkeypatch.setattr(drive, "_runs", lambda slots, size: [[i] for i in range(len(slots))])
+    client.begin_write(names(40))
+    while len(drive.link._running) < THREADS:
+        time.sleep(0)
+    # By itself it begins writes for `DEADLINE`, and waits as long again for their ends.
+    monkeypatch.setattr(disk_drive, "CLOSE_SECONDS", 2 * DEADLINE)
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(tier.close, allowed)
+        while not drive.link._closing:
+            time.sleep(0)
+        clock.skip(1.5 * DEADLINE)
+        gate.set()
+        assert closed.result()
+    with opened(tmp_path) as again:
+        assert again.found(names(40)) == names(40 if allowed else THREADS)
 
 
 @pytest.mark.parametrize("slots", [1, 20, 63, 65, 300])

@@ -149,8 +149,9 @@ class LowerTier(Protocol):
         """Results that came since the last call. Each block of each batch has exactly one."""
         ...
 
-    def close(self) -> bool:
-        """Let running operations end and drop the others; their results do not come any more.
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        """Begin the writes that wait for `flush_seconds`, or longer if the tier's own bound is
+        longer, let running operations end, and drop the others; their results do not come any more.
 
         Returns whether all have ended. If not, a device hangs: then every buffer of an operation
         without a result stays borrowed until the process ends.

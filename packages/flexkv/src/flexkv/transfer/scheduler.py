@@ -137,7 +137,7 @@ class TransferScheduler:
         for tier in self._tiers:
             tier.clear()
 
-    def close(self) -> bool:
+    def close(self, flush_seconds: float) -> bool:
         """End the lower tiers. False if one hangs, and still reads or writes arena memory."""
-        ended = [tier.close() for tier in self._tiers]
+        ended = [tier.close(flush_seconds) for tier in self._tiers]
         return all(ended)

@@ -40,8 +40,8 @@ QUEUE_BYTES = 1 << 30
 a second, and what waits longer holds its blocks in host memory for too long."""
 
 CLOSE_SECONDS = 5.0
-"""How long shutdown waits for the jobs that run, and as long again for the upkeep: for 8 reads of
-16 MiB at 25 MB/s."""
+"""How long shutdown waits for the jobs, and as long again for the upkeep: for 8 reads of 16 MiB at
+25 MB/s. It is longer where the engine gives more time to write."""
 
 _RATE_WEIGHT = 0.1
 """Of the last write in the average: blocks go over within some ten writes when a drive slows."""
@@ -230,17 +230,20 @@ class Drive:
             self._note(job, running.writes)
         return ended
 
-    def begin_close(self) -> None:
-        """Take nothing in any more; `close` waits for what is left. Idempotent."""
-        self.link.begin_close(CLOSE_SECONDS / 2)
+    def begin_close(self, flush_seconds: float = 0.0) -> None:
+        """Take nothing in any more, and begin what waits to be written for `flush_seconds`, or half
+        of `CLOSE_SECONDS` if that is longer; `close` waits for it. Idempotent."""
+        self.link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
 
-    def close(self, waited: float = 0.0) -> bool:
+    def close(self, waited: float = 0.0, flush_seconds: float = 0.0) -> bool:
         """End the link, then close the store. False if jobs hang; their files stay open.
 
         Args:
             waited: seconds since `begin_close`.
+            flush_seconds: as given to `begin_close`.
         """
-        if not self.link.close(max(0.0, CLOSE_SECONDS - waited)):
+        bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
+        if not self.link.close(max(0.0, bound - waited)):
             logger.warning("%s hangs: left as it is", self.path)
             return False
         self.poll()

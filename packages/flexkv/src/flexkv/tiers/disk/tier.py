@@ -159,12 +159,12 @@ class DiskTier:
         results, self._results = self._results, []
         return results
 
-    def close(self) -> bool:
+    def close(self, flush_seconds: float = 0.0) -> bool:
         # All at once: an engine is given few seconds, however many drives it has.
         begun = time.monotonic()
         for drive in self._drives:
-            drive.begin_close()
-        ended = [drive.close(time.monotonic() - begun) for drive in self._drives]
+            drive.begin_close(flush_seconds)
+        ended = [drive.close(time.monotonic() - begun, flush_seconds) for drive in self._drives]
         self._batches.clear()
         self._places.clear()
         self._queued_blocks = 0

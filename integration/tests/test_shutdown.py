@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that is told to stop writes what waits for the disk, if vLLM gives it the time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from integration.harness import connector
+from integration.harness.config import EngineConfig
+from integration.harness.host import EngineHost
+from integration.harness.server import Server
+from integration.tests import disks
+from integration.tests.conftest import ARENA_GB
+from integration.tests.corpus import FLEXKV_BLOCK
+from integration.tests.disks import PROMPTS, restorable, restored
+from integration.tests.reference import Reference
+from integration.tests.steps import ask_each
+
+WRITE_MBPS = 1.5
+"""Most blocks wait when the last prompt is answered. All of them take 25 s; by itself FlexKV takes
+2.5 s at its end."""
+TIMEOUT_SECONDS = 240
+
+
+def blocks_on_disk(server: Server) -> float:
+    (found,) = re.findall(r'^vllm:flexkv_blocks{.*tier="disk".*} (\S+)$', server.metrics(), re.M)
+    return float(found)
+
+
+def test_blocks_that_wait_are_on_disk_after_sigterm(
+    host: EngineHost,
+    reference: Reference,
+    flexkv: Callable[..., dict[str, Any]],
+    engine_config: Callable[..., EngineConfig],
+    work_dir: Path,
+) -> None:
+    settings = disks.settings(work_dir / "sigterm-disk") | {"cpu_cache_gb": ARENA_GB}
+    slow = connector.slow_disk(write_mbps=WRITE_MBPS, **flexkv(**settings))
+    allowed = {"shutdown_timeout": TIMEOUT_SECONDS}
+    config = engine_config(slow, probe=False, forked=False, extra_args=allowed)
+    host.close()  # one engine at a time
+    with Server(config, work_dir / "logs" / "sigterm.log", None) as server:
+        for prompt in PROMPTS:
+            server.generate(prompt)
+        blocks = sum(len(prompt) // FLEXKV_BLOCK for prompt in PROMPTS)
+        assert blocks_on_disk(server) < blocks / 2
+    # SIGTERM was sent, and the server has ended by itself.
+    assert "FlexKV ends: " in server.log()
+    assert "force killing" not in server.log()
+
+    engine = host.start(engine_config(connector.plugin(**flexkv(**settings))))
+    answers = ask_each(engine, PROMPTS)
+    reference.check_all(PROMPTS, answers, what="after SIGTERM")
+    assert restored(answers) == restorable(PROMPTS)
