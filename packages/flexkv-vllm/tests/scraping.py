@@ -26,12 +26,15 @@ def scrape(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str]
     }
 
 
-def metrics(registry: CollectorRegistry, engines: int = 1) -> Any:
+def metrics(
+    registry: CollectorRegistry, engines: int = 1, settings: dict[str, Any] | None = None
+) -> Any:
     types: Any = {
         Counter: functools.partial(Counter, registry=registry),
         Gauge: functools.partial(Gauge, registry=registry),
         Histogram: None,  # vLLM gives all three
     }
     values: dict[int, list[object]] = {i: ["model", str(i)] for i in range(engines)}
-    config: Any = SimpleNamespace(kv_transfer_config=None)
+    transfer = SimpleNamespace(kv_connector_extra_config=settings or {})
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
     return FlexKVConnectorV1.build_prom_metrics(config, types, ["model_name", "engine"], values)

@@ -61,6 +61,9 @@ def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
     registry = CollectorRegistry()
     made = metrics(registry, engines=2)
     values = scrape(registry)
+    infos = {key: values.pop(key) for key in list(values) if key[0] == "vllm:flexkv_info"}
+    assert set(infos.values()) == {1.0}
+    assert len(infos) == 2
     assert len(values) == 2 * sum(len(metric.combinations) for metric in METRICS)
     assert set(values.values()) == {0.0}
     made.observe({HITS: 16, BLOCKS: 7}, 1)

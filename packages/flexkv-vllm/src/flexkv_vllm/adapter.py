@@ -169,6 +169,10 @@ class Adapter:
             return hit_sources(*self._scheduler.hit_tokens(request, tokens))
         return {}
 
+    @property
+    def wants_step(self) -> bool:
+        return self._scheduler is not None and self._scheduler.wants_step
+
     # Both sides.
 
     def take_stats(self) -> FlexKVStats | None:

@@ -142,6 +142,9 @@ class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
     def reset_cache(self) -> bool:
         return self._adapter.reset()
 
+    def has_pending_push_work(self) -> bool:
+        return self._adapter.wants_step
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._adapter.take_events()
 

@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from flexkv import CacheConfig, load_config
+from flexkv.adapter import info
 from flexkv.adapter.metrics import GAUGES, METRICS, Kind, Metric, Samples, add, sample, summary
 
 PREFIX = "vllm:flexkv_"
@@ -54,6 +56,8 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        transfer = vllm_config.kv_transfer_config
+        config = load_config(transfer.kv_connector_extra_config if transfer else None)
         self._values: dict[tuple[int, str], Any] = {}
         for metric in METRICS:
             made = self._make(metric, metric_types, labelnames)
@@ -61,6 +65,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
                 for labels in metric.combinations:
                     name = sample(metric.name, *labels)
                     self._values[engine, name] = made.labels(*values, *labels)
+        self._make_info(config, metric_types, labelnames, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: Samples, engine_idx: int = 0) -> None:
         """Take in what `FlexKVStats` of an engine has summed up."""
@@ -78,6 +83,19 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
         names = labelnames + metric.label_names
         if metric.kind is Kind.COUNTER:
             return metric_types[Counter](PREFIX + metric.name, metric.text, names)
-        return metric_types[Gauge](
-            PREFIX + metric.name, metric.text, names, multiprocess_mode="mostrecent"
-        )
+        return _gauge(metric_types, metric.name, metric.text, names)
+
+    @staticmethod
+    def _make_info(
+        config: CacheConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        made = _gauge(metric_types, info.NAME, info.TEXT, [*labelnames, *info.LABELS])
+        for values in per_engine_labelvalues.values():
+            made.labels(*values, *info.info_labels(config)).set(1)
+
+
+def _gauge(metric_types: dict[type, type], name: str, text: str, labels: list[str]) -> Any:
+    return metric_types[Gauge](PREFIX + name, text, labels, multiprocess_mode="mostrecent")

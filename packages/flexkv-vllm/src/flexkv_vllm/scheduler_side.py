@@ -19,6 +19,7 @@ from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.loading import Loads
@@ -103,6 +104,7 @@ class SchedulerSide:
         )
         self._requests: dict[str, TrackedRequest] = {}
         self._begun: set[str] = set()
+        self._idle_steps = IdleSteps()
         self._orders = StepMetadata()
 
     @property
@@ -228,6 +230,7 @@ class SchedulerSide:
 
     def build_orders(self, output: SchedulerOutput) -> StepMetadata:
         """The orders of the step that `output` describes; what was collected is handed over."""
+        self._idle_steps.note(bool(self._requests))
         self._poll()
         self._follow(output)
         self._loads.continue_all(self._orders)
@@ -313,6 +316,11 @@ class SchedulerSide:
     def take_events(self) -> list[KVCacheEvent]:
         """What vLLM's subscribers are to be told."""
         return [] if self._events is None else self._events.take()
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether vLLM is to step though no request needs it: a copy ends, or is reported."""
+        return self._idle_steps.wanted(self._cache.busy or self._figures.active)
 
     @property
     def has_samples(self) -> bool:

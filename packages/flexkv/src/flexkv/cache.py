@@ -74,6 +74,7 @@ class KVCache:
         pin_seconds: float = 3600.0,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
+        self._slot_bytes = arena.spec.format.slot_bytes
         self._index = BlockIndex(arena.spec.num_slots, policy)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
@@ -102,6 +103,11 @@ class KVCache:
     def num_slots(self) -> int:
         """Blocks that host memory can hold."""
         return self._index.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a block takes, in every tier."""
+        return self._slot_bytes
 
     @property
     def pinned_blocks(self) -> int:

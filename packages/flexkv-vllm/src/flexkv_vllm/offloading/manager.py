@@ -21,9 +21,10 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from flexkv import KVCache, Medium, Session, Status
+from flexkv import CacheConfig, KVCache, Medium, Session, Status
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import Wishes, WishReader
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
@@ -50,9 +51,17 @@ class FlexKVOffloadingManager(OffloadingManager):
         session: with the arena; owned, closed after the cache.
         edge: where errors end.
         tells_events: whether somebody listens to KV events.
+        settings: of the engine, which metrics show.
     """
 
-    def __init__(self, cache: KVCache, session: Session, edge: Edge, tells_events: bool) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        session: Session,
+        edge: Edge,
+        tells_events: bool,
+        settings: CacheConfig,
+    ) -> None:
         self._cache = cache
         self._session = session
         self._edge = edge
@@ -63,6 +72,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._asking: dict[str, RequestBlocks] = {}
         self._loading: dict[int, str] = {}
         self._old_blocks = False  # whether there may be blocks that a reset was to forget
+        self._idle_steps = IdleSteps()
+        self._untold_settings: CacheConfig | None = settings
         self._closed = False
 
     # Requests.
@@ -137,12 +148,16 @@ class FlexKVOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         with self._edge.guard("ending a step's lookups", "nothing is fetched"):
             asking, self._asking = self._asking, {}
+            self._idle_steps.note(bool(self._requests))
             self._poll()
             for request in asking.values():
                 request.fetch_lacking()
             for request_id in context.new_req_ids:
                 if request_id in self._requests:
                     self._requests[request_id].settle()
+
+    def has_pending_work(self) -> bool:
+        return self._idle_steps.wanted(self._cache.busy or self._figures.active)
 
     def reset_cache(self) -> None:
         self._old_blocks = True
@@ -163,7 +178,8 @@ class FlexKVOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._figures.active or self._edge.failures:
             with self._edge.guard("counting", "the counts come later, or are lost"):
-                return connector_stats(self._figures.take())
+                settings, self._untold_settings = self._untold_settings, None
+                return connector_stats(self._figures.take(), settings)
         return None
 
     def shutdown(self) -> None:

@@ -108,7 +108,7 @@ def make_manager(
         spec.total_bytes / (1 << 30),
         session.info.fingerprint,
     )
-    return FlexKVOffloadingManager(cache, session, edge, config.enable_kv_cache_events)
+    return FlexKVOffloadingManager(cache, session, edge, config.enable_kv_cache_events, settings)
 
 
 def _make_movers(

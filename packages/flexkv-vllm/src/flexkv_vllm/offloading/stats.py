@@ -12,6 +12,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from flexkv import CacheConfig
+from flexkv.adapter import info
 from flexkv.adapter.metrics import METRICS, Kind, Metric, Samples, sample
 from flexkv_vllm.metrics import PREFIX
 
@@ -29,14 +31,18 @@ _BY_SAMPLE: dict[str, tuple[Metric, tuple[str, ...]]] = {
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """What FlexKV adds to the connector's metrics."""
     kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}
-    return {
+    definitions: dict[str, OffloadingMetricMetadata] = {
         PREFIX + metric.name: kinds[metric.kind](metric.text, tuple(metric.label_names))
         for metric in _METRICS
     }
+    definitions[PREFIX + info.NAME] = OffloadingGaugeMetadata(info.TEXT, info.LABELS)
+    return definitions
 
 
-def connector_stats(samples: Samples) -> OffloadingConnectorStats | None:
-    """What was counted, for vLLM; None if nothing was."""
+def connector_stats(
+    samples: Samples, settings: CacheConfig | None = None
+) -> OffloadingConnectorStats | None:
+    """What was counted, for vLLM; None if nothing was. With `settings`, these as well."""
     stats = OffloadingConnectorStats()
     for name, value in samples.items():
         metric, labels = _BY_SAMPLE.get(name, (None, ()))
@@ -46,4 +52,6 @@ def connector_stats(samples: Samples) -> OffloadingConnectorStats | None:
             stats.increase_counter(PREFIX + metric.name, value, labels)
         else:
             stats.set_gauge(PREFIX + metric.name, value, labels)
+    if settings is not None:
+        stats.set_gauge(PREFIX + info.NAME, 1, info.info_labels(settings))
     return None if stats.is_empty() else stats

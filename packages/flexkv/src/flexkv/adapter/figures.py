@@ -119,7 +119,6 @@ class CacheFigures:
 
     def take(self) -> Samples:
         """What is new since the last call; empty if nothing is."""
-        self.active = False
         totals = self._totals()
         told, self._told = self._told, totals
         new = {name: value - told.get(name, 0) for name, value in totals.items()}
@@ -128,6 +127,8 @@ class CacheFigures:
         if samples or gauges != self._told_gauges:
             self._told_gauges = gauges
             samples |= gauges
+        # A rank may report a copy one step after its end was seen here.
+        self.active = bool(samples)
         return samples
 
     def _totals(self) -> Samples:
@@ -166,10 +167,12 @@ class CacheFigures:
         return totals
 
     def _gauges(self) -> Samples:
-        cache, host = self._cache, Medium.HOST.value
+        cache, host, size = self._cache, Medium.HOST.value, self._cache.slot_bytes
         gauges: Samples = {
             sample("blocks", host): cache.ready_blocks,
             sample("capacity_blocks", host): cache.num_slots,
+            sample("bytes", host): cache.ready_blocks * size,
+            sample("capacity_bytes", host): cache.num_slots * size,
             "pinned_blocks": cache.pinned_blocks,
             sample("queue_length", "device"): cache.transfers_under_way,
         }
@@ -178,6 +181,8 @@ class CacheFigures:
             gauges |= {
                 sample("blocks", tier): figures.blocks,
                 sample("capacity_blocks", tier): figures.slots,
+                sample("bytes", tier): figures.blocks * size,
+                sample("capacity_bytes", tier): figures.slots * size,
                 sample("queue_length", tier): figures.queued_blocks,
                 "queue_bytes": figures.queued_bytes,
             }

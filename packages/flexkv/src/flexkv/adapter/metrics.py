@@ -114,6 +114,8 @@ METRICS = (
     ),
     Metric("blocks", Kind.GAUGE, "FlexKV blocks in the tier that can be loaded.", _TIERS),
     Metric("capacity_blocks", Kind.GAUGE, "FlexKV blocks that the tier has room for.", _TIERS),
+    Metric("bytes", Kind.GAUGE, "Bytes of the tier's blocks that can be loaded.", _TIERS),
+    Metric("capacity_bytes", Kind.GAUGE, "Bytes that the tier has room for.", _TIERS),
     Metric("pinned_blocks", Kind.GAUGE, "FlexKV blocks pinned in host memory."),
     Metric(
         "queue_length",

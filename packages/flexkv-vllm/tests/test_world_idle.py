@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens, and is reported, in an engine that serves no request."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+from disk_world import drive_of
+from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
+from patience import wait_until
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from flexkv.adapter.idle import STEP_ON_SECONDS
+from flexkv.adapter.metrics import sample
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "has_pending_push_work"),
+    reason="this vLLM steps for requests only",
+)
+
+BLOCKS = 5
+
+
+class Clock:
+    """In place of the time that passes without requests."""
+
+    def __init__(self, world: World) -> None:
+        self.now = 0.0
+        world.side._idle_steps._clock = lambda: self.now
+
+
+class Gate:
+    """Writes to a world's disk begin only when it is opened."""
+
+    def __init__(self, world: World) -> None:
+        self._open = threading.Event()
+        store = drive_of(world)._store
+        write = store.write
+
+        def waiting(*args: Any) -> Any:
+            self._open.wait()
+            return write(*args)
+
+        store.write = waiting
+        world.closing.callback(self.open)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def step_on(world: World) -> None:
+    """As vLLM's loop does between requests."""
+    wait_until(lambda: not world.scheduler.has_requests(), world.step)
+
+
+def serve(world: World, prompt: list[int]) -> None:
+    """One request, and no step after its last."""
+    request = world.add(prompt, max_tokens=1)
+    wait_until(lambda: request not in world.scheduler.requests, world.step)
+
+
+def reported(world: World, *names: str) -> float:
+    """The last value of a gauge that vLLM was given."""
+    return next(each[sample(*names)] for each in reversed(world.stats) if sample(*names) in each)
+
+
+def stored_keys(world: World, blocks: int) -> list[bytes]:
+    keys = list(world.cache._index._ready)
+    assert len(keys) == blocks
+    return keys
+
+
+def test_capacities_are_reported_before_the_first_request(make_world: MakeWorld) -> None:
+    world = make_world(slots=30, disk_slots=100)
+    step_on(world)
+    assert reported(world, "capacity_blocks", "host") == 30
+    ((_, disk),) = world.cache.tier_figures
+    assert reported(world, "capacity_blocks", "disk") == disk.slots > 0
+    assert len(world.stats) == 1
+    assert not world.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_what_a_burst_left_is_written_and_its_queues_are_reported_empty(
+    make_world: MakeWorld, asynchronous: bool
+) -> None:
+    rng = random.Random(1)
+    world = make_world(disk_slots=100, ranks=2, lag=rng if asynchronous else None)
+    Clock(world)
+    gate = Gate(world)
+    serve(world, random_prompt(rng, BLOCKS * BLOCK_TOKENS + 1))
+    gate.open()
+    step_on(world)
+    keys = stored_keys(world, BLOCKS)
+    assert world.cache._transfers.tiers[0].contains(keys) == [True] * BLOCKS
+    assert reported(world, "blocks", "disk") == BLOCKS
+    for queue in (("queue_length", "device"), ("queue_length", "disk"), ("queue_bytes",)):
+        assert reported(world, *queue) == 0
+    stored = sum(each.get(sample("copied_bytes", "device", "store"), 0) for each in world.stats)
+    assert stored == BLOCKS * BLOCK_TOKENS * 2 * 4 * 16
+
+
+def test_a_disk_that_hangs_lets_the_engine_rest(make_world: MakeWorld) -> None:
+    world = make_world(disk_slots=100)
+    clock = Clock(world)
+    gate = Gate(world)
+    serve(world, random_prompt(random.Random(2), BLOCKS * BLOCK_TOKENS + 1))
+    for _ in range(20):
+        assert world.scheduler.has_requests()
+        world.step()
+    clock.now += STEP_ON_SECONDS
+    assert not world.scheduler.has_requests()
+    gate.open()
