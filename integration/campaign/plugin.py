@@ -41,11 +41,12 @@ def install(folder: Path, orders: Path, python_path: str) -> dict[str, str]:
 def register() -> None:
     """Put the faults between FlexKV and its mover and files. Once in each process."""
     start: Any = importlib.import_module("flexkv_vllm.start")
+    tiers: Any = importlib.import_module("flexkv.adapter.start")
 
     if getattr(start.make_mover, "steered", False):
         return  # vLLM loads plugins again where a process makes several engines
     steering = Steering(Path(os.environ[_FOLDER]))
-    make_mover, open_disk_tier = start.make_mover, start.open_disk_tier
+    make_mover, open_disk_tier = start.make_mover, tiers.open_disk_tier
 
     def make_steered_mover(*args: Any, **kwargs: Any) -> Any:
         from integration.campaign.steered_mover import SteeredMover
@@ -64,7 +65,7 @@ def register() -> None:
 
     make_steered_mover.steered = True  # type: ignore[attr-defined]
     start.make_mover = make_steered_mover
-    start.open_disk_tier = open_steered_tier
+    tiers.open_disk_tier = open_steered_tier
 
 
 def _is_last_rank() -> bool:

@@ -6,37 +6,26 @@ Everything that can be wrong is found here, and raised: at run time nothing is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from flexkv import (
-    ADMISSIONS,
-    GIB,
-    POLICIES,
     CacheConfig,
     ConfigError,
-    FlexKVError,
     KVCache,
     LayoutError,
-    LowerTier,
     Session,
     Shard,
     attach,
     choose_engine_blocks,
     configure_logging,
     fingerprint,
-    join,
-    lead,
     load_config,
     log_ignored_variables,
-    open_disk_tier,
-    plan_arena,
     share_of,
 )
 from flexkv.adapter.groups import Groups
@@ -44,6 +33,7 @@ from flexkv.adapter.guard import Edge
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.layers import split_layers
 from flexkv.adapter.load_choice import LoadChooser, LoadMode
+from flexkv.adapter.start import copy_cpus, make_cache, meet, running_on
 from flexkv.adapter.worker import WorkerSide
 from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of, work_so_far
 from flexkv_vllm.compat.core import (
@@ -66,10 +56,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("flexkv.vllm")
-
-_QUEUE_SHARE = 2
-"""Writes that wait for a disk hold at most half of the arena: what waits cannot be evicted, and new
-blocks need room."""
 
 
 def flush_seconds(vllm_config: VllmConfig) -> float:
@@ -192,20 +178,8 @@ def make_scheduler_side(
     spec = session.arena.spec
     groups = _read_groups(vllm_config, kv_cache_config, spec.format.engine_blocks)
     keys = BlockKeys(groups, request_stamp)
-    try:
-        tiers = open_tiers(config, session) if _keeps_on_disk(config, vllm_config) else []
-    except FlexKVError:
-        session.close()
-        raise
-    cache = KVCache(
-        session.arena,
-        POLICIES[config.eviction_policy](),
-        tiers,
-        ADMISSIONS[config.ssd_admission],
-        config.ssd_timeout_seconds,
-        pin_seconds=config.pin_seconds,
-    )
-    if tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
+    cache = make_cache(config, session, keeps_on_disk=_keeps_on_disk(config, vllm_config))
+    if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
         logger.info(
             "vLLM's --shutdown-timeout is 0: a server ends at once at SIGTERM, and blocks that "
             "wait to be written to disk are lost; --shutdown-timeout 20 gives it time to write them"
@@ -260,85 +234,6 @@ def _make_events(
 
 def _keeps_on_disk(config: CacheConfig, vllm_config: VllmConfig) -> bool:
     return config.ssd_cache_gb is not None and outlives_process(vllm_config)
-
-
-def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:
-    """The tiers below the arena that the settings name.
-
-    Raises:
-        DiskError: a cache directory cannot be used.
-    """
-    if config.ssd_cache_gb is None:
-        return []
-    spec = session.arena.spec
-    day_gb = config.ssd_write_gb_per_day
-    tier = open_disk_tier(
-        config.ssd_cache_dir,
-        session.info.fingerprint,
-        spec.format.slot_bytes,
-        int(config.ssd_cache_gb * GIB),
-        share=config.ssd_in_use == "own",
-        keep_others=config.ssd_other_models == "keep",
-        day_bytes=None if day_gb is None else int(day_gb * GIB),
-        queue_bytes=spec.num_slots * spec.format.slot_bytes // _QUEUE_SHARE,
-        stall_seconds=config.ssd_timeout_seconds,
-    )
-    for drive in tier.drives:
-        index = drive.index
-        logger.info(
-            "FlexKV keeps blocks in %s: %d of %d slots are warm",
-            drive.path,
-            len(index),
-            index.num_slots,
-        )
-    return [tier]
-
-
-def meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads: int) -> Session:
-    """Meet the other ranks; rank 0 makes the arena.
-
-    Args:
-        config: of the engine.
-        engine_id: its name for the session.
-        shard: this rank's.
-        ranks: of the engine.
-        threads: that fill the arena.
-
-    Raises:
-        ArenaError: they do not come, disagree, or the memory is not there.
-    """
-    if shard.rank > 0:
-        session = join(config.session_root, engine_id, shard)
-        session.arena.populate(threads)
-        return session
-    return lead(
-        config.session_root,
-        engine_id,
-        shard,
-        ranks,
-        lambda block_format: plan_arena(block_format, config.cpu_cache_gb),
-        threads=threads,
-    )
-
-
-def copy_cpus() -> set[int]:
-    """Processors that copies may run on: this process's, and those of the one that started it.
-
-    vLLM's CPU build pins a worker, and with it all threads it starts, to the processors that
-    compute. Copies there would take turns with the forward pass while others are idle.
-    """
-    return os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
-
-
-@contextlib.contextmanager
-def running_on(cpus: set[int]) -> Iterator[None]:
-    """Let this thread run on `cpus`: threads that it starts meanwhile keep them."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def check_groups_behind_shim(

@@ -13,12 +13,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import (
-    ADMISSIONS,
-    POLICIES,
     Arena,
     CacheConfig,
-    FlexKVError,
-    KVCache,
     KVLayout,
     LayoutError,
     PlacedPlane,
@@ -26,6 +22,7 @@ from flexkv import (
     attach,
 )
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.start import copy_cpus, make_cache, meet, running_on
 from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.offloading import offer_only_what_was_computed, worker_config
@@ -33,7 +30,6 @@ from flexkv_vllm.identity import outlives_process
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
-from flexkv_vllm.start import copy_cpus, meet, open_tiers, running_on
 from flexkv_vllm.support import check_launcher
 
 if TYPE_CHECKING:
@@ -88,19 +84,7 @@ def make_manager(
     warn_if_newer()
     offer_only_what_was_computed()
     session = attach(settings.session_root, config.engine_id)
-    try:
-        tiers = open_tiers(settings, session) if session.info.durable else []
-    except FlexKVError:
-        session.close()
-        raise
-    cache = KVCache(
-        session.arena,
-        POLICIES[settings.eviction_policy](),
-        tiers,
-        ADMISSIONS[settings.ssd_admission],
-        settings.ssd_timeout_seconds,
-        pin_seconds=settings.pin_seconds,
-    )
+    cache = make_cache(settings, session, keeps_on_disk=session.info.durable)
     spec = session.arena.spec
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
