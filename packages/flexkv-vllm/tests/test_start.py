@@ -20,7 +20,7 @@ from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, Lay
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.load_choice import LoadMode
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.compat.core import core as compat
+from flexkv_vllm.compat import core as compat
 from flexkv_vllm.groups import read_groups
 from flexkv_vllm.scheduler_side import StoreTime
 from flexkv_vllm.start import load_mode_of
