@@ -13,6 +13,7 @@ from faults.faulty_files import HangingFiles
 
 from flexkv.tiers.disk import drive
 from flexkv.tiers.job import Outcome
+from packages.conftest import Clock
 
 DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
 KEYS = names(24)
@@ -105,3 +106,20 @@ def test_the_end_leaves_first(tmp_path: Path, restart: bool, drives: int) -> Non
         with opened(*roots, slots=20 // drives) as client:
             assert client.write(names(8, first=100)) == [DONE] * 8
             assert client.found(KEYS) == KEYS[:12]
+
+
+def test_a_drive_that_was_once_slow_is_measured_again(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At low load, where the other one takes all that comes."""
+    monkeypatch.setattr(drive, "time", clock)
+    with opened(tmp_path / "a", tmp_path / "b", slots=64) as client:
+        slow, fast = client.tier.drives
+        slow._write_rate, fast._write_rate = 1.0, 1e15
+        for key in KEYS[:8]:
+            client.write([key])
+        assert [key for key in KEYS[:8] if key in slow.index] == []
+        clock.skip(61.0)
+        client.write(KEYS[8:12])
+        assert [key for key in KEYS[8:12] if key in slow.index] == KEYS[8:9]
+        assert slow._write_rate > 1e3

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,11 @@ _FIRST_RATE = 1e9
 """Bytes per second, of a drive that has written nothing yet. Only ratios between drives count."""
 
 
+_TRUST_SECONDS = 60.0
+"""A drive that nothing was written to for so long gets the next block, whatever its rate was: at
+low load the fastest takes all, and one that was once slow would never be measured again."""
+
+
 Begun: TypeAlias = tuple[Job, list[int]]
 """A job, and the positions of its blocks in the batch that was asked for, in the order of its
 outcomes."""
@@ -92,6 +98,8 @@ class Drive:
         self._reads = Health()
         self._writes = Health()
         self._write_rate = _FIRST_RATE
+        self._last_write = time.monotonic()
+        self._measures = False
         self._told_damage = False
 
     @property
@@ -124,7 +132,9 @@ class Drive:
 
     def write_delay(self, size: int) -> float:
         """How long a write of `size` bytes would take to be done, in proportion, by what was seen
-        so far."""
+        so far. None at all if that is long ago."""
+        if self._is_outdated:
+            return 0.0
         return (self.link.queued_bytes + self._unsent_bytes + size) / self._write_rate
 
     def read(
@@ -151,6 +161,8 @@ class Drive:
         `SlotIndex.reserve`."""
         slot = self.index.reserve(key, behind)
         if slot is not None:
+            self._measures |= self._is_outdated
+            self._last_write = time.monotonic()
             self._unsent_bytes += self._store.slot_bytes
             self._store.ledger.book_write(self._store.slot_bytes)
             self._upkeep.count()
@@ -308,10 +320,17 @@ class Drive:
         self.link.submit(*(job for job, _ in begun))
         return begun
 
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether the rate was measured too long ago."""
+        return time.monotonic() - self._last_write > _TRUST_SECONDS
+
     def _note_rate(self, job: Job) -> None:
         if all(outcome is Outcome.DONE for outcome in job.outcomes):
             rate = job.size / max(job.seconds, 1e-6)
-            self._write_rate += _RATE_WEIGHT * (rate - self._write_rate)
+            weight = 1.0 if self._measures else _RATE_WEIGHT
+            self._write_rate += weight * (rate - self._write_rate)
+            self._measures = False
 
     def _settle_write(self, slot: int, outcome: Outcome, checksum: bytes | None) -> None:
         ledger = self._store.ledger
