@@ -19,6 +19,8 @@ from flexkv.tiers.disk.directory import (
     owner,
 )
 
+NOBODY = 65534
+
 OWNER = """
 import sys, time
 from flexkv.tiers.disk.directory import claim
@@ -170,3 +172,22 @@ def test_a_lock_that_says_nothing_has_an_unknown_owner(tmp_path: Path) -> None:
     assert owner(str(tmp_path)) == "unknown"
     (tmp_path / "lock").write_bytes(b"\xff")
     assert owner(str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("name", ["", OURS], ids=["cache directory", "folder"])
+def test_what_another_user_has_left_open_to_everybody_is_refused(tmp_path: Path, name: str) -> None:
+    claim(str(tmp_path), OURS, False).release()
+    path = tmp_path / name
+    os.chown(path, NOBODY, NOBODY)
+    path.chmod(0o777)
+    for _ in range(2):  # no lock is left behind
+        with pytest.raises(DiskError, match=rf"^{path} .* belongs to user {NOBODY}, .*0777"):
+            claim(str(tmp_path), OURS, False)
+    path.chmod(0o755)
+    claim(str(tmp_path), OURS, False).release()
+
+
+def test_a_directory_of_ones_own_may_be_open_to_everybody(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    claim(str(tmp_path), OURS, False).release()

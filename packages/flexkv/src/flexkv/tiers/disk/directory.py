@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import time
 from dataclasses import dataclass
 
@@ -123,16 +124,24 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         share: take a folder of one's own beside those that are taken.
 
     Raises:
-        DiskError: another process owns it, or it cannot be made.
+        DiskError: another process owns it, it cannot be made, or another user has left it open
+            to everybody, who could put other blocks there.
     """
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
+        _refuse_others(root, os.stat(root), stat.S_IWOTH)
         for number in range(MAX_OWNERS if share else 1):
             name = f"{fingerprint}-{number}" if number else fingerprint
             # With `share` there is another folder to have at once.
             folder = _make(os.path.join(root, name), 1 if share else _TRIES)
-            if folder is not None:
-                return folder
+            if folder is None:
+                continue
+            try:
+                _refuse_others(folder.path, os.fstat(folder.fd), stat.S_IWGRP | stat.S_IWOTH)
+            except DiskError:
+                folder.release()
+                raise
+            return folder
     except OSError as error:
         raise DiskError(
             f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; "
@@ -230,6 +239,21 @@ def fingerprint_of(path: str) -> str:
     """Of the blocks in the folder `path`, by its name."""
     match = _FOLDER.fullmatch(os.path.basename(path))
     return match["fingerprint"] if match else ""
+
+
+def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
+    """Check that no other user has made a directory and lets others write there, as the bits
+    `writable` of its mode say.
+
+    Raises:
+        DiskError: one has.
+    """
+    if status.st_uid not in (0, os.geteuid()) and status.st_mode & writable:
+        raise DiskError(
+            f"{path} from ssd_cache_dir belongs to user {status.st_uid}, and its mode "
+            f"{stat.S_IMODE(status.st_mode):04o} lets others write there, who could change blocks; "
+            f"allowed: a directory of this user or of root, or one that only its owner can write"
+        )
 
 
 def _taken(root: str, fingerprint: str, share: bool) -> str:
