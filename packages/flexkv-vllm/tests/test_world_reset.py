@@ -198,3 +198,20 @@ def test_a_refused_load_of_a_request_that_begins_anew(
     again = world.generate(stem + tail + random_prompt(rng, 5))
     world.check_outputs()
     assert world.external_tokens[again] == 160
+
+
+def test_what_a_request_computes_after_it_began_anew_is_stored(make_world: MakeWorld) -> None:
+    """vLLM tells in one step that it has preempted the request and that it has begun it anew."""
+    world = make_world(num_blocks=128)
+    prompt = random_prompt(random.Random(4), 2 * BLOCK_TOKENS + 5)
+    request = world.add(prompt, max_tokens=60)
+    world.step()
+    assert world.restart(reset_connector=False)
+    world.run()
+    world.forget()
+    text = prompt + world.outputs[request]
+    assert (
+        world.external_tokens[world.generate(text)]
+        == (len(text) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    )
+    world.check_outputs()
