@@ -20,8 +20,8 @@ MODES = pytest.mark.parametrize("mode", ["layerwise", "auto"])
 
 
 def layerwise_loads(world: World) -> int:
-    """Requests whose forward ran beside their load."""
-    return sum(tracked.built_on > 0 for tracked in seen(world))
+    """Requests whose forward was to run beside their load."""
+    return sum(tracked.match is not None and tracked.match.layerwise for tracked in seen(world))
 
 
 def seen(world: World) -> list:

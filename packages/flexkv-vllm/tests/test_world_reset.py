@@ -133,7 +133,7 @@ def test_a_store_is_done_before_its_blocks_are_written_to(
     other = world.add(random_prompt(rng, 20), max_tokens=1)
     world.step()
     (store, *_) = world.side._stores._running.values()
-    assert store.request_id == request_id
+    assert store.reads_of(request_id)
     for act in way.split(", "):
         if act == "abort":
             world.abort(request_id)

@@ -100,16 +100,33 @@ def test_a_failed_load_drops_its_blocks(workers: Workers) -> None:
     workers.store("a", "b", "c")  # their slots are free again
 
 
-def test_a_store_ends_where_a_key_has_a_slot_already(workers: Workers) -> None:
+def test_a_store_leaves_out_a_key_that_has_a_slot_already(workers: Workers) -> None:
     workers.store("a")
     store = workers.cache.store(keys("b", "b", "c"), [0, 1, 2])
     assert store is not None
-    assert [block.key for block in store.blocks] == keys("b")
+    assert [block.key for block in store.blocks] == keys("b", "c")
     assert workers.cache.store(keys("a"), [0]) is None
+    assert workers.cache.counters.refused_blocks == 0
     workers.report(store, Status.DONE, Status.DONE)
     assert workers.cache.poll() == [store]
-    assert [workers.cache.lookup([key]) for key in keys("a", "b", "c")] == [1, 1, 0]
+    assert workers.cache.lookup(keys("b", "c")) == 2
     workers.store("x", "y", "z")  # no slot is lost
+
+
+def test_a_prefix_that_finds_no_slot_does_not_keep_others_from_being_stored(
+    workers: Workers,
+) -> None:
+    workers.store("a", "b", "c")
+    pinned = workers.cache.load(keys("a", "b", "c"))
+    assert pinned is not None
+    store = workers.cache.store(keys("a", "d", "e", "x", "y"), [1, 2, 3, 4], begins=(0, 3))
+    assert store is None
+    workers.report(pinned, Status.DONE, Status.DONE)
+    workers.cache.poll()
+    gone = workers.cache.store(keys("gone", "d", "e", "x", "y"), [1, 2, 3, 4], begins=(0, 3))
+    assert gone is not None
+    assert [block.key for block in gone.blocks] == keys("x", "y")
+    assert workers.cache.counters.refused_blocks == 4 + 2
 
 
 def test_a_prefix_with_a_key_twice_is_loaded_and_pinned(workers: Workers) -> None:
@@ -277,7 +294,7 @@ class CacheModel(RuleBasedStateMachine):
         transfer = data.draw(st.sampled_from(self.pending))
         if transfer.direction is Direction.STORE:
             self.pending.remove(transfer)
-            self.cache.discard(transfer)
+            self.cache.discard(transfer.blocks)
             self.workers.report(transfer, Status.DONE, Status.DONE)
             assert self.cache.poll() == [transfer]
 

@@ -17,6 +17,7 @@ from flexkv import Direction, KVCache
 from flexkv.adapter.cost import Span
 from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.figures import CacheFigures
+from flexkv.adapter.fills import FillCalendar
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.idle import IdleSteps
@@ -28,7 +29,7 @@ from flexkv.adapter.metrics import Samples
 from flexkv.adapter.orders import StepReport
 from flexkv.adapter.request import NEVER, Match, TrackedRequest
 from flexkv.adapter.request_options import WishReader, pin_owner
-from flexkv.adapter.storing import Stores
+from flexkv.adapter.storing import StoreBatch, Stores
 from flexkv_vllm.compat.core import offered_states, zeroed_blocks
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata
@@ -102,6 +103,7 @@ class SchedulerSide:
             edge=edge,
             describe=describe,
         )
+        self._calendar = FillCalendar()
         self._requests: dict[str, TrackedRequest] = {}
         self._begun: set[str] = set()
         self._idle_steps = IdleSteps()
@@ -279,7 +281,9 @@ class SchedulerSide:
         if tracked.ran:
             if self._store_time is StoreTime.FINISH:
                 tracked.set_blocks(self._tables(tables))
-                self._stores.add_filled(tracked, request.num_computed_tokens, self._orders)
+                batch: StoreBatch = {}
+                self._stores.add_filled(tracked, request.num_computed_tokens, batch)
+                self._stores.order(batch, self._orders)
             self._cache.touch(self._matcher.blocks_of(request, request.num_computed_tokens))
             self._figures.note_activity()
         return self.must_hold(tracked.id)
@@ -385,8 +389,7 @@ class SchedulerSide:
         if not self._stores.under_way:
             return
         if not any(tables):
-            # Another connector's turn it is, and vLLM does not tell which blocks it fills.
-            self._stores.fence_all(self._orders)
+            self._stores.fence_all(self._orders)  # as in `_follow`
             return
         sizes = {group.index: group.engine_block_tokens for group in self._groups.members}
         # Where there are none of our blocks, all count as new.
@@ -400,22 +403,26 @@ class SchedulerSide:
 
     def _store_filled(self, output: SchedulerOutput) -> None:
         """Order stores of the blocks that this step fills."""
-        requests, orders = self._requests, self._orders
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = requests.get(request_id)
-            if tracked is None:
+        requests, batch = self._requests, StoreBatch()
+        scheduled = output.num_scheduled_tokens
+        for tracked in self._calendar.take_due(scheduled, requests):
+            if tracked.next_fill == NEVER:
                 continue
-            computed = tracked.request.num_computed_tokens + scheduled
-            # In most steps no block fills up: this is all that they cost per request.
+            tokens = scheduled.get(tracked.id)
+            if tokens is None:
+                self._calendar.watch(tracked, 1)
+                continue
+            computed = tracked.request.num_computed_tokens + tokens
             if computed >= tracked.next_fill:
-                self._stores.add_filled(tracked, computed, orders)
-                self._figures.note_activity()
-        if self._groups.plain:
-            return
-        for request_id, offers in offered_states(output).items():
-            tracked = requests.get(request_id)
-            if tracked is not None:
-                self._stores.add_states(tracked, offers, orders)
+                self._stores.add_filled(tracked, computed, batch)
+            self._calendar.watch(tracked, tracked.next_fill - computed)
+        if not self._groups.plain:
+            for request_id, offers in offered_states(output).items():
+                if request_id in requests:
+                    self._stores.add_states(requests[request_id], offers, batch)
+        if batch:
+            self._stores.order(batch, self._orders)
+            self._figures.note_activity()
 
     def _follow(self, output: SchedulerOutput) -> None:
         """Keep up with the blocks that vLLM gave and took in this step."""
@@ -427,19 +434,26 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             self._fence(new.block_ids, new.num_computed_tokens)
             self._has(new.req_id, new.block_ids)
+        written: list[int] = []
         cached = output.scheduled_cached_reqs
-        each = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, new_blocks, computed_tokens in each:
+        for place, new_blocks in enumerate(cached.new_block_ids):
             if new_blocks is None:
                 continue
+            request_id = cached.req_ids[place]
             if request_id in cached.resumed_req_ids:
-                self._fence(new_blocks, computed_tokens)
+                self._fence(new_blocks, cached.num_computed_tokens[place])
                 self._has(request_id, new_blocks)
                 continue
-            self._fence(new_blocks, 0)
+            if not any(new_blocks):
+                # Another connector's turn it is, and vLLM does not tell which blocks it fills.
+                self._stores.fence_all(self._orders)
+            for table in new_blocks:
+                written += table
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.add_blocks(self._tables(new_blocks))
+        if written:
+            self._stores.fence(written, self._orders)
         zeroed = zeroed_blocks(output)
         if zeroed and self._stores.under_way:
             self._stores.discard(zeroed)
@@ -450,3 +464,5 @@ class SchedulerSide:
         if tracked is not None:
             tracked.set_blocks(self._tables(tables))
             tracked.ran = True
+            if self._store_time is StoreTime.STEP:
+                self._calendar.watch(tracked, 1)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 
 from flexkv.admission import ADMISSIONS, Admission
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters
 from flexkv.eviction import EvictionPolicy
 from flexkv.host.arena import Arena
-from flexkv.index import BlockIndex
+from flexkv.index import Block, BlockIndex
 from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
 from flexkv.tiers.base import LowerTier, TierFigures
@@ -204,30 +204,30 @@ class KVCache:
         index = self._index
         return [i for i in range(start, len(keys)) if keys[i] not in index]
 
-    def store(self, keys: Sequence[bytes], positions: Sequence[int]) -> Transfer | None:
-        """Reserve slots for blocks of a prefix.
+    def store(
+        self, keys: Sequence[bytes], positions: Sequence[int], begins: Container[int] = (0,)
+    ) -> Transfer | None:
+        """Reserve slots for blocks of a prefix, or of several one behind another.
 
         Args:
             keys: blocks of which each builds on the one before, first block first. They may begin
                 anywhere in the prefix: one block before those to store is enough.
-            positions: which of them to store, ascending; as `missing` returned them.
+            positions: which of them to store, ascending; those that have a slot are left out.
+            begins: positions of blocks that build on none.
 
         Returns:
-            A transfer of the first blocks of `positions` that slots could be had for, or None if
-            there is none. The prefix itself is never evicted to make room for its own end, and what
-            has no predecessor in the arena is not stored.
+            A transfer of those blocks of `positions`, in order, that slots could be had for, or
+            None if there is none. The prefix itself is never evicted to make room for its own end,
+            and what has no predecessor in the arena is not stored.
         """
         if self._off:
             return None
         self._pins.expire(time.monotonic())
-        blocks = []
-        for position in positions:
-            before = keys[position - 1] if position else None
-            block = self._index.reserve(keys[position], before)
-            if block is None:
-                break
-            blocks.append(block)
-        self._counters.refused_blocks += len(positions) - len(blocks)
+        index = self._index
+        blocks = index.reserve_all(keys, positions, begins)
+        if len(blocks) < len(positions):
+            refused = {keys[i] for i in positions if keys[i] not in index}
+            self._counters.refused_blocks += len(refused)
         if not blocks:
             return None
         transfer = self._transfers.begin(Direction.STORE, blocks)
@@ -247,9 +247,10 @@ class KVCache:
         else:
             self._index.release(transfer.blocks)
 
-    def discard(self, transfer: Transfer) -> None:
-        """What a store under way reads has been overwritten: its blocks are never found."""
-        self._index.discard(transfer.blocks)
+    def discard(self, blocks: Iterable[Block]) -> None:
+        """What a store under way copies into these of its blocks has been overwritten: they are
+        never found."""
+        self._index.discard(blocks)
 
     def poll(self) -> list[Transfer]:
         """Finish what ranks and lower tiers have reported: publish stores, release loads.

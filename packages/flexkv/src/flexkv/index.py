@@ -16,7 +16,7 @@ Pure and single-threaded; every operation is O(1) per block, apart from the poli
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.eviction import EvictionPolicy
@@ -150,20 +150,41 @@ class BlockIndex:
             The block, in state WRITING; None if no slot can be had, if the key has one already, or
             if `after` has none: no prefix would lead to it.
         """
-        if key in self:
-            return None
-        block = Block(key, -1, BlockState.WRITING)
-        if after is not None:
-            block.parent = self._ready.get(after) or self._writing.get(after)
-            if block.parent is None:
-                return None
-        self._attach(block)
-        if not self._free and not self._evict():
-            self._detach(block)
-            return None
-        block.slot = self._free.pop()
-        self._writing[key] = block
-        return block
+        if after is None:
+            blocks = self.reserve_all((key,), (0,), (0,))
+        else:
+            blocks = self.reserve_all((after, key), (1,), ())
+        return blocks[0] if blocks else None
+
+    def reserve_all(
+        self, keys: Sequence[bytes], positions: Iterable[int], begins: Container[int]
+    ) -> list[Block]:
+        """`reserve` for each of `positions` in `keys`, behind the key before it, or behind none at
+        `begins`. Returns the blocks of those that got a slot."""
+        ready, writing, free, policy = self._ready, self._writing, self._free, self._policy
+        blocks = []
+        for position in positions:
+            key = keys[position]
+            if key in writing or key in ready:
+                continue
+            parent = None
+            if position not in begins:
+                before = keys[position - 1]
+                parent = writing.get(before) or ready.get(before)
+                if parent is None:
+                    continue
+                # It stays from now on, so that it does not make room for what builds on it.
+                if parent.is_evictable:
+                    policy.remove(before)
+                parent.children += 1
+            slot = free.pop() if free else self._evict()
+            block = Block(key, -1 if slot is None else slot, BlockState.WRITING, parent)
+            if slot is None:
+                self._detach(block)
+                continue
+            writing[key] = block
+            blocks.append(block)
+        return blocks
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """The bytes of these blocks are complete: from now on lookups find them.
@@ -287,16 +308,20 @@ class BlockIndex:
         elif block.is_evictable:
             self._policy.add(block.key, block.used)
 
-    def _evict(self) -> bool:
-        victim = self._policy.victim()
-        if victim is None:
-            return False
-        self._policy.remove(victim)
-        block = self._ready.pop(victim)
-        self._remove(block)
-        self._free.append(block.slot)
+    def _evict(self) -> int | None:
+        """The slot of the block that leaves for another; None if none can."""
+        key = self._policy.victim()
+        if key is None:
+            return None
+        self._policy.remove(key)
+        block = self._ready.pop(key)
+        block.state = BlockState.DROPPED  # it is not pinned, or it could not leave
+        if self.changed is not None:
+            self.changed[key] = None
+        if block.parent is not None:
+            self._detach(block)
         self.evictions += 1
-        return True
+        return block.slot
 
     def _attach(self, block: Block) -> None:
         """What `block` builds on stays as long as it does."""

@@ -217,9 +217,13 @@ class Loads:
     def ended(self, transfer: Transfer) -> None:
         """A load's transfer has ended."""
         running = self._running.pop(transfer.id, None)
-        if running is None or transfer.status is not Status.FAILED:
+        if running is None:
             return
         tracked = running.tracked
+        if transfer.status is Status.DONE:
+            if tracked.built_on == transfer.id:
+                tracked.built_on = 0
+            return
         tracked.fail_from(running.start)
         if tracked.built_on == transfer.id:
             tracked.next_fill = NEVER

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Metric:
         return list(self.only or itertools.product(*(values for _, values in self.labels)))
 
 
+@functools.cache
 def sample(name: str, *labels: str) -> str:
     """The name of one value of a metric, for instance "hit_tokens:disk"."""
     return ":".join((name, *labels))

@@ -59,13 +59,15 @@ class TrackedRequest:
         loading: what vLLM was promised to have loaded, as long as some of it is not ordered.
         disk_tokens: of its last load, that came from a lower tier.
         junction: see `Match`.
-        built_on: id of the load beside whose copies its forward ran; 0 if there was none.
+        built_on: id of the load beside whose copies its forward ran, until that is known to have
+            succeeded; 0 if there is none.
         engine_blocks: ids of the blocks that hold its tokens, in order, for each cached group.
             Empty if they are not known: nothing is stored of it then.
         ran: it was scheduled since vLLM gave it its blocks. Before that, they need not hold what
             vLLM counts as computed: another connector may be loading it.
         next_fill: tokens with which the first block that was not considered for storing is full;
             `NEVER` if nothing more of it is stored.
+        due_step: when it is looked at for that, by the count of `FillCalendar`.
     """
 
     request: EngineRequest
@@ -84,6 +86,7 @@ class TrackedRequest:
     engine_blocks: list[list[int]] = field(default_factory=list)
     ran: bool = False
     next_fill: int = NEVER
+    due_step: int = 0
 
     @property
     def id(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -17,29 +18,66 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.request import NEVER, TrackedRequest
 from flexkv.adapter.request_options import Wishes, pin_owner
+from flexkv.index import Block
 
 
-class _Candidate(NamedTuple):
-    """A FlexKV block that could be stored: its group, its position there, its engine blocks."""
+class _Filled(NamedTuple):
+    """A FlexKV block of a request that can be copied out: its group, its position there, its
+    engine blocks."""
 
+    request: EngineRequest
     group: Group
     position: int
     engine_blocks: Sequence[int]
 
 
+class _Pin(NamedTuple):
+    """Blocks to pin once they have slots, for an owner, for so many seconds."""
+
+    keys: Sequence[bytes]
+    owner: tuple[str, str]
+    seconds: float | None
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Blocks of several requests that one transfer stores.
+
+    Attributes:
+        keys: each behind that of the block that it builds on.
+        begins: where in `keys` a block is that builds on none.
+        filled: by place in `keys`, the blocks to store.
+        pins: to make then.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    begins: set[int] = field(default_factory=set)
+    filled: dict[int, _Filled] = field(default_factory=dict)
+    pins: list[_Pin] = field(default_factory=list)
+
+
+StoreBatch = dict[int, _Chains]
+"""What is stored with one step, by the layer-wise load that it was computed on; 0 if none. One
+transfer each: a transfer costs more than its blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A store under way, which outlives its request.
+    """A store under way, which outlives its requests.
 
     Attributes:
         transfer: the core's.
-        request_id: whose blocks it reads.
+        filled: for each of its blocks, what it is copied from.
         engine_blocks: vLLM's blocks that it reads.
     """
 
     transfer: Transfer
-    request_id: str
-    engine_blocks: frozenset[int]
+    filled: Sequence[_Filled]
+    engine_blocks: AbstractSet[int]
+
+    def reads_of(self, request_id: str) -> bool:
+        """Whether it reads blocks of this request."""
+        return any(each.request.request_id == request_id for each in self.filled)
 
 
 class Stores:
@@ -90,52 +128,50 @@ class Stores:
         """`next_fill` of a request of which nothing was considered yet."""
         return self._align if wishes.store or wishes.pin else NEVER
 
-    def add_filled(self, tracked: TrackedRequest, computed_tokens: int, orders: StepOrders) -> None:
-        """Order stores of the blocks that are full once `computed_tokens` are computed.
+    def add_filled(self, tracked: TrackedRequest, computed_tokens: int, batch: StoreBatch) -> None:
+        """Add the blocks that are full once `computed_tokens` are computed.
 
         Speculative decoding computes guesses, too, and asynchronous scheduling counts tokens that
         nobody has seen yet. A block has a hash when the request has all its tokens for good, and
         none of those is computed again: a step scheduled from then on leaves the block as it is.
         """
         request = tracked.request
-        stop = computed_tokens // self._align * self._align
+        stop = min(computed_tokens, len(request.block_hashes) * self._keys.hash_tokens)
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=False):
-            hashed = len(request.block_hashes) * self._keys.hash_tokens
-            has = len(table) // group.engine_blocks * group.block_tokens
-            stop = min(stop, hashed // self._align * self._align)
             if group.reach is not Reach.STATE:
-                stop = min(stop, has // self._align * self._align)
+                stop = min(stop, len(table) * group.engine_block_tokens)
+        stop = stop // self._align * self._align
         start = tracked.next_fill - self._align
         if stop <= start or not tracked.engine_blocks:
             return
         tracked.next_fill = stop + self._align
         with self._edge.guard("storing blocks", "they are not cached"):
-            self._store(tracked, list(self._filled(tracked, start, stop)), orders)
+            self._add(tracked, self._filled_between(tracked, start, stop), batch)
 
     def add_states(
         self,
         tracked: TrackedRequest,
         offers: Iterable[tuple[int, int, int]],
-        orders: StepOrders,
+        batch: StoreBatch,
     ) -> None:
-        """Order stores of recurrent states.
+        """Add recurrent states.
 
         Args:
             tracked: whose they are.
             offers: vLLM's: a group's index, the block that has a state after this step, and the
                 number of tokens that it is the state of.
-            orders: of the step.
+            batch: of the step.
         """
         if tracked.next_fill == NEVER:
             return
-        members = {group.index: group for group in self._groups.members}
-        found = [
-            _Candidate(members[index], tokens // members[index].block_tokens - 1, (block,))
-            for index, block, tokens in offers
-            if index in members and tokens % self._align == 0
-        ]
         with self._edge.guard("storing states", "they are not cached"):
-            self._store(tracked, found, orders)
+            self._add(tracked, self._states_of(tracked.request, offers), batch)
+
+    def order(self, batch: StoreBatch, orders: StepOrders) -> None:
+        """Order the stores of a step."""
+        for built_on, chains in batch.items():
+            with self._edge.guard("ordering stores", "the blocks of the step are not cached"):
+                self._begin(chains, built_on, orders)
 
     def ended(self, transfer: Transfer) -> None:
         """A store's transfer has ended."""
@@ -157,33 +193,66 @@ class Stores:
 
     def discard(self, engine_blocks: Iterable[int]) -> None:
         """These blocks are overwritten before workers can wait for the stores that read them: what
-        those store is never found."""
+        those store of their requests is never found."""
         written = set(engine_blocks)
         for running in self._running.values():
-            if not running.engine_blocks.isdisjoint(written):
-                self._cache.discard(running.transfer)
+            if running.engine_blocks.isdisjoint(written):
+                continue
+            torn = {
+                each.request.request_id
+                for each in running.filled
+                if not written.isdisjoint(each.engine_blocks)
+            }
+            blocks = zip(running.transfer.blocks, running.filled, strict=True)
+            self._cache.discard(
+                [block for block, each in blocks if each.request.request_id in torn]
+            )
 
     def hold(self, request_id: str, orders: StepOrders) -> bool:
         """Whether stores still read the blocks of a request that has ended: workers then say when
         they do no more."""
-        reading = [i for i, each in self._running.items() if each.request_id == request_id]
+        reading = [i for i, each in self._running.items() if each.reads_of(request_id)]
         if reading:
             orders.releases[request_id] = reading
         return bool(reading)
 
-    def _filled(self, tracked: TrackedRequest, start: int, stop: int) -> Iterable[_Candidate]:
+    def _states_of(
+        self, request: EngineRequest, offers: Iterable[tuple[int, int, int]]
+    ) -> dict[Group, list[_Filled]]:
+        """The states that vLLM offers, of prefixes that a load may end with."""
+        members = {group.index: group for group in self._groups.members}
+        found: dict[Group, list[_Filled]] = {}
+        for index, block, tokens in offers:
+            group = members.get(index)
+            if group is not None and block and tokens % self._align == 0:
+                position = tokens // group.block_tokens - 1
+                found.setdefault(group, []).append(_Filled(request, group, position, (block,)))
+        for states in found.values():
+            states.sort(key=attrgetter("position"))
+        return found
+
+    def _filled_between(
+        self, tracked: TrackedRequest, start: int, stop: int
+    ) -> dict[Group, list[_Filled]]:
         """Blocks that were filled between `start` and `stop` tokens and are stored at once, but for
-        those that vLLM may have given to others as it scheduled this step: they were filled in an
-        earlier one and left behind since."""
-        computed = tracked.request.num_computed_tokens
+        those that vLLM has no more, or may have given to others as it scheduled this step: they
+        were filled in an earlier one and left behind since."""
+        request = tracked.request
+        computed = request.num_computed_tokens
+        found: dict[Group, list[_Filled]] = {}
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
             if group.reach is Reach.STATE:
                 continue
-            first = max(start // group.block_tokens, group.first_needed(computed))
-            for position in range(first, stop // group.block_tokens):
-                all_wanted = group.reach is Reach.ALL or self._keeps_windows
-                if all_wanted or self._is_wanted(tracked, group, position):
-                    yield _candidate(group, table, position)
+            all_wanted = group.reach is Reach.ALL or self._keeps_windows
+            size, step = group.block_tokens, group.engine_blocks
+            first = max(start // size, group.first_needed(computed))
+            found[group] = [
+                _Filled(request, group, position, blocks)
+                for position in range(first, stop // size)
+                if all_wanted or self._is_wanted(tracked, group, position)
+                if 0 not in (blocks := table[position * step : (position + 1) * step])
+            ]
+        return found
 
     def _is_wanted(self, tracked: TrackedRequest, group: Group, position: int) -> bool:
         """Whether a later request can use this block of a group that looks back less far."""
@@ -197,77 +266,68 @@ class Stores:
             for last in ends
         )
 
-    def _store(
-        self, tracked: TrackedRequest, candidates: Sequence[_Candidate], orders: StepOrders
+    def _add(
+        self, tracked: TrackedRequest, found: Mapping[Group, Sequence[_Filled]], batch: StoreBatch
     ) -> None:
-        if not candidates:
-            return
-        keys, places = self._chains(tracked.request, candidates)
-        positions = [i for i in self._cache.missing(keys) if i in places]
-        if positions and tracked.wishes.store:
-            self._begin(tracked, places, keys, positions, orders)
-        wishes = tracked.wishes
-        if wishes.pin:
-            owner = pin_owner(tracked.request, wishes)
-            self._cache.pin([keys[i] for i in places], owner, wishes.pin_seconds)
-
-    def _chains(
-        self, request: EngineRequest, candidates: Sequence[_Candidate]
-    ) -> tuple[list[bytes], dict[int, _Candidate]]:
-        """Keys of those of `candidates` that vLLM still has, each behind that of the block that it
-        builds on; and where each of them is.
+        """Add blocks of a request, ascending by position, each behind the one that it builds on.
 
         What looks back less far is worth nothing without full attention's last block, and needs
         none of its own that comes before what a hit needs.
         """
-        keys: list[bytes] = []
-        places: dict[int, _Candidate] = {}
+        request, wishes = tracked.request, tracked.wishes
+        chains = batch.setdefault(tracked.built_on, _Chains())
+        keys, begin = chains.keys, len(chains.keys)
+        stored: list[bytes] = []
         for group in self._by_reach:
-            blocks = [
-                each for each in candidates if each.group is group and all(each.engine_blocks)
-            ]
+            blocks = found.get(group)
             if not blocks:
                 continue
-            blocks.sort(key=attrgetter("position"))
-            start, stop = max(0, blocks[0].position - 1), blocks[-1].position + 1
-            own = self._keys.of(request, group, start, stop)
-            if group.reach is Reach.ALL and start < blocks[0].position:
+            first = blocks[0].position
+            start = max(0, first - 1)
+            own = self._keys.of(request, group, start, blocks[-1].position + 1)
+            if group.reach is Reach.ALL and start < first:
                 keys.append(own[0])
-            for each in blocks:
-                places[len(keys)] = each
-                keys.append(own[each.position - start])
-        return keys, places
+            elif len(keys) == begin:
+                chains.begins.add(begin)
+            for block in blocks:
+                key = own[block.position - start]
+                if wishes.store:
+                    chains.filled[len(keys)] = block
+                keys.append(key)
+                stored.append(key)
+        if wishes.pin and stored:
+            owner = pin_owner(request, wishes)
+            chains.pins.append(_Pin(stored, owner, wishes.pin_seconds))
 
-    def _begin(
-        self,
-        tracked: TrackedRequest,
-        places: Mapping[int, _Candidate],
-        keys: Sequence[bytes],
-        positions: Sequence[int],
-        orders: StepOrders,
-    ) -> None:
-        transfer = self._cache.store(keys, positions)
-        if transfer is None:
-            return
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._cache.cancel, transfer)
-            stored = [(places[i], keys[i]) for i in positions[: len(transfer.blocks)]]
-            engine_blocks = [block for each, _ in stored for block in each.engine_blocks]
-            order = CopyOrder(
-                transfer.id,
-                transfer.cell,
-                engine_blocks,
-                transfer.slots,
-                built_on=tracked.built_on,
-            )
-            self._running[transfer.id] = _Running(transfer, tracked.id, frozenset(engine_blocks))
-            orders.stores.append(order)
-            undo.pop_all()
+    def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
+        keys, filled = chains.keys, chains.filled
+        transfer = self._cache.store(keys, list(filled), chains.begins)
+        if transfer is not None:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._cache.cancel, transfer)
+                stored = _sources_of(transfer.blocks, keys, filled)
+                engine_blocks = [block for each in stored for block in each.engine_blocks]
+                order = CopyOrder(
+                    transfer.id, transfer.cell, engine_blocks, transfer.slots, built_on=built_on
+                )
+                self._running[transfer.id] = _Running(transfer, stored, frozenset(engine_blocks))
+                orders.stores.append(order)
+                undo.pop_all()
+            self._tell(transfer, stored)
+        for pin in chains.pins:
+            self._cache.pin(pin.keys, pin.owner, pin.seconds)
+
+    def _tell(self, transfer: Transfer, stored: Iterable[_Filled]) -> None:
         if self._describe is not None:
-            for each, key in stored:
-                self._describe(tracked.request, each.group, ((each.position, key),))
+            for each, block in zip(stored, transfer.blocks, strict=True):
+                self._describe(each.request, each.group, ((each.position, block.key),))
 
 
-def _candidate(group: Group, table: Sequence[int], position: int) -> _Candidate:
-    step = group.engine_blocks
-    return _Candidate(group, position, table[position * step : (position + 1) * step])
+def _sources_of(
+    blocks: Sequence[Block], keys: Sequence[bytes], filled: Mapping[int, _Filled]
+) -> list[_Filled]:
+    """What each of `blocks` is copied from: not all that is filled need have got a slot."""
+    if len(blocks) == len(filled):
+        return list(filled.values())
+    left = iter(filled.items())
+    return [next(each for i, each in left if keys[i] == block.key) for block in blocks]
