@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 from engine_world import World
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
+from flexkv.adapter.request import TrackedRequest
+from flexkv.adapter.request_options import Wishes
 from flexkv_vllm.compat.events import event_hash
 
 HOST, DISK = "CPU", "STORAGE"
@@ -58,10 +60,11 @@ def loadable(world: World, whole: bool = True) -> Blocks:
     tiers = world.cache._transfers.tiers
     side = world.side
     for request in world.requests.values():
+        tracked = TrackedRequest(request, Wishes())
         names = [event_hash(each) for each in request.block_hashes]
         for group in side._groups.members:
             step = group.engine_blocks
-            for position, key in enumerate(side._keys.of(request, group)):
+            for position, key in enumerate(side._keys.of(tracked, group)):
                 stop = (position + 1) * step
                 first = stop - step if whole else stop - 1
                 blocks = {(group.index, name) for name in names[first:stop]}

@@ -11,16 +11,20 @@ from vllm.lora.request import LoRARequest
 
 from flexkv.adapter.groups import Group, Groups, Reach
 from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.request import TrackedRequest
+from flexkv.adapter.request_options import Wishes
 from flexkv_vllm.identity import adapter_stamp, request_stamp
 
 FULL = Group(0, Reach.ALL, 0, 16, 2)
+OTHER = Group(5, Reach.ALL, 0, 16, 2)
 WINDOW = Group(3, Reach.WINDOW, 64, 32, 2)
 HASHES = [bytes([number]) * 32 for number in range(9)]
 """Of 16 tokens each: four blocks of the full attention, two of the window, and a rest."""
 
 
-def request(adapter: LoRARequest | None = None) -> Any:
-    return SimpleNamespace(block_hashes=HASHES, lora_request=adapter)
+def request(adapter: LoRARequest | None = None) -> TrackedRequest:
+    vllms: Any = SimpleNamespace(block_hashes=list(HASHES), lora_request=adapter)
+    return TrackedRequest(vllms, Wishes())
 
 
 @pytest.mark.parametrize(
@@ -43,10 +47,11 @@ def test_a_key_is_the_hash_of_the_blocks_last_tokens(
     assert list(keys.of(request(), FULL, start, stop)) == [HASHES[number] for number in last]
 
 
-def test_the_keys_of_several_groups_end_with_their_numbers() -> None:
-    keys = BlockKeys(Groups((FULL, WINDOW), 16), request_stamp)
+def test_the_keys_of_all_groups_but_one_end_with_their_numbers() -> None:
+    keys = BlockKeys(Groups((WINDOW, FULL, OTHER), 16), request_stamp)
     assert not keys.are_hashes
-    assert keys.of(request(), FULL, stop=1) == [HASHES[1] + b"\0"]
+    assert keys.of(request(), FULL, stop=1) == [HASHES[1]]
+    assert keys.of(request(), OTHER, stop=1) == [HASHES[1] + b"\5"]
     assert keys.of(request(), WINDOW) == [HASHES[3] + b"\3", HASHES[7] + b"\3"]
 
 
@@ -58,3 +63,24 @@ def test_the_keys_of_an_adapter_end_with_its_stamp() -> None:
     assert one.of(request(adapter), FULL, stop=1) == [HASHES[1] + stamp]
     several = BlockKeys(Groups((FULL, WINDOW), 16), request_stamp)
     assert several.of(request(adapter), WINDOW, stop=1) == [HASHES[3] + b"\3" + stamp]
+
+
+def test_keys_are_made_once() -> None:
+    keys, tracked = BlockKeys(Groups((FULL, OTHER), 16), request_stamp), request()
+    first = keys.of(tracked, OTHER, stop=2)
+    assert [id(key) for key in keys.of(tracked, OTHER)[:2]] == [id(key) for key in first]
+
+
+def test_keys_follow_the_hashes_that_vllm_adds_and_takes_back() -> None:
+    """It takes some back where a session goes on differently."""
+    keys, tracked = BlockKeys(Groups((FULL, OTHER), 16), request_stamp), request()
+    hashes: Any = tracked.request.block_hashes
+    assert len(keys.of(tracked, OTHER)) == 4
+    hashes.append(b"new" * 10)
+    assert list(keys.of(tracked, OTHER, 3)) == [HASHES[7] + b"\5", b"new" * 10 + b"\5"]
+    del hashes[6:]
+    assert list(keys.of(tracked, OTHER, 2)) == [HASHES[5] + b"\5"]
+    hashes += [b"u" * 32, b"v" * 32]
+    assert list(keys.of(tracked, OTHER, 2)) == [HASHES[5] + b"\5", b"v" * 32 + b"\5"]
+    hashes[6:] = [b"w" * 32, b"x" * 32, b"y" * 32]
+    assert list(keys.of(tracked, OTHER, 3)) == [b"x" * 32 + b"\5"]

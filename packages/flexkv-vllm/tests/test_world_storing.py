@@ -37,6 +37,19 @@ def test_a_step_stores_with_one_transfer(make_world: MakeWorld, windows: tuple[i
     assert [external(world, prompt) for prompt in prompts] == 3 * [5 * BLOCK_TOKENS]
 
 
+def test_each_prefix_of_a_store_begins_anew(make_world: MakeWorld) -> None:
+    """A block that is said to build on another request's would keep that one in host memory."""
+    world = make_world(num_blocks=100, slots=100, budget=512)
+    rng = random.Random(7)
+    requests = [world.add(random_prompt(rng, 4 * BLOCK_TOKENS + 1)) for _ in range(3)]
+    world.run()
+    ready = world.cache._index._ready
+    for request_id in requests:
+        keys = world.requests[request_id].block_hashes[:4]
+        parents = [ready[key].parent for key in keys]
+        assert [None if each is None else each.key for each in parents] == [None, *keys[:3]]
+
+
 def test_answers_of_requests_that_fill_blocks_in_other_steps_are_stored(
     make_world: MakeWorld,
 ) -> None:

@@ -235,7 +235,7 @@ class FaultModel(RuleBasedStateMachine):
         """At rest, all that leads to a key without a gap can be had."""
         self.rest(Outcome.DONE)
         prefix = prefix_of(chain, length)
-        there = [self.cache.presence(key) is not Presence.ABSENT for key in prefix]
+        there = [each is not Presence.ABSENT for each in self.cache.presence(prefix)]
         reached = [*there, False].index(False)
         begun = self.cache.fetch(prefix)
         self.drain(Outcome.DONE)

@@ -167,7 +167,7 @@ def test_where_a_block_is(make: Callable[..., Engine]) -> None:
     engine = make(slots=4)
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
-    assert [engine.cache.presence(key) for key in keys("z", "a", "c")] == [
+    assert engine.cache.presence(keys("z", "a", "c")) == [
         Presence.HOST,
         Presence.BELOW,
         Presence.ABSENT,
@@ -175,7 +175,7 @@ def test_where_a_block_is(make: Callable[..., Engine]) -> None:
     fetch = engine.cache.fetch(keys("a"))
     assert fetch is not None
     engine.wait(fetch)
-    assert engine.cache.presence(b"a") is Presence.HOST
+    assert engine.cache.presence([b"a"]) == [Presence.HOST]
 
 
 def test_nothing_is_offered_once_a_rank_has_ended_its_copies(
@@ -190,7 +190,7 @@ def test_nothing_is_offered_once_a_rank_has_ended_its_copies(
     engine.arena.board.report(transfer.cell, 0, Status.FAILED)
     engine.settle()
     wanted = keys("a", "b", "w", "x", "y", "z")
-    assert {engine.cache.presence(key) for key in wanted} == {Presence.ABSENT}
+    assert set(engine.cache.presence(wanted)) == {Presence.ABSENT}
     assert engine.cache.fetch(keys("a", "b")) is None
     assert engine.cache.store(keys("w"), [0]) is None
     assert [
@@ -208,7 +208,7 @@ def test_a_load_that_fails_turns_nothing_off(make: Callable[..., Engine]) -> Non
     assert transfer is not None
     engine.arena.board.report(transfer.cell, 0, Status.FAILED)
     engine.settle()
-    assert engine.cache.presence(b"a") is Presence.HOST
+    assert engine.cache.presence([b"a"]) == [Presence.HOST]
     assert engine.fetched("a", "b") == 2
 
 

@@ -180,7 +180,7 @@ class SchedulerSide:
         if match is not None:
             tracked.disk_tokens = min(match.disk_tokens, tokens)
             tracked.junction = match.junction
-            self._cache.record(self._matcher.blocks_of(request, match.local_tokens + tokens))
+            self._cache.record(self._matcher.blocks_of(tracked, match.local_tokens + tokens))
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.disk_tokens)
             for reason, left in match.left:
@@ -284,7 +284,7 @@ class SchedulerSide:
                 batch: StoreBatch = {}
                 self._stores.add_filled(tracked, request.num_computed_tokens, batch)
                 self._stores.order(batch, self._orders)
-            self._cache.touch(self._matcher.blocks_of(request, request.num_computed_tokens))
+            self._cache.touch(self._matcher.blocks_of(tracked, request.num_computed_tokens))
             self._figures.note_activity()
         return self.must_hold(tracked.id)
 

@@ -143,12 +143,18 @@ class KVCache:
         """How many blocks of this prefix can be loaded, from the first key on. No side effect."""
         return self._index.lookup(keys)
 
-    def presence(self, key: bytes) -> Presence:
-        """Where the block of one key is. No side effect."""
-        if self._index.lookup((key,)):
-            return Presence.HOST
-        below = not self._off and any(tier.contains((key,))[0] for tier in self._transfers.tiers)
-        return Presence.BELOW if below else Presence.ABSENT
+    def presence(self, keys: Sequence[bytes]) -> list[Presence]:
+        """Where the block of each key is. No side effect."""
+        there = self._index.present(keys)
+        if self._off or not self._transfers.tiers:
+            return [Presence.HOST if each else Presence.ABSENT for each in there]
+        absent = [key for key, each in zip(keys, there, strict=True) if not each]
+        answers = [tier.contains(absent) for tier in self._transfers.tiers] if absent else []
+        below = map(any, zip(*answers, strict=True))
+        return [
+            Presence.HOST if each else Presence.BELOW if next(below) else Presence.ABSENT
+            for each in there
+        ]
 
     def record(self, keys: Sequence[bytes]) -> None:
         """A scheduled request uses a prefix that somebody had, the engine itself included: count

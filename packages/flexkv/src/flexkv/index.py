@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from flexkv.eviction import EvictionPolicy
 
@@ -100,13 +101,11 @@ class BlockIndex:
 
     def lookup(self, keys: Iterable[bytes]) -> int:
         """How many of `keys`, from the first on, are ready. Changes nothing."""
-        ready = self._ready
-        count = 0
-        for key in keys:
-            if key not in ready:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(self._ready.__contains__, keys)))
+
+    def present(self, keys: Iterable[bytes]) -> list[bool]:
+        """For each of `keys` whether it is ready. Changes nothing."""
+        return list(map(self._ready.__contains__, keys))
 
     def lease(self, keys: Sequence[bytes]) -> list[Block] | None:
         """Protect the blocks of `keys` from eviction until `release`.

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass, field
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +31,25 @@ def models(draw: st.DrawFn) -> Groups:
         ),
         2,
     )
+
+
+@dataclass
+class Given:
+    """Says of blocks, by group and position, that they can be had; notes those that it is asked
+    about."""
+
+    there: Container[tuple[int, int]]
+    asked: set[tuple[int, int]] = field(default_factory=set)
+
+    def first_missing(self, group: Group, start: int, stop: int) -> int:
+        return next((i for i in range(start, stop) if not self._has(group, i)), stop)
+
+    def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        return next((i for i in reversed(range(start, stop)) if not self._has(group, i)), None)
+
+    def _has(self, group: Group, position: int) -> bool:
+        self.asked.add((group.index, position))
+        return (group.index, position) in self.there
 
 
 def is_hit(groups: Groups, there: set[tuple[int, int]], local: int, end: int) -> bool:
@@ -57,12 +79,7 @@ def test_it_is_the_longest_that_has_all_that_is_looked_at(
     blocks = [(g.index, b) for g in groups.members for b in range(limit // g.block_tokens)]
     absent = data.draw(st.sets(st.sampled_from(blocks), max_size=6)) if blocks else set()
     there = {(g, b) for g in range(4) for b in range(31)} - absent
-    asked: set[tuple[int, int]] = set()
-
-    def present(group: Group, position: int) -> bool:
-        asked.add((group.index, position))
-        return (group.index, position) in there
-
+    present = Given(there)
     hit = longest_hit(groups, present, local, limit)
     ends = [
         end
@@ -71,12 +88,13 @@ def test_it_is_the_longest_that_has_all_that_is_looked_at(
     ]
     assert hit == max(ends, default=local)
     sizes = {group.index: group.block_tokens for group in groups.members}
-    assert all(local <= b * sizes[g] and (b + 1) * sizes[g] <= limit for g, b in asked)
+    assert all(local <= b * sizes[g] and (b + 1) * sizes[g] <= limit for g, b in present.asked)
 
 
 @given(models(), st.integers(0, 60))
 def test_full_reach_looks_at_full_attention_only(groups: Groups, limit: int) -> None:
-    reach = full_reach(groups, lambda group, _: group.reach is Reach.ALL, 0, limit)
+    full_only = {(g.index, b) for g in groups.members for b in range(60) if g.reach is Reach.ALL}
+    reach = full_reach(groups, Given(full_only), 0, limit)
     full = [group for group in groups.members if group.reach is Reach.ALL]
     align = Groups(tuple(full), 2).alignment if full else 1
     assert reach == (limit // align * align if full else 0)

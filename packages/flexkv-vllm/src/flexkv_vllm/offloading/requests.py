@@ -53,7 +53,7 @@ class RequestBlocks:
 
     def lookup(self, key: bytes) -> LookupResult:
         """Whether the block can be loaded, or will be once a lower tier has given it."""
-        presence = self._cache.presence(key)
+        (presence,) = self._cache.presence((key,))
         if presence is Presence.HOST:
             if not (self._from_host or key in self._awaited):
                 return LookupResult.MISS

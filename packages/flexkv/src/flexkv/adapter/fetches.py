@@ -64,6 +64,11 @@ class Fetches:
         return None
 
     @staticmethod
+    def has(tracked: TrackedRequest) -> bool:
+        """Whether blocks of the request are being fetched, or were for it."""
+        return tracked.early is not None or tracked.waiting is not None
+
+    @staticmethod
     def is_waiting(tracked: TrackedRequest) -> bool:
         """Whether blocks of the request may still come."""
         return tracked.waiting is not None and not tracked.waiting.done

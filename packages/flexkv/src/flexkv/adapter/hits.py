@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from flexkv.adapter.groups import Group, Groups, Reach
 
-Present = Callable[[Group, int], bool]
-"""Whether a group's FlexKV block can be had."""
+
+class Present(Protocol):
+    """Which FlexKV blocks of a request can be had, by group and position."""
+
+    def first_missing(self, group: Group, start: int, stop: int) -> int:
+        """The first block from `start` on that cannot be had; `stop` if all before it can."""
+        ...
+
+    def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        """The last block from `start` on and before `stop` that cannot be had; None if all can."""
+        ...
 
 
 def longest_hit(groups: Groups, present: Present, local_tokens: int, limit: int) -> int:
@@ -48,14 +57,11 @@ def _supported(group: Group, present: Present, local_tokens: int, hit: int, alig
     size = group.block_tokens
     first = local_tokens // size
     if group.reach is Reach.ALL:
-        stop = hit // size
-        gap = next((i for i in range(first, stop) if not present(group, i)), stop)
+        gap = present.first_missing(group, first, hit // size)
         return max(local_tokens, gap * size // align * align)
     while hit > local_tokens:
         start = max(first, group.first_needed(hit))
-        missing = next(
-            (i for i in range(hit // size - 1, start - 1, -1) if not present(group, i)), None
-        )
+        missing = present.last_missing(group, start, hit // size)
         if missing is None:
             return hit
         # Every prefix that ends behind the missing block needs it too.

@@ -4,17 +4,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from flexkv.adapter.engine import EngineRequest
-from flexkv.adapter.groups import Group, Groups
+from flexkv.adapter.groups import Group, Groups, Reach
+
+if TYPE_CHECKING:
+    from flexkv.adapter.request import TrackedRequest
+
+
+@dataclass(slots=True)
+class MadeKeys:
+    """Keys of a request's first blocks in a group, as far as they were made.
+
+    Attributes:
+        keys: in order.
+        last: the hash that the last one was made of, which covers all before it.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    last: bytes = b""
+
+    def fit(self, hashes: Sequence[bytes], step: int) -> bool:
+        """Whether they were made of every `step`th of these hashes: the engine takes some back if a
+        session goes on differently."""
+        count = len(self.keys) * step
+        return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
 
 
 class BlockKeys:
     """Keys of blocks.
 
     A key is the hash of the block's last token range, which covers the whole prefix up to there;
-    with several groups, then the number of the group; then the stamp of the request.
+    then the number of the group, but for the first of full attention, which has most blocks; then
+    the stamp of the request.
 
     Args:
         groups: of the model.
@@ -28,16 +51,39 @@ class BlockKeys:
     def __init__(self, groups: Groups, stamp: Callable[[Any], bytes]) -> None:
         self._stamp = stamp
         self.are_hashes = groups.plain
+        full = [group for group in groups.members if group.reach is Reach.ALL]
+        self._unnumbered = full[0].index if full else None
         self.hash_tokens = groups.hash_tokens
 
     def of(
-        self, request: EngineRequest, group: Group, start: int = 0, stop: int | None = None
+        self, tracked: TrackedRequest, group: Group, start: int = 0, stop: int | None = None
     ) -> Sequence[bytes]:
         """Keys of FlexKV blocks `start` to `stop` of a request in a group, as far as the engine has
         hashed its tokens."""
+        hashes: Sequence[bytes] = tracked.request.block_hashes
         step = group.block_tokens // self.hash_tokens
         end = None if stop is None else stop * step
-        hashes: Sequence[bytes] = request.block_hashes[(start + 1) * step - 1 : end : step]
-        ending = b"" if self.are_hashes else bytes([group.index])
-        ending += self._stamp(request)
-        return [key + ending for key in hashes] if ending else hashes
+        ending = self._ending(tracked, group)
+        if ending and group.reach is Reach.ALL:
+            return self._made(tracked, group, step, ending).keys[start:stop]
+        wanted = hashes[(start + 1) * step - 1 : end : step]
+        return [each + ending for each in wanted] if ending else wanted
+
+    def _made(self, tracked: TrackedRequest, group: Group, step: int, ending: bytes) -> MadeKeys:
+        """All keys of a request in a group of full attention, which are asked for again and again:
+        of others only the last are of use."""
+        hashes = tracked.request.block_hashes
+        made = tracked.keys.get(group.index)
+        if made is None or not made.fit(hashes, step):
+            made = tracked.keys[group.index] = MadeKeys()
+        fresh = hashes[(len(made.keys) + 1) * step - 1 :: step]
+        if fresh:
+            made.keys += [each + ending for each in fresh]
+            made.last = fresh[-1]
+        return made
+
+    def _ending(self, tracked: TrackedRequest, group: Group) -> bytes:
+        """What the keys of a request in a group have behind the hash."""
+        is_hash = self.are_hashes or group.index == self._unnumbered
+        ending = b"" if is_hash else bytes([group.index])
+        return ending + self._stamp(tracked.request)

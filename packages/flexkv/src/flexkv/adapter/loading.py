@@ -268,7 +268,7 @@ class Loads:
         first = start // group.engine_blocks
         last = -(-stop // group.engine_blocks)
         return Loading(
-            self._keys.of(tracked.request, group, first, last),
+            self._keys.of(tracked, group, first, last),
             tracked.engine_blocks[0][start:stop],
             start - first * group.engine_blocks,
             group.engine_blocks,
@@ -283,7 +283,7 @@ class Loads:
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
             stop = end // group.block_tokens
             start = max(local_tokens // group.block_tokens, group.first_needed(end))
-            keys += self._keys.of(tracked.request, group, start, stop)
+            keys += self._keys.of(tracked, group, start, stop)
             engine_blocks += table[start:stop]
         if 0 in engine_blocks or len(keys) != len(engine_blocks):
             raise ValueError(

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from flexkv import Fetch, KVCache, Presence
+from flexkv import Fetch, KVCache
 from flexkv.adapter.cost import Span
 from flexkv.adapter.engine import Describe, EnginePool, EngineRequest
 from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.groups import Group, Groups, Reach
-from flexkv.adapter.hits import Present, full_reach, longest_hit
+from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.load_choice import Left, LoadChooser
+from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.request import Match, TrackedRequest
 
 
@@ -36,6 +38,7 @@ class Plan:
         limit: tokens at most.
         hit: tokens that could be had.
         junction: as in `Match`.
+        in_host: whether all of it was in host memory when this was made.
         wanted: for the hit.
     """
 
@@ -43,6 +46,7 @@ class Plan:
     limit: int
     hit: int
     junction: int
+    in_host: bool
     wanted: Sequence[_Wanted]
 
 
@@ -90,10 +94,10 @@ class Matcher:
         if self._groups.plain:
             (group,) = self._groups.members
             start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
-            wanted = [_Wanted(group, start, self._keys.of(request, group, start, stop))]
+            wanted = [_Wanted(group, start, self._keys.of(tracked, group, start, stop))]
         else:
-            hit = longest_hit(self._groups, self._obtainable(request), local_tokens, limit)
-            wanted = self._needed(request, local_tokens, hit)
+            hit = longest_hit(self._groups, self._obtainable(tracked), local_tokens, limit)
+            wanted = self._needed(tracked, local_tokens, hit)
         self._fetches.begin_early(tracked, _flat(wanted))
         self._describe_awaited(tracked, wanted)
 
@@ -108,16 +112,16 @@ class Matcher:
             return self._match_plain(tracked, local_tokens, limit)
         return self._match_groups(tracked, local_tokens, limit)
 
-    def blocks_of(self, request: EngineRequest, tokens: int) -> list[bytes]:
+    def blocks_of(self, tracked: TrackedRequest, tokens: int) -> list[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
-        return _flat(self._needed(request, 0, tokens))
+        return _flat(self._needed(tracked, 0, tokens))
 
     def _match_plain(
         self, tracked: TrackedRequest, local_tokens: int, limit: int
     ) -> tuple[int, Match] | None:
         (group,) = self._groups.members
         first = local_tokens // group.block_tokens
-        keys = self._keys.of(tracked.request, group, first, limit // group.block_tokens)
+        keys = self._keys.of(tracked, group, first, limit // group.block_tokens)
 
         not_awaited = first
 
@@ -152,7 +156,8 @@ class Matcher:
         keys = _flat(plan.wanted)
         hit = plan.hit
         awaited = hit
-        if keys:
+        known = plan.in_host and plan is not tracked.plan and not self._fetches.has(tracked)
+        if keys and not known:
 
             def is_worth_waiting(fetch: Fetch, _: int) -> bool:
                 nonlocal awaited
@@ -169,8 +174,9 @@ class Matcher:
                 tracked.plan = plan
                 return None
             if found < len(keys):
-                hit = longest_hit(self._groups, self._in_host(request), local_tokens, plan.limit)
-                keys = _flat(self._needed(request, local_tokens, hit))
+                in_host = Obtainable(self._cache, tracked, self._keys, below=False)
+                hit = longest_hit(self._groups, in_host, local_tokens, plan.limit)
+                keys = _flat(self._needed(tracked, local_tokens, hit))
         tracked.plan = None
         span = Span(local_tokens, max(local_tokens, hit))
         left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
@@ -184,48 +190,31 @@ class Matcher:
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
         """What to load. vLLM computes the last token in any case, and for it one token more of a
         window: `limit` ends before it."""
-        plan, request = tracked.plan, tracked.request
+        plan = tracked.plan
         if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
             return plan
-        obtainable = self._obtainable(request)
+        obtainable = self._obtainable(tracked)
         hit = longest_hit(self._groups, obtainable, local_tokens, limit)
         reach = full_reach(self._groups, obtainable, local_tokens, limit)
         junction = reach if reach > hit else 0
-        return Plan(local_tokens, limit, hit, junction, self._needed(request, local_tokens, hit))
+        in_host = obtainable.in_host
+        return Plan(
+            local_tokens, limit, hit, junction, in_host, self._needed(tracked, local_tokens, hit)
+        )
 
-    def _needed(self, request: EngineRequest, local_tokens: int, hit: int) -> list[_Wanted]:
+    def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[_Wanted]:
         """Blocks to load for a hit that ends at `hit` tokens."""
         wanted = []
         for group in self._groups.members:
             start = max(local_tokens // group.block_tokens, group.first_needed(hit))
             stop = hit // group.block_tokens
             if hit > local_tokens and stop > start:
-                keys = self._keys.of(request, group, start, stop)
+                keys = self._keys.of(tracked, group, start, stop)
                 wanted.append(_Wanted(group, start, keys))
         return wanted
 
-    def _obtainable(self, request: EngineRequest) -> Present:
-        return self._presence(request, lambda key: self._cache.presence(key) is not Presence.ABSENT)
-
-    def _in_host(self, request: EngineRequest) -> Present:
-        return self._presence(request, lambda key: self._cache.lookup((key,)) == 1)
-
-    def _presence(self, request: EngineRequest, has: Callable[[bytes], bool]) -> Present:
-        """Asks `has` once about each block."""
-        keys = {group.index: self._keys.of(request, group) for group in self._groups.members}
-        known: dict[bytes, bool] = {}
-
-        def present(group: Group, position: int) -> bool:
-            own = keys[group.index]
-            if position >= len(own):
-                return False
-            key = own[position]
-            found = known.get(key)
-            if found is None:
-                found = known[key] = has(key)
-            return found
-
-        return present
+    def _obtainable(self, tracked: TrackedRequest) -> Obtainable:
+        return Obtainable(self._cache, tracked, self._keys, below=True)
 
     def _cached_by_engine(self, request: EngineRequest) -> int:
         """Tokens of the request that the engine has itself, as far as full attention goes.
@@ -272,4 +261,4 @@ def _some(left: Sequence[tuple[Left, int]]) -> tuple[tuple[Left, int], ...]:
 
 
 def _flat(wanted: Sequence[_Wanted]) -> list[bytes]:
-    return [key for each in wanted for key in each.keys]
+    return list(chain.from_iterable(each.keys for each in wanted))

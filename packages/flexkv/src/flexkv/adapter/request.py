@@ -15,6 +15,7 @@ from flexkv.adapter.load_choice import Left
 from flexkv.adapter.request_options import Wishes
 
 if TYPE_CHECKING:
+    from flexkv.adapter.keys import MadeKeys
     from flexkv.adapter.loading import Loading
     from flexkv.adapter.matching import Plan
 
@@ -68,6 +69,7 @@ class TrackedRequest:
         next_fill: tokens with which the first block that was not considered for storing is full;
             `NEVER` if nothing more of it is stored.
         due_step: when it is looked at for that, by the count of `FillCalendar`.
+        keys: of its blocks by group; `BlockKeys` makes each once.
     """
 
     request: EngineRequest
@@ -87,6 +89,7 @@ class TrackedRequest:
     ran: bool = False
     next_fill: int = NEVER
     due_step: int = 0
+    keys: dict[int, MadeKeys] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -243,28 +243,30 @@ class Stores:
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
             if group.reach is Reach.STATE:
                 continue
-            all_wanted = group.reach is Reach.ALL or self._keeps_windows
             size, step = group.block_tokens, group.engine_blocks
             first = max(start // size, group.first_needed(computed))
+            filled = range(first, stop // size)
+            all_wanted = group.reach is Reach.ALL or self._keeps_windows
+            positions = filled if all_wanted else self._wanted(tracked, group, filled)
             found[group] = [
                 _Filled(request, group, position, blocks)
-                for position in range(first, stop // size)
-                if all_wanted or self._is_wanted(tracked, group, position)
+                for position in positions
                 if 0 not in (blocks := table[position * step : (position + 1) * step])
             ]
         return found
 
-    def _is_wanted(self, tracked: TrackedRequest, group: Group, position: int) -> bool:
-        """Whether a later request can use this block of a group that looks back less far."""
-        prompt = tracked.request.num_prompt_tokens
-        end = (position + 1) * group.block_tokens
-        if end > prompt // self._align * self._align:
-            return True
-        ends = {prompt // self._align, (prompt - 1) // self._align, tracked.junction // self._align}
-        return any(
-            group.first_needed(last * self._align) <= position and end <= last * self._align
-            for last in ends
-        )
+    def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
+        """Those of a group that looks back less far which a later request can use."""
+        prompt, align, size = tracked.request.num_prompt_tokens, self._align, group.block_tokens
+        ends = {each // align * align for each in (prompt, prompt - 1, tracked.junction)}
+        wanted = {
+            position
+            for end in ends
+            for position in range(group.first_needed(end), end // size)
+            if position in positions
+        }
+        answer = range(prompt // align * align // size, positions.stop)
+        return sorted(wanted.union(range(max(answer.start, positions.start), answer.stop)))
 
     def _add(
         self, tracked: TrackedRequest, found: Mapping[Group, Sequence[_Filled]], batch: StoreBatch
@@ -284,7 +286,7 @@ class Stores:
                 continue
             first = blocks[0].position
             start = max(0, first - 1)
-            own = self._keys.of(request, group, start, blocks[-1].position + 1)
+            own = self._keys.of(tracked, group, start, blocks[-1].position + 1)
             if group.reach is Reach.ALL and start < first:
                 keys.append(own[0])
             elif len(keys) == begin:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of a request can be had, asked in few calls for many blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexkv import KVCache, Presence
+from flexkv.adapter.groups import Group
+from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.request import TrackedRequest
+
+_FIRST_ASK = 16
+"""Blocks that lower tiers are asked about at first, and twice as many each time that they have all:
+a prefix may end anywhere, and each costs them about half a microsecond."""
+
+
+class Obtainable:
+    """`Present` for one request. Asked, as `longest_hit` does, from the same first block of a group
+    on and for less each time, it looks each block up once.
+
+    Args:
+        cache: of the engine.
+        tracked: the request.
+        keys: of its blocks.
+        below: whether what lower tiers have can be had, too.
+
+    Attributes:
+        in_host: whether all that was found so far is in host memory.
+    """
+
+    def __init__(
+        self, cache: KVCache, tracked: TrackedRequest, keys: BlockKeys, *, below: bool
+    ) -> None:
+        self._cache = cache
+        self._tracked = tracked
+        self._keys = keys
+        self._below = below and cache.has_lower_tiers
+        self.in_host = True
+        self._gaps: dict[tuple[int, int], int] = {}
+        self._ends: dict[int, tuple[int, list[bool]]] = {}
+
+    def first_missing(self, group: Group, start: int, stop: int) -> int:
+        gap = self._gaps.get((group.index, start))
+        if gap is None:
+            keys = self._keys.of(self._tracked, group, start, stop)
+            gap = self._gaps[group.index, start] = start + self._reach(keys)
+        return min(gap, stop)
+
+    def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        # What is known: where it ends, and backwards from there whether each block can be had.
+        end, known = self._ends.setdefault(group.index, (stop, []))
+        first = end - len(known)
+        if start < first:
+            keys = self._keys.of(self._tracked, group, start, first)
+            there = self._there(keys)
+            there += [False] * (first - start - len(keys))  # vLLM has not hashed them
+            known += reversed(there)
+        try:
+            return end - 1 - known.index(False, end - stop, end - start)
+        except ValueError:
+            return None
+
+    def _reach(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, can be had."""
+        count, ask = self._cache.lookup(keys), _FIRST_ASK
+        while self._below and count < len(keys):
+            there = self._there(keys[count : count + ask])
+            if False in there:
+                return count + there.index(False)
+            count, ask = count + len(there), 2 * ask
+        return count
+
+    def _there(self, keys: Sequence[bytes]) -> list[bool]:
+        presence = self._cache.presence(keys)
+        if self._below:
+            self.in_host = self.in_host and Presence.BELOW not in presence
+            return [each is not Presence.ABSENT for each in presence]
+        return [each is Presence.HOST for each in presence]
