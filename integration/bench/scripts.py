@@ -23,10 +23,20 @@ LOOKUP = _ROOT / "packages" / "flexkv" / "bench" / "lookup.py"
 STORE = _ROOT / "packages" / "flexkv" / "bench" / "store.py"
 DISK_INDEX = _ROOT / "packages" / "flexkv" / "bench" / "disk_index.py"
 SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
+FULL_ARENA = _ROOT / "packages" / "flexkv-vllm" / "bench" / "full_arena.py"
+_FULL_ARENA_GOALS = {
+    "a decoding step with stores": Goal("<=", 100),
+    "a lookup": Goal("<=", 150),
+    "the same lookup, next step": Goal("<=", 150),
+    "ordering the stores": Goal("<=", 500),
+    "sources of the hit": None,
+    "presence of 8,000 blocks": Goal("<=", 3000),
+}
+_QUEUED_GOAL = Goal("<=", 100)
 
 
 def script_rows() -> list[Row]:
-    """Copies, lookup, store and idle scheduler step against their goals."""
+    """Copies, lookup, store and the scheduler's path against their goals."""
     return [
         *_copy_rows(report_of(COPIES)),
         *_time_rows(report_of(LOOKUP), "lookup of 1,312 blocks", "case", Goal("<=", 150)),
@@ -39,6 +49,7 @@ def script_rows() -> list[Row]:
             "decoding",
             Goal("<=", 20),
         ),
+        *_full_arena_rows(report_of(FULL_ARENA)),
     ]
 
 
@@ -72,6 +83,19 @@ def _copy_rows(report: list[dict[str, Any]]) -> list[Row]:
         )
         for row in report
         if row["name"] == "copy"
+    ]
+
+
+def _full_arena_rows(report: list[dict[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            what=f"full arena, {row['case']}: {row['name']}",
+            value=row["microseconds"],
+            unit="us",
+            goal=_FULL_ARENA_GOALS.get(row["name"], _QUEUED_GOAL),
+            detail=f"median of {row['repeats']}, least {row['least']:.0f}",
+        )
+        for row in report
     ]
 
 

@@ -95,6 +95,8 @@ class World:
 
     With `guesses` it decodes speculatively; those say which guesses are right.
 
+    Requests have up to `context` tokens.
+
     With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
     is known, and the workers run it now or later, as `lag` decides.
 
@@ -121,6 +123,7 @@ class World:
         windows: tuple[int, ...] = (),
         drafts: Drafts = Drafts.NONE,
         guesses: random.Random | None = None,
+        context: int = 2048,
     ) -> None:
         slot_bytes = 4096 * -(-block_tokens * HEAD_BYTES * HEADS * LAYERS // 4096)
         self.vllm_config = make_config(
@@ -136,6 +139,7 @@ class World:
             settings=disk_settings(directory, disk_slots, slot_bytes) | (settings or {}),
             events=events,
             guesses=guesses is not None,
+            context=context,
         )
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.entry = entry

@@ -43,7 +43,7 @@ LLAMA = {
     "num_key_value_heads": HEADS,
     "head_dim": 16,
     "vocab_size": 1000,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 1 << 17,
     "torch_dtype": "float32",
 }
 
@@ -129,6 +129,7 @@ def make_config(
     settings: dict[str, Any] | None = None,
     events: bool = False,
     guesses: bool = False,
+    context: int = 2048,
 ) -> VllmConfig:
     model = directory / "model"
     model.mkdir(exist_ok=True)
@@ -155,7 +156,7 @@ def make_config(
         model=str(model),
         skip_tokenizer_init=True,
         block_size=BLOCK_TOKENS,
-        max_model_len=2048,
+        max_model_len=context,
         max_num_batched_tokens=budget,
         max_num_seqs=max_requests,
         enforce_eager=True,

@@ -57,7 +57,7 @@ def make(places: Sequence[Presence], below: bool) -> tuple[Cache, Obtainable]:
 
 
 @given(
-    st.lists(st.sampled_from(PLACES + 9 * [Presence.HOST]), max_size=BLOCKS),
+    st.lists(st.sampled_from(PLACES + 9 * [Presence.HOST]), min_size=BLOCKS - 4, max_size=BLOCKS),
     st.booleans(),
     st.integers(0, BLOCKS),
     st.lists(st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS)), max_size=4),

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FlexKV takes on vLLM's scheduler thread once host memory is full, the steady state.
+
+Runs vLLM's real scheduler over the tests' world without a model; copies end at once.
+`python packages/flexkv-vllm/bench/full_arena.py` prints the rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from engine_world import BLOCK_TOKENS, World, random_prompt
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from flexkv import Presence, Status
+
+PROMPT_BLOCKS = 1312
+PRESENCE_BLOCKS = 8000
+DECODING = ((16, 1312), (64, 1312), (256, 328))
+"""Requests that decode, and blocks of each. Every request fills a block in another step."""
+PROMPTS: dict[str, dict[str, Any]] = {
+    "one group": {},
+    "one group, disk": {"disk_slots": 8 * PROMPT_BLOCKS},
+    "two groups": {"windows": (1024,)},
+    "two groups, disk": {"windows": (1024,), "disk_slots": 8 * PROMPT_BLOCKS},
+}
+"""Worlds with prompts of so many blocks. The second group looks back 1,024 tokens."""
+_ANSWER_BLOCKS = 24
+CONTEXT = 1 << 16
+CALLS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "on_new_request",
+    "get_kv_connector_stats",
+    "get_external_cache_hit_sources",
+    "take_events",
+)
+"""Of vLLM's calls, those that take longer the more blocks there are. `update_connector_output`
+sees what has ended of copies."""
+
+
+class Stopwatch:
+    """Microseconds spent in each of the connector's calls, in order."""
+
+    def __init__(self, connector: Any) -> None:
+        self.taken: dict[str, list[float]] = {}
+        for name in CALLS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def total(self, *names: str) -> float:
+        """Of these calls since `clear`; of all if none is named."""
+        return sum(sum(self.taken.get(name, ())) for name in names or self.taken)
+
+    def clear(self) -> None:
+        self.taken.clear()
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args)
+            taken = time.perf_counter() - start
+            self.taken.setdefault(name, []).append(taken * 1e6)
+            return result
+
+        return timed
+
+
+class InstantMover:
+    """Says that every copy is done as it begins."""
+
+    def __init__(self) -> None:
+        self._tickets = 0
+
+    def submit(
+        self,
+        direction: Any,
+        engine_blocks: Any,
+        offsets: Any,
+        after: int = 0,
+        flag_address: int = 0,
+        *,
+        planes: Any = None,
+    ) -> int:
+        if flag_address:
+            ctypes.c_uint32.from_address(flag_address).value = Status.DONE
+        self._tickets += 1
+        return self._tickets
+
+    def poll(self, ticket: int) -> Status:
+        return Status.DONE
+
+    def wait(self, ticket: int, seconds: float) -> Status:
+        return Status.DONE
+
+    def copy_seconds(self, ticket: int) -> float | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def _no_forward(*args: Any) -> None:
+    """Nothing is computed."""
+
+
+def run(repeats: int = 101) -> list[dict[str, Any]]:
+    """Median microseconds, and the least."""
+    rows: list[dict[str, Any]] = []
+    for requests, blocks in DECODING:
+        taken = _in_world(
+            lambda world, requests=requests, blocks=blocks: _decoding(
+                world, requests, blocks, repeats
+            ),
+            num_blocks=requests * (blocks + _ANSWER_BLOCKS) + 2 * PROMPT_BLOCKS,
+            slots=requests * blocks,
+            max_requests=requests,
+        )
+        case = f"{requests} requests of {blocks:,} blocks"
+        rows.append(_row("a decoding step with stores", case, taken))
+    for case, options in PROMPTS.items():
+        found = _in_world(
+            lambda world: _prompts(world, max(5, repeats // 5)),
+            num_blocks=6 * PROMPT_BLOCKS,
+            slots=4 * PROMPT_BLOCKS,
+            **options,
+        )
+        rows += [_row(name, case, taken) for name, taken in found.items()]
+    found = _offloaded(max(5, repeats // 5))
+    rows += [_row(name, "OffloadingConnector", taken) for name, taken in found.items()]
+    return rows
+
+
+def _row(name: str, case: str, taken: Sequence[float]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "case": case,
+        "repeats": len(taken),
+        "microseconds": statistics.median(taken),
+        "least": min(taken),
+    }
+
+
+def _in_world(measure: Callable[[World], Any], **options: Any) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(Path(directory), budget=32768, context=CONTEXT, **options)
+        try:
+            for rank in world.ranks:
+                side: Any = rank.side  # type: ignore[attr-defined]
+                side._mover.close()
+                side._mover = InstantMover()
+                type(rank).forward = _no_forward  # type: ignore[method-assign]
+            gc.collect()
+            gc.freeze()  # as vLLM does
+            return measure(world)
+        finally:
+            gc.unfreeze()
+            world.close()
+
+
+def _decoding(world: World, requests: int, blocks: int, repeats: int) -> list[float]:
+    rng = random.Random(0)
+    for i in range(requests):
+        length = blocks * BLOCK_TOKENS - 1 - i % BLOCK_TOKENS
+        world.add(random_prompt(rng, length), max_tokens=_ANSWER_BLOCKS * BLOCK_TOKENS)
+    while not all(world.outputs.values()) or world.cache._index.free_slots:
+        world.step()
+    watch = Stopwatch(world.connector)
+    taken: list[float] = []
+    while len(taken) < repeats:
+        stores = world.cache.counters.stores
+        watch.clear()
+        world.step()
+        if world.cache.counters.stores > stores:
+            taken.append(watch.total())
+    return taken
+
+
+def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
+    rng = random.Random(0)
+    found: dict[str, list[float]] = {}
+    watch = Stopwatch(world.connector)
+
+    def note(name: str, call: str, request: Request, *args: int) -> None:
+        watch.clear()
+        getattr(world.connector, call)(request, *args)
+        found.setdefault(name, []).append(watch.total())
+
+    while world.cache._index.free_slots:
+        world.generate(_prompt(rng), max_tokens=1)
+    for _ in range(repeats):
+        prompt = _prompt(rng)
+        watch.clear()
+        world.generate(prompt, max_tokens=1)
+        found.setdefault("ordering the stores", []).append(max(watch.taken["build_connector_meta"]))
+        world.settle()
+        for place in ("vLLM's own cache", "host memory", "neither"):
+            request = _request(world, prompt if place != "neither" else _prompt(rng))
+            note(f"queued, blocks in {place}", "on_new_request", request)
+            if place == "host memory":
+                note("a lookup", "get_num_new_matched_tokens", request, 0)
+                note("the same lookup, next step", "get_num_new_matched_tokens", request, 0)
+            world.side.forget(request.request_id)
+            if place == "vLLM's own cache":
+                world.forget()
+    if world.cache.has_lower_tiers and world.side._groups.plain:
+        keys = _keys_of_prompts(world, rng)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            presence = world.cache.presence(keys)
+            taken = (time.perf_counter() - start) * 1e6
+            found.setdefault(f"presence of {len(keys):,} blocks", []).append(taken)
+        if Presence.ABSENT in presence or Presence.BELOW not in presence:
+            raise RuntimeError(f"presence found {Counter(presence)}")
+    return found
+
+
+def _keys_of_prompts(world: World, rng: random.Random) -> list[bytes]:
+    """Of more blocks than host memory holds; the first are on disk alone."""
+    keys: list[bytes] = []
+    while len(keys) < PRESENCE_BLOCKS:
+        request_id = world.generate(_prompt(rng), max_tokens=1)
+        keys += world.requests[request_id].block_hashes[:PROMPT_BLOCKS]
+        world.settle()
+    return keys[:PRESENCE_BLOCKS]
+
+
+def _offloaded(repeats: int) -> dict[str, list[float]]:
+    from offloading_world import OffloadingWorld
+
+    rng = random.Random(0)
+    found: dict[str, list[float]] = {"a lookup": [], "sources of the hit": []}
+    with tempfile.TemporaryDirectory() as directory:
+        world = OffloadingWorld(
+            Path(directory),
+            num_blocks=6 * PROMPT_BLOCKS,
+            slots=4 * PROMPT_BLOCKS,
+            budget=32768,
+            context=CONTEXT,
+        )
+        try:
+            type(world.ranks[0]).forward = _no_forward  # type: ignore[method-assign]
+            watch = Stopwatch(world.connector)
+            while world.cache._index.free_slots:
+                world.generate(_prompt(rng), max_tokens=1)
+                world.settle()
+            for _ in range(repeats):
+                prompt = _prompt(rng)
+                world.generate(prompt, max_tokens=1)
+                world.forget()
+                watch.clear()
+                world.generate(prompt, max_tokens=1)
+                found["a lookup"].append(watch.total("get_num_new_matched_tokens"))
+                sources = watch.total("get_external_cache_hit_sources")
+                found["sources of the hit"].append(sources)
+        finally:
+            world.close()
+    return found
+
+
+def _prompt(rng: random.Random) -> list[int]:
+    return random_prompt(rng, PROMPT_BLOCKS * BLOCK_TOKENS + 5)
+
+
+def _request(world: World, prompt: list[int]) -> Request:
+    """One that vLLM's scheduler does not know."""
+    return Request(
+        f"asked {uuid.uuid4()}",
+        prompt,
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=world.hasher,
+    )
+
+
+if __name__ == "__main__":
+    for row in run():
+        print(row, flush=True)
