@@ -4,6 +4,7 @@ nothing else, so FlexKV hears of no more than vLLM's connector passes on."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from flexkv_vllm import intree_connector
+from flexkv_vllm import intree_connector, stages
 
 
 def flexkv_of(connector: Any) -> Any:
@@ -48,7 +49,7 @@ class ConnectorRank(Rank):
     def register(self) -> None:
         """Meet the other ranks, which do so in other threads: what vLLM keeps for a process is kept
         for this thread."""
-        _HERE.connector, _HERE.number = self.connector, self.number
+        _HERE.connector, _HERE.number, _HERE.stage = self.connector, self.number, self.stage
         self.connector.register_kv_caches(self.pages)
 
     def run(
@@ -103,8 +104,15 @@ _HERE = threading.local()
 
 def each_thread_is_a_worker() -> Any:
     """While it is entered, `ConnectorRank.register` can be called in several threads."""
-    return mock.patch.multiple(
-        intree_connector,
-        get_kv_transfer_group=lambda: _HERE.connector,
-        get_tp_group=lambda: SimpleNamespace(rank_in_group=_HERE.number),
+    within = contextlib.ExitStack()
+    within.enter_context(
+        mock.patch.multiple(intree_connector, get_kv_transfer_group=lambda: _HERE.connector)
     )
+    within.enter_context(
+        mock.patch.multiple(
+            stages,
+            get_tp_group=lambda: SimpleNamespace(rank_in_group=_HERE.number),
+            get_pp_group=lambda: SimpleNamespace(rank_in_group=_HERE.stage),
+        )
+    )
+    return within

@@ -18,7 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ from world_config import (
     LLAMA,
     PLUGIN,
     Drafts,
+    config_of_stage,
     disk_settings,
+    layers_of_stage,
     make_config,
     make_kv_cache_config,
 )
@@ -59,6 +61,7 @@ from flexkv.host.board import CELLS
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.scheduler_side import StoreTime
+from flexkv_vllm.stages import Place
 
 TOKEN_SECONDS = 1.0
 """What the model takes to compute a token, by the clock that FlexKV measures steps with: loads are
@@ -81,9 +84,22 @@ class EventRecorder(EventPublisher):
 
 @dataclass(slots=True)
 class Step:
-    """A step that was scheduled, and its result once the workers have run it."""
+    """A step that was scheduled, and its result once the workers of all stages have run it.
+
+    Attributes:
+        output: vLLM's.
+        told: what workers get of it.
+        ran: stages that have run it.
+        results: of their workers.
+        wrong: requests that some of them computed on wrong bytes.
+        result: of all workers.
+    """
 
     output: SchedulerOutput
+    told: SchedulerOutput | None = None
+    ran: int = 0
+    results: list[ModelRunnerOutput] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
     result: ModelRunnerOutput | None = None
 
 
@@ -96,6 +112,9 @@ class World:
     With `guesses` it decodes speculatively; those say which guesses are right.
 
     Requests have up to `context` tokens.
+
+    With several `stages`, each has some of the layers, and vLLM schedules as many steps before it
+    asks for the result of the first: a stage runs a step when the one before it has.
 
     With `lag`, vLLM schedules asynchronously: a step is scheduled before the result of the last one
     is known, and the workers run it now or later, as `lag` decides.
@@ -111,6 +130,7 @@ class World:
         num_blocks: int = 64,
         slots: int = 64,
         ranks: int = 1,
+        stages: int = 1,
         entry: str = PLUGIN,
         block_tokens: int = BLOCK_TOKENS,
         budget: int = 128,
@@ -130,6 +150,7 @@ class World:
             directory,
             slots * slot_bytes,
             ranks=ranks,
+            stages=stages,
             entry=entry,
             block_tokens=block_tokens,
             budget=budget,
@@ -147,6 +168,7 @@ class World:
         self.drafts = drafts
         self.guesses = guesses
         self.num_blocks = num_blocks
+        self.stages = stages
         self.lag = lag
         self.closing = contextlib.ExitStack()
         kv_cache_config = make_kv_cache_config(num_blocks, windows, ranks, drafts)
@@ -164,7 +186,7 @@ class World:
         self._set_clock()
         self.recorder = EventRecorder()
         self.scheduler.kv_event_publisher = self.recorder
-        self.aggregator = KVOutputAggregator(ranks)
+        self.aggregator = KVOutputAggregator(len(self.ranks))
         self.hasher = make_hasher(self.vllm_config)
         self.weights = b""
         self.steps: deque[Step] = deque()
@@ -191,16 +213,21 @@ class World:
                 number,
                 ranks,
                 self.windows,
-                self._make_pages(ranks),
+                self._make_pages(ranks, stage),
                 adapter=Adapter(self.vllm_config, StoreTime.STEP),
                 defers_saves=self.guesses is not None,
+                stage=stage,
+                stages=self.stages,
             )
+            for stage in range(self.stages)
             for number in range(ranks)
         ]
         run_together(
             [
                 lambda rank=rank: rank.adapter.start_worker(
-                    rank.pages, kv_cache_config, rank.number
+                    rank.pages,
+                    config_of_stage(kv_cache_config, rank.stage, rank.stages),
+                    Place(rank.number, rank.stage),
                 )
                 for rank in made
             ]
@@ -215,20 +242,26 @@ class World:
                 number,
                 ranks,
                 self.windows,
-                self._make_pages(ranks),
+                self._make_pages(ranks, stage),
                 connector=KVConnectorFactory.create_connector(
-                    self.vllm_config, KVConnectorRole.WORKER, kv_cache_config
+                    self.vllm_config,
+                    KVConnectorRole.WORKER,
+                    config_of_stage(kv_cache_config, stage, self.stages),
                 ),
                 defers_saves=self.guesses is not None,
+                stage=stage,
+                stages=self.stages,
             )
+            for stage in range(self.stages)
             for number in range(ranks)
         ]
         with each_thread_is_a_worker():
             run_together([rank.register for rank in made])
         return made
 
-    def _make_pages(self, ranks: int) -> dict[str, torch.Tensor]:
+    def _make_pages(self, ranks: int, stage: int) -> dict[str, torch.Tensor]:
         pages = make_pages(self.num_blocks, ranks, 1 + len(self.windows))
+        pages = {name: pages[name] for name in layers_of_stage(pages, stage, self.stages)}
         if self.drafts is Drafts.OWN_GROUP:
             pages[DRAFT_LAYER] = pages["layer0"]
         elif self.drafts is Drafts.SHARED_GROUP:
@@ -353,9 +386,9 @@ class World:
             self._check_stores(output.kv_connector_metadata)
             self.preemptions += len(output.preempted_req_ids or ())
             self.steps.append(Step(output))
-            if self.lag is not None and self.lag.random() < 0.5:
-                self._run_workers()
-            full = self.lag is None or len(self.steps) > 1
+            self._run_ahead()
+            under_way = max(self.stages, 1 if self.lag is None else 2)
+            full = len(self.steps) >= under_way
             if not full and output.total_num_scheduled_tokens:
                 return
         self.finish_step()
@@ -369,9 +402,9 @@ class World:
 
     def finish_step(self) -> None:
         """Run the oldest step that was scheduled, and take its result."""
-        self._run_workers()
         step = self.steps.popleft()
-        assert step.result is not None
+        while step.result is None:
+            self._run_stage(step)
         self.computed_seconds += step.output.total_num_scheduled_tokens * TOKEN_SECONDS
         for outputs in self.scheduler.update_from_output(step.output, step.result).values():
             if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
@@ -456,32 +489,55 @@ class World:
         held = self.scheduler.requests
         return not self.scheduler.has_requests() and not held and not self.steps
 
-    def _run_workers(self) -> None:
+    def _run_ahead(self) -> None:
+        """Run some of what was scheduled before its result is asked for: without `lag` the first of
+        several stages runs all of it."""
+        if self.lag is None:
+            self._run_workers(0 if self.stages == 1 else 1)
+        elif self.lag.random() < 0.5:
+            self._run_workers(self.lag.randint(1, self.stages))
+
+    def _run_workers(self, stages: int) -> None:
+        """Let the first `stages` run all steps that were scheduled."""
         for step in self.steps:
-            if step.result is None:
-                output = pickle.loads(pickle.dumps(step.output))
-                if self.guesses is not None and self.lag is not None:
-                    self._guess_on_device(output, self.guesses)
-                step.result = self.aggregator.aggregate(
-                    [rank.run(output, self.texts, self.weights) for rank in self.ranks]
-                )
-                cached = output.scheduled_cached_reqs
-                for request_id, known in zip(cached.req_ids, cached.num_output_tokens, strict=True):
-                    # vLLM may have thrown away what was sampled as its request was preempted.
-                    if request_id in cached.resumed_req_ids:
-                        self.texts[request_id].sampled = known
-                told = step.result.kv_connector_output
-                failed = (told and told.invalid_block_ids) or set()
-                for i, (request_id, start, computed) in enumerate(scheduled(output)):
-                    # What is computed on a load that failed is nonsense, and vLLM must drop it. It
-                    # does so, too, where the right bytes were there all the same.
-                    loaded_on = self.ranks[0].tables[request_id][0][: -(-start // BLOCK_TOKENS)]
-                    nonsense = not failed.isdisjoint(loaded_on) or any(
-                        request_id in rank.wrong for rank in self.ranks
-                    )
-                    guesses = output.scheduled_spec_decode_tokens.get(request_id, ())
-                    sampled = [0] if nonsense else self.texts[request_id].sample(computed, guesses)
-                    step.result.sampled_token_ids[i] = sampled
+            while step.ran < stages:
+                self._run_stage(step)
+
+    def _run_stage(self, step: Step) -> None:
+        """Let the next stage run a step."""
+        if step.told is None:
+            step.told = pickle.loads(pickle.dumps(step.output))
+            if self.guesses is not None and self.lag is not None:
+                self._guess_on_device(step.told, self.guesses)
+        for rank in self.ranks:
+            if rank.stage == step.ran:
+                step.results.append(rank.run(step.told, self.texts, self.weights))
+                step.wrong.update(rank.wrong)
+        step.ran += 1
+        if step.ran == self.stages:
+            self._sample(step, step.told)
+
+    def _sample(self, step: Step, output: SchedulerOutput) -> None:
+        """What the last stage makes of a step that all have run."""
+        last = next(i for i, rank in enumerate(self.ranks) if rank.stage == self.stages - 1)
+        step.result = self.aggregator.aggregate(list(step.results), output_rank=last)
+        cached = output.scheduled_cached_reqs
+        for request_id, known in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            # vLLM may have thrown away what was sampled as its request was preempted.
+            if request_id in cached.resumed_req_ids:
+                self.texts[request_id].sampled = known
+        assert step.result is not None
+        told = step.result.kv_connector_output
+        failed = (told and told.invalid_block_ids) or set()
+        for i, (request_id, start, computed) in enumerate(scheduled(output)):
+            # What is computed on a load that failed is nonsense, and vLLM must drop it. It does so,
+            # too, where the right bytes were there all the same.
+            table = self.ranks[last].tables[request_id][0]
+            loaded_on = table[: -(-start // BLOCK_TOKENS)]
+            nonsense = not failed.isdisjoint(loaded_on) or request_id in step.wrong
+            guesses = output.scheduled_spec_decode_tokens.get(request_id, ())
+            sampled = [0] if nonsense else self.texts[request_id].sample(computed, guesses)
+            step.result.sampled_token_ids[i] = sampled
 
     def _guess_on_device(self, output: SchedulerOutput, rng: random.Random) -> None:
         """A step that was scheduled ahead, as the workers know it: vLLM counted all guesses of

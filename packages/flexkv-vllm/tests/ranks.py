@@ -15,6 +15,7 @@ import torch
 from kv_pages import BLOCK_TOKENS, LAYERS, heads_of, token_bytes
 from late_mover import LateMover
 from texts import Text
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -31,8 +32,8 @@ LOADS_FIRST = "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
 
 @dataclass(slots=True)
 class Rank(ABC):
-    """One worker of `ranks`: its KV pages, and its copy of the block tables. `saves_idle` if vLLM
-    waits for saves in steps that compute nothing, too."""
+    """One worker of `ranks` in its stage: its KV pages, and its copy of the block tables.
+    `saves_idle` if vLLM waits for saves in steps that compute nothing, too."""
 
     number: int
     ranks: int
@@ -43,6 +44,8 @@ class Rank(ABC):
     """Requests that the running step computes on wrong bytes, with the first such block."""
     checked_bytes: int = 0
     saves_idle: bool = SAVES_IDLE
+    stage: int = 0
+    stages: int = 1
 
     @abstractmethod
     def run(
@@ -102,7 +105,7 @@ class Rank(ABC):
         positions = torch.arange(len(tokens))
         blocks, places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
         seen = slice(first, start)
-        for layer in range(LAYERS):
+        for layer in range(*get_pp_indices(LAYERS, self.stage, self.stages)):
             name = f"layer{group * LAYERS + layer}"
             self.wait_for_layer(name)
             pages = self.pages[name]

@@ -23,6 +23,7 @@ from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.groups import read_groups
 from flexkv_vllm.scheduler_side import StoreTime
+from flexkv_vllm.stages import Place
 from flexkv_vllm.start import load_mode_of
 
 BLOCKS = 8
@@ -60,7 +61,7 @@ def start(
         adapter.start_worker(
             make_pages(BLOCKS) if pages is None else pages,
             kv_cache_config or make_kv_cache_config(BLOCKS),
-            rank=0,
+            Place(0),
         )
     finally:
         adapter.shutdown()
@@ -98,7 +99,7 @@ def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
     adapter = Adapter(vllm_config, StoreTime.STEP)
     os.sched_setaffinity(0, pinned)
     try:
-        adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), rank=0)
+        adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
         assert os.sched_getaffinity(0) == pinned
         movers = threads_named("flexkv-mover")
         assert movers
@@ -123,7 +124,7 @@ def test_untested_version(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPat
     start(vllm_config)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
 def test_other_parallelism(vllm_config: VllmConfig, name: str) -> None:
     setattr(vllm_config.parallel_config, name, 2)
     with pytest.raises(LayoutError, match=f"{name} is 2; allowed: 1"):
@@ -170,7 +171,7 @@ def test_more_memory_than_there_is(vllm_config: VllmConfig) -> None:
 
 def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
     adapter = Adapter(vllm_config, StoreTime.STEP)
-    adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), rank=0)
+    adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
     try:
         with pytest.raises(ArenaError, match="is owned by the living process"):
             start(vllm_config)
@@ -187,6 +188,10 @@ def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, m
     assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode(mode)
     vllm_config.scheduler_config.async_scheduling = True
     with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*--no-async-scheduling"):
+        load_mode_of(config, vllm_config, groups, StoreTime.STEP)
+    vllm_config.scheduler_config.async_scheduling = False
+    vllm_config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*pipeline_parallel_size is 2"):
         load_mode_of(config, vllm_config, groups, StoreTime.STEP)
 
 

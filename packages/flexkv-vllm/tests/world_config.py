@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from patience import PATIENCE_SECONDS
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -88,6 +91,23 @@ def make_kv_cache_config(
     )
 
 
+def layers_of_stage(names: Iterable[str], stage: int, stages: int) -> list[str]:
+    """Of the layers of all groups those that a stage of a pipeline holds."""
+    held = range(*get_pp_indices(LAYERS, stage, stages))
+    return [name for name in names if int(name.rpartition("layer")[2]) % LAYERS in held]
+
+
+def config_of_stage(config: KVCacheConfig, stage: int, stages: int) -> KVCacheConfig:
+    """What vLLM tells the workers of a stage."""
+    if stages == 1:
+        return config
+    groups = [
+        dataclasses.replace(group, layer_names=layers_of_stage(group.layer_names, stage, stages))
+        for group in config.kv_cache_groups
+    ]
+    return dataclasses.replace(config, kv_cache_groups=groups)
+
+
 def _make_tensors(groups: list[KVCacheGroupSpec]) -> list[Any]:
     """A tensor for each layer, and those of further groups on top: where vLLM up to 0.28 looks for
     who shares which memory. Later ones see that in the pages themselves."""
@@ -120,6 +140,7 @@ def make_config(
     cache_bytes: int,
     *,
     ranks: int,
+    stages: int = 1,
     entry: str,
     block_tokens: int,
     budget: int,
@@ -168,7 +189,8 @@ def make_config(
     # Only now: vLLM does not schedule ahead on CPUs, and would look for as many processors.
     config.scheduler_config.async_scheduling = async_scheduling
     config.parallel_config.tensor_parallel_size = ranks
-    config.parallel_config.world_size = ranks
+    config.parallel_config.pipeline_parallel_size = stages
+    config.parallel_config.world_size = ranks * stages
     return config
 
 

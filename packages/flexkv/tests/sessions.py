@@ -15,8 +15,8 @@ from flexkv import ArenaSpec, BlockFormat, Session, Shard, lead
 SHARD_BYTES = 8192
 
 
-def shard(rank: int, fingerprint: str = "same") -> Shard:
-    return Shard(rank, fingerprint, 2, SHARD_BYTES)
+def shard(rank: int, fingerprint: str = "same", stage: int = 0) -> Shard:
+    return Shard(rank, fingerprint, 2, SHARD_BYTES, stage=stage)
 
 
 def plan(block_format: BlockFormat) -> ArenaSpec:

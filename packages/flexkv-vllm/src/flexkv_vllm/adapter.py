@@ -17,6 +17,7 @@ from flexkv_vllm.compat.core import hit_sources
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
+from flexkv_vllm.stages import Place
 from flexkv_vllm.start import (
     flush_seconds,
     make_scheduler_side,
@@ -71,7 +72,7 @@ class Adapter:
         self,
         kv_caches: Mapping[str, torch.Tensor],
         kv_cache_config: KVCacheConfig | None,
-        rank: int,
+        place: Place,
     ) -> None:
         if self._config.enable:
             self._worker = make_worker_side(
@@ -79,7 +80,7 @@ class Adapter:
                 self._vllm_config,
                 kv_cache_config,
                 kv_caches,
-                rank=rank,
+                place=place,
                 edge=self._edge,
             )
 

@@ -16,12 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.core import HybridConnector, fences_get_through, transfer_results
 from flexkv_vllm.metrics import FlexKVPromMetrics, FlexKVStats
 from flexkv_vllm.scheduler_side import StoreTime
+from flexkv_vllm.stages import Place
 from flexkv_vllm.start import may_load_layerwise
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        rank = get_tp_group().rank_in_group
-        self._adapter.start_worker(kv_caches, self._kv_cache_config, rank)
+        self._adapter.start_worker(kv_caches, self._kv_cache_config, Place.here())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._adapter.fence(kv_connector_metadata)

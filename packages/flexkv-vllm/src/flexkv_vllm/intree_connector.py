@@ -21,11 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.parallel_state import get_tp_group
 
 from flexkv import LayoutError
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.scheduler_side import StoreTime
+from flexkv_vllm.stages import Place
 from flexkv_vllm.start import check_groups_behind_shim
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class FlexKVConnectorV1Impl:
         self._connector = self._find_connector()
         kv_cache_config = self._connector._kv_cache_config
         check_groups_behind_shim(self._vllm_config, kv_cache_config)
-        rank = get_tp_group().rank_in_group
-        self._adapter.start_worker(kv_caches, kv_cache_config, rank)
+        self._adapter.start_worker(kv_caches, kv_cache_config, Place.here())
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

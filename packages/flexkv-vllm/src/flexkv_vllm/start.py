@@ -49,7 +49,8 @@ from flexkv_vllm.groups import read_groups
 from flexkv_vllm.identity import model_identity, outlives_process, request_stamp
 from flexkv_vllm.pages import cached_layers, describe_pages
 from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
-from flexkv_vllm.support import check_attention, check_parallelism
+from flexkv_vllm.stages import Place, Stages
+from flexkv_vllm.support import check_attention, check_parallelism, check_stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,7 +89,7 @@ def make_worker_side(
     kv_cache_config: KVCacheConfig | None,
     kv_caches: Mapping[str, torch.Tensor],
     *,
-    rank: int,
+    place: Place,
     edge: Edge,
 ) -> WorkerSide:
     """Describe this rank's pages, meet the other ranks, and start the mover.
@@ -98,7 +99,7 @@ def make_worker_side(
         vllm_config: of the engine.
         kv_cache_config: of this worker; None if vLLM does not tell it.
         kv_caches: the rank's tensors by layer, kept alive by vLLM until shutdown.
-        rank: this worker's among the tensor-parallel ones.
+        place: this worker's.
         edge: where run-time errors end.
 
     Raises:
@@ -106,17 +107,18 @@ def make_worker_side(
     """
     groups = _read_groups(vllm_config, kv_cache_config)
     device = device_of(kv_caches)
-    layout, sharding = describe_pages(
-        vllm_config, cached_layers(kv_caches, kv_cache_config, groups)
-    )
+    cached = cached_layers(kv_caches, kv_cache_config, groups)
+    layout, sharding = describe_pages(vllm_config, cached)
+    stages = Stages.of(vllm_config)
     engine_blocks = 1
     if groups.plain:
         engine_blocks = choose_engine_blocks(
             groups.members[0].engine_block_tokens,
-            layout.block_bytes * sharding.parts,
+            stages.total_bytes(layout.block_bytes * sharding.parts, place.stage),
             config.block_tokens,
         )
-    identity = [*model_identity(vllm_config), groups.describe()]
+    identity = [*model_identity(vllm_config), groups.describe(), *stages.describe(cached)]
+    rank = place.stage * sharding.ranks + place.rank
     shard = Shard(
         rank,
         fingerprint(identity, layout, engine_blocks, sharding),
@@ -124,13 +126,15 @@ def make_worker_side(
         layout.shard_bytes(engine_blocks),
         sharding.replicas,
         numa_node_of(device),
+        stage=place.stage,
     )
-    replica = rank % sharding.replicas
+    replica = place.rank % sharding.replicas
     planes, stored = share_of(layout.place(engine_blocks), replica, sharding.replicas)
     cpus = copy_cpus()
     threads = config.copy_threads or min(4, len(cpus))
     with running_on(cpus):
-        session = meet(config, _engine_id(vllm_config), shard, sharding.ranks, threads)
+        ranks = stages.count * sharding.ranks
+        session = meet(config, _engine_id(vllm_config), shard, ranks, threads)
         arena = session.arena
         try:
             mover = make_mover(device, planes, stored, layout.num_blocks, arena, threads)
@@ -260,7 +264,7 @@ def check_groups_behind_shim(
 def _read_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, engine_blocks: int = 1
 ) -> Groups:
-    return read_groups(
+    groups = read_groups(
         kv_cache_config,
         vllm_config.cache_config.block_size,
         engine_blocks,
@@ -268,6 +272,8 @@ def _read_groups(
         fails_by_request=fails_by_request(),
         tells_states=tells_states(),
     )
+    check_stages(vllm_config, groups)
+    return groups
 
 
 def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
@@ -295,6 +301,13 @@ def load_mode_of(
         raise ConfigError(
             f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
             f"ended; allowed: async, or with vLLM's --no-async-scheduling layerwise and auto"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        # As above: the first stage has begun the next step by then.
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM's pipeline_parallel_size is {stages}: "
+            f"steps begin before the last one has ended; allowed: async, or one stage"
         )
     if not binds_pool():
         raise ConfigError(

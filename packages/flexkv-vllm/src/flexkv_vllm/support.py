@@ -5,28 +5,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import vllm
+
 from flexkv import LayoutError
+from flexkv.adapter.groups import Groups, Reach
+from flexkv_vllm.compat.core import passes_stages_on
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 def check_parallelism(vllm_config: VllmConfig) -> None:
-    """Refuse parallelism other than tensor and data parallelism.
+    """Refuse parallelism other than tensor, pipeline and data parallelism.
 
     Raises:
         LayoutError: vLLM is to use other, or several schedulers for one model.
     """
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
-            raise LayoutError(f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size is free)")
+            raise LayoutError(
+                f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size and "
+                f"pipeline_parallel_size are free)"
+            )
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and not passes_stages_on():
+        raise LayoutError(
+            f"vLLM's pipeline_parallel_size is {stages}, and vLLM {vllm.__version__} does not pass "
+            f"on what all stages report; allowed: 1, or a newer vLLM"
+        )
+    if stages > 1 and vllm_config.speculative_config is not None:
+        # Its first model runner does not let the stages before the last one store anything then.
+        raise LayoutError(
+            f"vLLM's pipeline_parallel_size is {stages} with speculative decoding; allowed: 1 with "
+            f"speculative decoding, or any size without"
+        )
     check_launcher(vllm_config)
+
+
+def check_stages(vllm_config: VllmConfig, groups: Groups) -> None:
+    """Refuse recurrent states that the stages of a pipeline hold.
+
+    Raises:
+        LayoutError: there are some. vLLM may move a state to the block that is to keep it only when
+            it tells a stage what the last one has sampled, a step later.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and any(group.reach is Reach.STATE for group in groups.members):
+        raise LayoutError(
+            f"vLLM's pipeline_parallel_size is {stages} and the model has recurrent states; "
+            f"allowed: 1 for such models (tensor_parallel_size is free)"
+        )
 
 
 def check_launcher(vllm_config: VllmConfig) -> None:
@@ -37,10 +67,11 @@ def check_launcher(vllm_config: VllmConfig) -> None:
         LayoutError: there are several. They would see loads end in different steps.
     """
     parallel = vllm_config.parallel_config
-    launcher, ranks = parallel.distributed_executor_backend, parallel.tensor_parallel_size
+    launcher = parallel.distributed_executor_backend
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if launcher == "external_launcher" and ranks > 1:
         raise LayoutError(
-            f"vLLM's distributed_executor_backend is {launcher!r} with {ranks} tensor-parallel "
+            f"vLLM's distributed_executor_backend is {launcher!r} with {ranks} "
             f"ranks: each would have a scheduler of its own, which sees loads end in other steps "
             f"than the others; allowed: 'mp' or 'ray', where vLLM starts the ranks, or one rank"
         )

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv import EngineVersionError
 from flexkv_vllm.compat.features import missing_features
@@ -112,6 +113,12 @@ else:
     HybridConnector = base.SupportsHMA if fails_by_request() else object
 """Base class that makes vLLM keep several KV cache groups apart for a connector. Older releases
 make one of them if they can, since failed loads of several cannot be told there."""
+
+
+def passes_stages_on() -> bool:
+    """Whether both of vLLM's model runners pass on what connectors report in the stages of a
+    pipeline before the last one. Else loads there would never be seen to end."""
+    return hasattr(ModelRunnerOutput, "with_kv_conn_output_only")
 
 
 def binds_pool() -> bool:

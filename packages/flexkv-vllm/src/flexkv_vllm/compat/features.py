@@ -51,7 +51,9 @@ CALLS = {
     ("vllm.v1.core.block_pool", "BlockPool.free_blocks"): 1,
     ("vllm.v1.core.block_pool", "BlockPool.get_cached_block"): 2,
     ("vllm.v1.core.block_pool", "BlockPool.touch"): 1,
+    ("vllm.distributed.parallel_state", "get_pp_group"): 0,
     ("vllm.distributed.parallel_state", "get_tp_group"): 0,
+    ("vllm.distributed.utils", "get_pp_indices"): 3,
 }
 """Functions and methods that the adapter calls, and with how many positional arguments."""
 

@@ -13,6 +13,7 @@ from flexkv.layout.block_format import (
     Sharding,
     choose_engine_blocks,
     fingerprint,
+    join_stages,
 )
 from flexkv.layout.kv_layout import KVLayout, PlacedPlane
 from flexkv.layout.planes import Plane, TensorView
@@ -28,5 +29,6 @@ __all__ = [
     "TensorView",
     "choose_engine_blocks",
     "fingerprint",
+    "join_stages",
     "share_of",
 ]

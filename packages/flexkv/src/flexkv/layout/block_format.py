@@ -52,7 +52,8 @@ class BlockFormat:
     """How FlexKV's blocks lie in their slots.
 
     A slot holds all KV heads, one after another, so that the heads of a rank are one range of
-    bytes however many ranks there are. A head holds `engine_blocks` engine blocks, each as its
+    bytes however many ranks there are. With pipeline parallelism it holds the heads of the first
+    stage's layers, then those of the next. A head holds `engine_blocks` engine blocks, each as its
     pages in all layers. Where heads cannot be told apart, each rank's bytes count as one head.
 
     Attributes:
@@ -127,7 +128,19 @@ def fingerprint(
     else:
         kind = f"{sharding.heads} heads"
     geometry = [" ".join(map(str, extents)) for extents in layout.geometry]
-    parts = [str(FORMAT_VERSION), *model, str(engine_blocks), kind, *geometry]
+    return _digest([str(FORMAT_VERSION), *model, str(engine_blocks), kind, *geometry])
+
+
+def join_stages(fingerprints: Sequence[str]) -> str:
+    """Name of blocks of which each stage of a pipeline holds its layers; of one stage, its own.
+
+    Args:
+        fingerprints: of each stage's part, in the order of the stages.
+    """
+    return fingerprints[0] if len(fingerprints) == 1 else _digest(["stages", *fingerprints])
+
+
+def _digest(parts: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from sessions import SHARD_BYTES, leading_process, led, plan, shard
 
-from flexkv import ArenaError, ArenaSpec, BlockFormat, Session, Status, attach, join, lead
+from flexkv import ArenaError, ArenaSpec, BlockFormat, Session, Shard, Status, attach, join, lead
 
 
 def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
@@ -101,6 +101,47 @@ def test_ranks_that_disagree_stop_all(tmp_path: Path) -> None:
         lead(str(tmp_path), "engine", shard(0), 2, plan, threads=1)
     thread.join()
     assert "another KV cache" in refused[0]
+
+
+def test_the_stages_of_a_pipeline_have_layers_of_their_own(tmp_path: Path) -> None:
+    """Of a rank in each of two stages, and of one in the second that has the first one's layers."""
+    names = []
+    for number, fingerprints in enumerate([("first", "second"), ("second", "first")]):
+        name = f"engine{number}"
+        others: list[Session] = []
+        thread = threading.Thread(
+            target=lambda name=name, other=fingerprints[1], others=others: others.append(
+                join(str(tmp_path), name, Shard(1, other, 2, 2 * SHARD_BYTES, stage=1))
+            )
+        )
+        thread.start()
+        session = lead(str(tmp_path), name, shard(0, fingerprints[0]), 2, plan, threads=1)
+        thread.join()
+        assert session.arena.spec.format.shard_bytes == (SHARD_BYTES, 2 * SHARD_BYTES)
+        assert others[0].info.fingerprint == session.info.fingerprint
+        names.append(session.info.fingerprint)
+        others[0].close()
+        session.close()
+    assert len({*names, "first", "second"}) == 4
+
+
+def test_ranks_of_a_stage_that_disagree_stop_all(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def follow(rank: int, fingerprint: str) -> None:
+        with pytest.raises(ArenaError) as caught:
+            join(str(tmp_path), "engine", shard(rank, fingerprint, stage=1))
+        refused.append(str(caught.value))
+
+    places = [(1, "second"), (2, "another")]
+    threads = [threading.Thread(target=follow, args=place) for place in places]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(ArenaError, match=r"rank 2 .* has another KV cache than rank 1 "):
+        lead(str(tmp_path), "engine", shard(0), 3, plan, threads=1)
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 2
 
 
 def test_a_failed_plan_reaches_every_rank(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_descriptions_survive_the_wire(ends: tuple[socket.socket, socket.socket]
     assert message is not None
     assert SessionInfo.from_json(message) == info
     shard = {"rank": 3, "fingerprint": "f", "engine_blocks": 2, "shard_bytes": 4096, "replicas": 2}
+    shard |= {"stage": 1}
     given = Shard.from_json(shard | {"numa_node": 1, "durable": False})
-    assert given == Shard(3, "f", 2, 4096, 2, 1, durable=False)
+    assert given == Shard(3, "f", 2, 4096, 2, 1, durable=False, stage=1)
     with pytest.raises(ValueError, match="-1 is not a whole number"):
         Shard.from_json(shard | {"numa_node": -1, "durable": False})

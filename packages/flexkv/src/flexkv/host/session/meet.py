@@ -15,7 +15,7 @@ from flexkv.host.session import wire
 from flexkv.host.session.directory import RuntimeDirectory
 from flexkv.host.session.server import Server
 from flexkv.host.session.wire import SessionInfo, Shard
-from flexkv.layout import BlockFormat
+from flexkv.layout import BlockFormat, join_stages
 
 MEET_SECONDS = 120.0
 """How long processes wait for one another. Ranks register their caches at the same moment, but
@@ -78,7 +78,8 @@ def lead(
         server.refuse(str(error) or type(error).__name__)
         server.close()
         raise
-    info = SessionInfo(mine.fingerprint, arena.spec, mine.durable)
+    stages = {shard.stage: shard.fingerprint for shard in shards}
+    info = SessionInfo(join_stages(list(stages.values())), arena.spec, mine.durable)
     server.hand_out(info, arena.fd)
     return Session(info, arena, server)
 

@@ -105,12 +105,19 @@ class Server:
                         f"{patience:.0f} s; allowed: all {self._ranks} ranks on one machine"
                     )
             shards = [mine, *(self._shards[rank] for rank in sorted(self._shards))]
+        firsts: dict[int, Shard] = {}
         for shard in shards:
-            if shard.kind != mine.kind:
-                raise ArenaError(
-                    f"rank {shard.rank} of engine {self._name!r} has another KV cache than rank "
-                    f"0 ({shard} against {mine}); allowed: the same in all ranks"
-                )
+            first = firsts.setdefault(shard.stage, shard)
+            for other, equal in (
+                (mine, shard.kind == mine.kind),
+                (first, shard.fingerprint == first.fingerprint),
+            ):
+                if not equal:
+                    raise ArenaError(
+                        f"rank {shard.rank} of engine {self._name!r} has another KV cache than "
+                        f"rank {other.rank} ({shard} against {other}); allowed: the same in all "
+                        f"ranks, but for the layers of other pipeline stages"
+                    )
         return shards
 
     def hand_out(self, info: SessionInfo, fd: int) -> None:

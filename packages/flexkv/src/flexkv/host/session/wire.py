@@ -28,13 +28,14 @@ class Shard:
 
     Attributes:
         rank: its number, from 0.
-        fingerprint: see `flexkv.layout.fingerprint`; must be the same in all ranks.
+        fingerprint: see `flexkv.layout.fingerprint`; must be the same in all ranks of a stage.
         engine_blocks: engine blocks per FlexKV block; must be the same in all ranks.
         shard_bytes: bytes of the rank's part of one block.
         replicas: how many ranks in a row hold the same part; must be the same in all ranks.
         numa_node: of the rank's GPU; None if there is none or it is not known.
         durable: whether equal keys mean equal blocks in the next process, too; must be the same in
             all ranks.
+        stage: of the pipeline; the ranks of a stage follow one another.
     """
 
     rank: int
@@ -44,11 +45,12 @@ class Shard:
     replicas: int = 1
     numa_node: int | None = None
     durable: bool = True
+    stage: int = 0
 
     @property
-    def kind(self) -> tuple[str, int, int, bool]:
+    def kind(self) -> tuple[int, int, bool]:
         """What must be the same in all ranks."""
-        return self.fingerprint, self.engine_blocks, self.replicas, self.durable
+        return self.engine_blocks, self.replicas, self.durable
 
     @classmethod
     def from_json(cls, fields: object) -> Shard:
@@ -68,6 +70,7 @@ class Shard:
             _as_int(fields["replicas"]),
             None if node is None else _as_int(node),
             fields["durable"] is True,
+            _as_int(fields["stage"]),
         )
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a pipeline: which ranks of an engine hold which layers.
+
+A block's parts lie side by side in its slot: the heads of the first stage's layers, then those of
+the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.utils import get_pp_indices
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Place(NamedTuple):
+    """A worker's number among the tensor-parallel ranks of its stage, and its stage."""
+
+    rank: int
+    stage: int = 0
+
+    @classmethod
+    def here(cls) -> Place:
+        """Of this process."""
+        return cls(get_tp_group().rank_in_group, get_pp_group().rank_in_group)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How vLLM shares out a model's layers.
+
+    Attributes:
+        count: of stages.
+        layers: of the whole model.
+    """
+
+    count: int
+    layers: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Stages:
+        """Those of an engine."""
+        return cls(
+            vllm_config.parallel_config.pipeline_parallel_size,
+            vllm_config.model_config.get_total_num_hidden_layers(),
+        )
+
+    def total_bytes(self, stage_bytes: int, stage: int) -> int:
+        """Bytes of all stages' layers if `stage` has `stage_bytes` of them and all are alike. Every
+        stage finds the same number then, without having met the others."""
+        if self.count == 1:
+            return stage_bytes
+        first, end = get_pp_indices(self.layers, stage, self.count)
+        held: int = max(1, end - first)
+        return stage_bytes * self.layers // held
+
+    def describe(self, layers: Iterable[str]) -> list[str]:
+        """For the fingerprint: which layers a stage has. Nothing if it has all."""
+        return [] if self.count == 1 else ["stage", *layers]
