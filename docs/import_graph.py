@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The house: which module may import which, checked against the code and drawn for the docs.
+
+Every module of our packages belongs to one room; rooms lie on floors. A module imports modules of
+its own room and of rooms on lower floors. `python docs/import_graph.py` draws the picture.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("packages/flexkv/src", "packages/flexkv-vllm/src", "kernels/python")
+PICTURE = ROOT / "docs" / "pages" / "assets" / "imports.svg"
+
+VLLM, CORE = "flexkv_vllm", "flexkv"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Modules that belong together.
+
+    Attributes:
+        name: in the picture.
+        text: what the modules do.
+        modules: names of modules, or of packages with all that is in them; the longest name that
+            fits a module decides its room.
+    """
+
+    name: str
+    text: str
+    modules: tuple[str, ...]
+
+
+def _of(package: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{package}.{name}" for name in names)
+
+
+FLOORS: tuple[tuple[Room, ...], ...] = (
+    (
+        Room("vLLM's in-tree name", "forwards to flexkv-vllm", _of(CORE, "integration")),
+        Room("flexkv-vllm: plugin", "vLLM calls it first", _of(VLLM, "plugin", "preflight")),
+    ),
+    (Room("flexkv-vllm: offloading", "the spec of OffloadingConnector", _of(VLLM, "offloading")),),
+    (Room("flexkv-vllm", "vLLM's calls, tensors, hashes, events", (VLLM,)),),
+    (
+        Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
+        Room("cli", "flexkv stat, verify, clear", _of(CORE, "cli", "__main__")),
+    ),
+    (
+        Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),
+        Room("kernels", "native copies", ("flexkv_kernels",)),
+    ),
+    (Room("flexkv", "the public names", (CORE,)),),
+    (Room("cache", "KVCache, the facade", _of(CORE, "cache")),),
+    (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
+    (
+        Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),
+        Room("host/session", "how processes meet", _of(CORE, "host.session")),
+    ),
+    (
+        Room("tiers", "the protocol, jobs, links", _of(CORE, "tiers")),
+        Room("host", "the arena and its memory", _of(CORE, "host")),
+    ),
+    (
+        Room("index", "key to slot, states, leases, pins", _of(CORE, "index", "pins")),
+        Room("config", "settings", _of(CORE, "config", "config_sources", "setting_values")),
+    ),
+    (
+        Room("eviction", "one policy a file", _of(CORE, "eviction")),
+        Room("layout", "where pages are, block format", _of(CORE, "layout")),
+    ),
+    (
+        Room(
+            "base",
+            "mover, errors, counters, admission",
+            _of(CORE, "mover", "errors", "counters", "changes", "admission", "forks"),
+        ),
+    ),
+)
+
+
+def read_imports() -> dict[str, set[str]]:
+    """Each of our modules, and those of them that it imports; also what is only imported for
+    types, or in a function."""
+    files = {
+        ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
+        for source in map(ROOT.joinpath, SOURCES)
+        for file in source.rglob("*.py")
+    }
+    return {name: set(_imports(file, name, files)) for name, file in files.items()}
+
+
+def _imports(file: Path, own: str, files: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                found = [f"{module}.{each.name}" for each in names]
+                named = [name if name in files else module for name in found]
+            case ast.Import(names=names):
+                named = [each.name for each in names]
+            case _:
+                continue
+        yield from (name for name in named if name in files and name != own)
+
+
+def rooms() -> dict[str, tuple[int, Room]]:
+    """Each name of the rooms' modules: its floor, counted from the top, and its room."""
+    return {
+        name: (number, room)
+        for number, floor in enumerate(FLOORS)
+        for room in floor
+        for name in room.modules
+    }
+
+
+def room_of(module: str) -> tuple[int, Room]:
+    """The floor and the room of a module.
+
+    Raises:
+        LookupError: it has none.
+    """
+    known = rooms()
+    fitting = [name for name in known if module == name or module.startswith(name + ".")]
+    # Only a package's own `__init__` has the package's name; a new module of the core needs a room.
+    best = max(fitting, key=len, default="")
+    if not best or (best == CORE and module != CORE):
+        raise LookupError(f"{module} has no room in {Path(__file__).name}")
+    return known[best]
+
+
+def faults(imports: Mapping[str, set[str]]) -> list[str]:
+    """What breaks the order of the house; empty if nothing does."""
+    found = []
+    for module, imported in sorted(imports.items()):
+        floor, room = room_of(module)
+        for other in sorted(imported):
+            other_floor, other_room = room_of(other)
+            if other_room is not room and other_floor <= floor:
+                found.append(f"{module} ({room.name}) imports {other} ({other_room.name}) above it")
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        found.append("cycle of files: " + " -> ".join(error.args[1]))
+    return found
+
+
+_WIDTH, _HEIGHT, _GAP, _ROW = 330, 48, 40, 92
+
+
+def draw(imports: Mapping[str, set[str]]) -> str:
+    """The rooms floor by floor, with arrows to those that they import, as SVG."""
+    centers: dict[Room, tuple[float, float]] = {}
+    wide = max(map(len, FLOORS))
+    total = wide * _WIDTH + (wide + 1) * _GAP
+    for number, floor in enumerate(FLOORS):
+        left = (total - len(floor) * _WIDTH - (len(floor) - 1) * _GAP) / 2
+        for place, room in enumerate(floor):
+            centers[room] = left + place * (_WIDTH + _GAP) + _WIDTH / 2, _GAP + number * _ROW
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {len(FLOORS) * _ROW + _GAP}"'
+        f' font-family="sans-serif" font-size="13">',
+        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+        '<path d="M0,0 L8,4 L0,8 z" fill="#00796b"/></marker></defs>',
+    ]
+    for start, end in _arrows(imports):
+        (x1, y1), (x2, y2) = centers[start], centers[end]
+        bend = (x1 + x2) / 2 + (_WIDTH if y2 - y1 > _ROW and x1 == x2 else 0)
+        parts.append(
+            f'<path d="M{x1:.0f},{y1 + _HEIGHT:.0f} Q{bend:.0f},{(y1 + y2 + _HEIGHT) / 2:.0f} '
+            f'{x2:.0f},{y2:.0f}" fill="none" stroke="#00796b" stroke-width="1.5" '
+            f'marker-end="url(#tip)"/>'
+        )
+    for room, (x, y) in centers.items():
+        parts.append(
+            f'<rect x="{x - _WIDTH / 2:.0f}" y="{y:.0f}" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'rx="6" fill="#e0f2f1" stroke="#00796b"/>'
+            f'<text x="{x:.0f}" y="{y + 20:.0f}" text-anchor="middle" font-weight="bold">'
+            f"{room.name}</text>"
+            f'<text x="{x:.0f}" y="{y + 38:.0f}" text-anchor="middle" fill="#37474f">'
+            f"{room.text}</text>"
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _arrows(imports: Mapping[str, set[str]]) -> list[tuple[Room, Room]]:
+    """Each room and those that it imports, except where other arrows lead there too."""
+    below: dict[Room, set[Room]] = {room: set() for floor in FLOORS for room in floor}
+    for module, imported in imports.items():
+        room = room_of(module)[1]
+        below[room] |= {room_of(other)[1] for other in imported} - {room}
+    reached: dict[Room, set[Room]] = {}
+    for room in reversed(below):  # the lowest floor first
+        reached[room] = below[room].union(*(reached[other] for other in below[room]))
+    return [
+        (room, other)
+        for room, others in below.items()
+        for other in sorted(others, key=lambda each: each.name)
+        if not any(other in reached[between] for between in others - {other})
+    ]
+
+
+def main() -> int:
+    """Draw the picture, and say what breaks the order."""
+    imports = read_imports()
+    PICTURE.write_text(draw(imports), encoding="utf-8")
+    found = faults(imports)
+    print("\n".join(found) or f"{len(imports)} modules; the picture is {PICTURE}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the house holds, and the check of it can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from docs import import_graph
+from docs.import_graph import draw, faults, read_imports, room_of
+
+
+def test_every_import_goes_down_and_no_files_form_a_cycle() -> None:
+    assert faults(read_imports()) == []
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    assert import_graph.PICTURE.read_text() == draw(read_imports()), "run docs/import_graph.py"
+
+
+def test_all_modules_of_all_packages_are_read() -> None:
+    imports = read_imports()
+    assert "flexkv.tiers.disk.store" in imports["flexkv.tiers.disk"]
+    assert "flexkv.adapter.engine" in imports["flexkv.adapter.request"]
+    assert {module.partition(".")[0] for module in imports} == {
+        "flexkv",
+        "flexkv_vllm",
+        "flexkv_kernels",
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "said"),
+    [
+        ("flexkv.index", "flexkv.cache", "flexkv.index (index) imports flexkv.cache (cache)"),
+        ("flexkv.adapter.cost", "flexkv_vllm.start", "(adapter) imports flexkv_vllm.start"),
+        ("flexkv.tiers.base", "flexkv.tiers.disk.tier", "(tiers) imports flexkv.tiers.disk.tier"),
+        ("flexkv.host.arena", "flexkv.tiers.job", "(host) imports flexkv.tiers.job (tiers)"),
+        ("flexkv.eviction.lru", "flexkv.layout.share", "(eviction) imports flexkv.layout.share"),
+        ("flexkv.errors", "flexkv.host.numa", "(base) imports flexkv.host.numa (host)"),
+    ],
+)
+def test_an_import_upwards_or_next_door_is_found(module: str, imported: str, said: str) -> None:
+    imports = read_imports()
+    imports[module].add(imported)
+    assert any(said in fault for fault in faults(imports))
+
+
+def test_a_cycle_of_files_in_one_room_is_found() -> None:
+    imports = read_imports()
+    imports["flexkv.tiers.disk.files"].add("flexkv.tiers.disk.store")
+    assert any(fault.startswith("cycle of files") for fault in faults(imports))
+
+
+def test_a_new_module_of_the_core_needs_a_room() -> None:
+    assert room_of("flexkv.tiers.mooncake.client")[1].name == "tiers"
+    with pytest.raises(LookupError, match="flexkv.new has no room"):
+        room_of("flexkv.new")
