@@ -53,5 +53,5 @@ def test_a_cycle_of_files_in_one_room_is_found() -> None:
 
 def test_a_new_module_of_the_core_needs_a_room() -> None:
     assert room_of("flexkv.tiers.mooncake.client")[1].name == "tiers"
-    with pytest.raises(LookupError, match="flexkv.new has no room"):
+    with pytest.raises(LookupError, match=r"flexkv\.new has no room"):
         room_of("flexkv.new")

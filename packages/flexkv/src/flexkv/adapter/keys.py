@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from flexkv.adapter.engine import EngineRequest
 from flexkv.adapter.groups import Group, Groups, Reach
-
-if TYPE_CHECKING:
-    from flexkv.adapter.request import TrackedRequest
 
 
 @dataclass(slots=True)
@@ -30,6 +28,20 @@ class MadeKeys:
         session goes on differently."""
         count = len(self.keys) * step
         return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
+
+
+class HasKeys(Protocol):
+    """What is known of a request, its keys among that.
+
+    Attributes:
+        request: the engine's.
+        keys: that were made of its hashes, by the group's index.
+    """
+
+    @property
+    def request(self) -> EngineRequest: ...
+    @property
+    def keys(self) -> dict[int, MadeKeys]: ...
 
 
 class BlockKeys:
@@ -56,7 +68,7 @@ class BlockKeys:
         self.hash_tokens = groups.hash_tokens
 
     def of(
-        self, tracked: TrackedRequest, group: Group, start: int = 0, stop: int | None = None
+        self, tracked: HasKeys, group: Group, start: int = 0, stop: int | None = None
     ) -> Sequence[bytes]:
         """Keys of FlexKV blocks `start` to `stop` of a request in a group, as far as the engine has
         hashed its tokens."""
@@ -69,7 +81,7 @@ class BlockKeys:
         wanted = hashes[(start + 1) * step - 1 : end : step]
         return [each + ending for each in wanted] if ending else wanted
 
-    def _made(self, tracked: TrackedRequest, group: Group, step: int, ending: bytes) -> MadeKeys:
+    def _made(self, tracked: HasKeys, group: Group, step: int, ending: bytes) -> MadeKeys:
         """All keys of a request in a group of full attention, which are asked for again and again:
         of others only the last are of use."""
         hashes = tracked.request.block_hashes
@@ -82,7 +94,7 @@ class BlockKeys:
             made.last = fresh[-1]
         return made
 
-    def _ending(self, tracked: TrackedRequest, group: Group) -> bytes:
+    def _ending(self, tracked: HasKeys, group: Group) -> bytes:
         """What the keys of a request in a group have behind the hash."""
         is_hash = self.are_hashes or group.index == self._unnumbered
         ending = b"" if is_hash else bytes([group.index])

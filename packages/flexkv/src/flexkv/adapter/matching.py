@@ -5,49 +5,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
 
 from flexkv import Fetch, KVCache
 from flexkv.adapter.cost import Span
 from flexkv.adapter.engine import Describe, EnginePool, EngineRequest
 from flexkv.adapter.fetches import Fetches
-from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.adapter.groups import Groups, Reach
 from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.load_choice import Left, LoadChooser
 from flexkv.adapter.obtainable import Obtainable
+from flexkv.adapter.plan import Plan, Wanted, flat
 from flexkv.adapter.request import Match, TrackedRequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Blocks of a group to load: position of the first, and their keys."""
-
-    group: Group
-    start: int
-    keys: Sequence[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be loaded for a request of several groups, as it was when its turn came.
-
-    Attributes:
-        local_tokens: the engine had itself.
-        limit: tokens at most.
-        hit: tokens that could be had.
-        junction: as in `Match`.
-        in_host: whether all of it was in host memory when this was made.
-        wanted: for the hit.
-    """
-
-    local_tokens: int
-    limit: int
-    hit: int
-    junction: int
-    in_host: bool
-    wanted: Sequence[_Wanted]
 
 
 class Matcher:
@@ -94,11 +63,11 @@ class Matcher:
         if self._groups.plain:
             (group,) = self._groups.members
             start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
-            wanted = [_Wanted(group, start, self._keys.of(tracked, group, start, stop))]
+            wanted = [Wanted(group, start, self._keys.of(tracked, group, start, stop))]
         else:
             hit = longest_hit(self._groups, self._obtainable(tracked), local_tokens, limit)
             wanted = self._needed(tracked, local_tokens, hit)
-        self._fetches.begin_early(tracked, _flat(wanted))
+        self._fetches.begin_early(tracked, flat(wanted))
         self._describe_awaited(tracked, wanted)
 
     def match(self, tracked: TrackedRequest, local_tokens: int) -> tuple[int, Match] | None:
@@ -114,7 +83,7 @@ class Matcher:
 
     def blocks_of(self, tracked: TrackedRequest, tokens: int) -> list[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
-        return _flat(self._needed(tracked, 0, tokens))
+        return flat(self._needed(tracked, 0, tokens))
 
     def _match_plain(
         self, tracked: TrackedRequest, local_tokens: int, limit: int
@@ -133,7 +102,7 @@ class Matcher:
             return worth
 
         hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
-        self._describe_awaited(tracked, [_Wanted(group, first, keys)])
+        self._describe_awaited(tracked, [Wanted(group, first, keys)])
         if hits is None:
             return None
         end = max(local_tokens, (first + hits) * group.block_tokens)
@@ -153,7 +122,7 @@ class Matcher:
             return 0, Match(local_tokens)
         request = tracked.request
         plan = self._plan(tracked, local_tokens, min(limit, request.num_tokens - 1))
-        keys = _flat(plan.wanted)
+        keys = flat(plan.wanted)
         hit = plan.hit
         awaited = hit
         known = plan.in_host and plan is not tracked.plan and not self._fetches.has(tracked)
@@ -176,7 +145,7 @@ class Matcher:
             if found < len(keys):
                 in_host = Obtainable(self._cache, tracked, self._keys, below=False)
                 hit = longest_hit(self._groups, in_host, local_tokens, plan.limit)
-                keys = _flat(self._needed(tracked, local_tokens, hit))
+                keys = flat(self._needed(tracked, local_tokens, hit))
         tracked.plan = None
         span = Span(local_tokens, max(local_tokens, hit))
         left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
@@ -202,7 +171,7 @@ class Matcher:
             local_tokens, limit, hit, junction, in_host, self._needed(tracked, local_tokens, hit)
         )
 
-    def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[_Wanted]:
+    def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[Wanted]:
         """Blocks to load for a hit that ends at `hit` tokens."""
         wanted = []
         for group in self._groups.members:
@@ -210,7 +179,7 @@ class Matcher:
             stop = hit // group.block_tokens
             if hit > local_tokens and stop > start:
                 keys = self._keys.of(tracked, group, start, stop)
-                wanted.append(_Wanted(group, start, keys))
+                wanted.append(Wanted(group, start, keys))
         return wanted
 
     def _obtainable(self, tracked: TrackedRequest) -> Obtainable:
@@ -233,7 +202,7 @@ class Matcher:
         count = bisect_left(hashes, True, key=lambda each: not pool.has(each, member.index))
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
-    def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[_Wanted]) -> None:
+    def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:
         """For events: blocks that are fetched are told in full once they are there."""
         awaited = tracked.awaited
         if self._describe is None or not awaited:
@@ -258,7 +227,3 @@ class Matcher:
 
 def _some(left: Sequence[tuple[Left, int]]) -> tuple[tuple[Left, int], ...]:
     return tuple((reason, tokens) for reason, tokens in left if tokens > 0)
-
-
-def _flat(wanted: Sequence[_Wanted]) -> list[bytes]:
-    return list(chain.from_iterable(each.keys for each in wanted))

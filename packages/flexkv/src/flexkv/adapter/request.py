@@ -7,17 +7,14 @@ import sys
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from flexkv import Fetch
 from flexkv.adapter.engine import EngineRequest
+from flexkv.adapter.keys import MadeKeys
 from flexkv.adapter.load_choice import Left
+from flexkv.adapter.load_in_parts import Loading
+from flexkv.adapter.plan import Plan
 from flexkv.adapter.request_options import Wishes
-
-if TYPE_CHECKING:
-    from flexkv.adapter.keys import MadeKeys
-    from flexkv.adapter.loading import Loading
-    from flexkv.adapter.matching import Plan
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""

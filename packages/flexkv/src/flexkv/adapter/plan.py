@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to load for a request, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from flexkv.adapter.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks of a group to load: position of the first, and their keys."""
+
+    group: Group
+    start: int
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be loaded for a request of several groups, as it was when its turn came.
+
+    Attributes:
+        local_tokens: the engine had itself.
+        limit: tokens at most.
+        hit: tokens that could be had.
+        junction: as in `Match`.
+        in_host: whether all of it was in host memory when this was made.
+        wanted: for the hit.
+    """
+
+    local_tokens: int
+    limit: int
+    hit: int
+    junction: int
+    in_host: bool
+    wanted: Sequence[Wanted]
+
+
+def flat(wanted: Sequence[Wanted]) -> list[bytes]:
+    """The keys of all groups, one after the other."""
+    return list(chain.from_iterable(each.keys for each in wanted))
