@@ -185,5 +185,5 @@ def test_ranks_that_an_external_launcher_starts(
         for process in ranks:
             said, _ = process.communicate(timeout=START_TIMEOUT)
             assert process.returncode != 0
-            assert "'external_launcher' with 2 tensor-parallel ranks" in said
+            assert "'external_launcher' with 2 ranks" in said
             assert "allowed: 'mp' or 'ray'" in said

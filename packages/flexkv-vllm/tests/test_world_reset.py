@@ -8,6 +8,7 @@ import random
 import pytest
 from disk_world import Hang, fill, prompts
 from engine_world import MakeWorld, World, random_prompt
+from injection import InjectedError
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 from subscriber import Subscriber, drain, loadable
@@ -48,6 +49,34 @@ def test_nothing_that_is_under_way_is_kept(make_world: MakeWorld) -> None:
     world.forget()
     assert world.external_tokens[world.generate(prompt)] == 192
     assert world.stats
+
+
+def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_until_one_succeeds(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    prompt = random_prompt(random.Random(3), 100)
+    world.generate(prompt)
+    world.forget()
+
+    def failing() -> None:
+        raise InjectedError
+
+    stored = world.cache.counters.stored_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(world.side, "reset", failing)
+        assert not world.connector.reset_cache()
+    world.weights = b"new"
+    for _ in range(2):
+        assert world.external_tokens[world.generate(prompt)] == 0
+        world.forget()
+    world.check_outputs()
+    assert world.cache.counters.stored_blocks == stored
+
+    assert world.connector.reset_cache()
+    world.generate(prompt)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 96
 
 
 def test_a_reset_while_the_disk_reads(make_world: MakeWorld) -> None:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from memory_tier import MemoryTier
 
-from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Status, Transfer
+from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Presence, Status, Transfer
 from flexkv.eviction import LRUPolicy
 from flexkv.host.board import CELLS
 from flexkv.transfer.copies import LOAD_RESERVE
@@ -179,6 +182,36 @@ def test_clear_with_transfers_under_way_publishes_nothing(workers: Workers) -> N
     assert workers.cache.lookup(keys("a")) == workers.cache.lookup(keys("b")) == 0
     assert workers.cache.ready_blocks == 0
     workers.store("x", "y", "z")
+
+
+class FailingTier(MemoryTier):
+    """Cannot be cleared as long as it is told so."""
+
+    fails = True
+
+    def clear(self) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, "no answer")
+        super().clear()
+
+
+def test_a_clear_that_fails_leaves_nothing_to_be_found_until_one_succeeds() -> None:
+    with contextlib.closing(Arena.create(ArenaSpec(BlockFormat(1, (64,)), 3), threads=1)) as arena:
+        tier = FailingTier()
+        cache = KVCache(arena, LRUPolicy(), [tier])
+        transfer = cache.store(keys("a"), [0])
+        assert transfer is not None
+        with pytest.raises(OSError, match="no answer"):
+            cache.clear()
+        arena.board.report(transfer.cell, 0, Status.DONE)
+        cache.poll()
+        assert cache.lookup(keys("a")) == 0
+        assert cache.presence(keys("a")) == [Presence.ABSENT]
+        assert cache.load(keys("a")) is cache.fetch(keys("a")) is None
+        assert cache.store(keys("b"), [0]) is None
+        tier.fails = False
+        cache.clear()
+        assert cache.store(keys("a"), [0]) is not None
 
 
 def test_stores_leave_room_for_loads_and_a_full_board_is_a_miss() -> None:

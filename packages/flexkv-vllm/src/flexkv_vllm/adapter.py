@@ -148,7 +148,8 @@ class Adapter:
 
     def reset(self) -> bool:
         if self._scheduler is not None:
-            with self._edge.guard("reset", "vLLM is told that it failed"):
+            self._scheduler.suspend()
+            with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
                 self._scheduler.reset()
                 return True
             return False

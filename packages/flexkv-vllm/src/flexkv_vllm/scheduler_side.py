@@ -301,6 +301,10 @@ class SchedulerSide:
         fenced = self._store_time is StoreTime.STEP
         return not fenced and self._stores.hold(request_id, self._orders)
 
+    def suspend(self) -> None:
+        """Load and store nothing until a `reset` succeeds."""
+        self._cache.suspend()
+
     def reset(self) -> None:
         """Forget every block, as when the model's weights change.
 

@@ -80,6 +80,7 @@ class KVCache:
         self._pin_seconds = pin_seconds
         self._counters = Counters()
         self._off = False
+        self._stopped = False
         self._transfers = TransferScheduler(
             self._index,
             arena.board,
@@ -141,12 +142,14 @@ class KVCache:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix can be loaded, from the first key on. No side effect."""
-        return self._index.lookup(keys)
+        return 0 if self._off else self._index.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
         """Where the block of each key is. No side effect."""
+        if self._off:
+            return [Presence.ABSENT] * len(keys)
         there = self._index.present(keys)
-        if self._off or not self._transfers.tiers:
+        if not self._transfers.tiers:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
         answers = [tier.contains(absent) for tier in self._transfers.tiers] if absent else []
@@ -174,7 +177,7 @@ class KVCache:
 
         Returns None if one of them is not, or too much is under way: then it is a miss.
         """
-        blocks = self._index.lease(keys)
+        blocks = None if self._off else self._index.lease(keys)
         if blocks is None:
             return None
         transfer = self._transfers.begin(Direction.LOAD, blocks)
@@ -270,7 +273,7 @@ class KVCache:
                 self._finish_store(transfer, count)
             else:
                 self._finish_load(transfer, count)
-        if any(transfer.status is Status.FAILED for transfer in finished) and not self._off:
+        if any(transfer.status is Status.FAILED for transfer in finished) and not self._stopped:
             self._check_ranks()
         return finished
 
@@ -324,13 +327,19 @@ class KVCache:
         tier = next((tier for tier in tiers if tier.medium is medium), None)
         return key if tier is None else tier.name_of(key)
 
+    def suspend(self) -> None:
+        """Find, load and store nothing until a `clear` succeeds: all blocks may be outdated."""
+        self._off = True
+
     def clear(self) -> None:
-        """Forget every block, in lower tiers too. Safe with transfers under way: what they carry
-        is not published."""
+        """Forget every block, in lower tiers too. Safe with transfers under way: their blocks are
+        not published. If it raises, the cache is suspended."""
+        self.suspend()
         self._index.clear()
         self._pins.clear()
         self._transfers.clear()
         self._counters.resets += 1
+        self._off = self._stopped
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         """Finish what ranks have reported, and end the lower tiers, which write what waits; see
@@ -352,7 +361,7 @@ class KVCache:
         stopped = self._transfers.stopped_ranks
         if not stopped:
             return
-        self._off = True
+        self._off = self._stopped = True
         self._index.clear()
         self._pins.clear()
         self._transfers.forget_fetches()

@@ -71,7 +71,6 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestBlocks] = {}
         self._asking: dict[str, RequestBlocks] = {}
         self._loading: dict[int, str] = {}
-        self._old_blocks = False  # whether there may be blocks that a reset was to forget
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = False
@@ -102,7 +101,7 @@ class FlexKVOffloadingManager(OffloadingManager):
                 self._poll()
             request = self._request(req_context)
             self._asking[req_context.req_id] = request
-            return LookupResult.MISS if self._old_blocks else request.lookup(key)
+            return request.lookup(key)
         return LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
@@ -160,14 +159,13 @@ class FlexKVOffloadingManager(OffloadingManager):
         return self._idle_steps.wanted(self._cache.busy or self._figures.active)
 
     def reset_cache(self) -> None:
-        self._old_blocks = True
+        self._cache.suspend()
         self._asking.clear()
         with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
             for request in self._requests.values():
                 request.forget()
             self._cache.clear()
             self._figures.note_activity()
-            self._old_blocks = False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:
@@ -227,7 +225,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _reserve(self, keys: list[OffloadKey], request: RequestBlocks) -> PrepareStoreOutput:
         request.settle()  # it runs
-        if request.stale or self._old_blocks or not request.wishes.store:
+        if request.stale or not request.wishes.store:
             return _nothing_to_store()
         chain, positions = request.offer(keys)
         if len(positions) < len(keys):
