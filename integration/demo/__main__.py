@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from flexkv.host.available import available_memory
 from integration.demo import chart, engines, options, screen
-from integration.demo.conversation import Turn, converse
+from integration.demo.conversation import Conversations, Turn
 from integration.demo.engines import Backend, ModelError, Setup
 from integration.demo.options import OptionError, Options
 from integration.demo.plan import PlanError, make_plan
 from integration.demo.text import Text, TextError, load_text
-from integration.demo.verdict import Pair, judge
+from integration.demo.verdict import Pair, Results, judge
 from integration.harness import connector
 from integration.harness.connector import Connector
 from integration.harness.engine import EngineError, EngineStartError
@@ -29,6 +31,8 @@ from integration.harness.engine import EngineError, EngineStartError
 LOADED_TOKENS = "vllm:external_prefix_cache_hits"
 # 6,000 tokens take the random model about 3 s on two cores; a GPU does far more in that time.
 TEXT_TOKENS_CPU, TEXT_TOKENS_GPU = 6_000, 20_000
+# Of the memory's size, for what lies beside the blocks.
+DISK_MARGIN = 1.05
 ANSWER_TOKENS_RANDOM, ANSWER_TOKENS_MODEL = 32, 128
 
 
@@ -65,23 +69,22 @@ def _demo(console: Console, asked: Options, folder: Path) -> int:
     setup = _set_up(asked, text, folder)
     cache = asked.cpu_cache_gb or engines.cache_gb(setup)
     _check_memory(cache)
-    facts = _facts(setup, text, cache)
+    runs = _runs(setup, cache, folder, restart=not asked.no_restart)
+    facts = _facts(setup, text, cache, disk=screen.RESTARTED in runs)
     screen.introduce(console, facts)
-    connectors = {
-        screen.WITHOUT: connector.NONE,
-        screen.WITH: connector.plugin() if cache is None else connector.plugin(cpu_cache_gb=cache),
-    }
-    pairs, loaded = _converse(console, setup, connectors, folder)
-    verdict = judge(pairs, loaded)
+    results = _converse(console, setup, runs, folder)
+    verdict = judge(results)
     if asked.show_answers:
-        for pair in pairs:
+        for pair in results.pairs:
             screen.show_answer(console, pair, setup.model.chat.decode(pair.with_flexkv.tokens))
     screen.show_verdict(console, verdict, random=setup.model.random)
-    chart.draw(pairs, verdict, facts, asked.out)
+    chart.draw(results, verdict, facts, asked.out)
     report = {
         "facts": facts,
         "verdict": asdict(verdict) | {"speedup": verdict.speedup, "passed": verdict.passed},
-        "turns": [asdict(pair) for pair in pairs],
+        "turns": [asdict(pair) for pair in results.pairs],
+        "restarts": [asdict(pair) for pair in results.restarts],
+        "example": [asdict(turn) for turn in results.example],
     }
     asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     console.print(f"\nChart: {asked.out}   Figures: {asked.json}", markup=False)
@@ -124,7 +127,7 @@ def _default_dtype(backend: Backend) -> str:
     return "auto" if backend.gpu else "float32"
 
 
-def _facts(setup: Setup, text: Text, cache: float | None) -> dict[str, str]:
+def _facts(setup: Setup, text: Text, cache: float | None, *, disk: bool) -> dict[str, str]:
     backend, model, plan = setup.backend, setup.model, setup.plan
     device = "GPU" if backend.gpu else f"CPU, {len(os.sched_getaffinity(0))} cores"
     memory = "its default" if cache is None else f"{cache:g} GiB"
@@ -135,35 +138,62 @@ def _facts(setup: Setup, text: Text, cache: float | None) -> dict[str, str]:
         "talk": f"{plan.users} users take turns, {plan.turns} turns each; a conversation grows to "
         f"{plan.conversation_tokens:,} tokens",
         "KV cache": f"vLLM's own holds {plan.conversations_in_kv:.1f} conversations "
-        "(its prefix caching is on in both runs)",
-        "FlexKV": f"{memory} of host memory",
+        "(its prefix caching is on in all runs)",
+        "FlexKV": f"{memory} of host memory" + (", and as much on disk" if disk else ""),
     }
 
 
-def _converse(
-    console: Console, setup: Setup, connectors: dict[str, Connector], folder: Path
-) -> tuple[list[Pair], int]:
-    """Hold the conversations with one engine after the other.
+def _runs(
+    setup: Setup, cache: float | None, folder: Path, *, restart: bool
+) -> dict[str, Connector]:
+    """The engines, in the order in which they run."""
+    runs = {screen.WITHOUT: connector.NONE}
+    if setup.model.random:  # with a large model it would fill the disk with every prompt anew
+        runs[screen.EXAMPLE] = connector.example(folder / "example")
+    settings: dict[str, Any] = {} if cache is None else {"cpu_cache_gb": cache}
+    disk = cache * DISK_MARGIN if restart and cache is not None else None
+    if disk is None or shutil.disk_usage(folder).free < 2 * disk * engines.GIB:
+        return runs | {screen.WITH: connector.plugin(**settings)}
+    flexkv = connector.plugin(ssd_cache_gb=disk, ssd_cache_dir=str(folder / "disk"), **settings)
+    return runs | {screen.WITH: flexkv, screen.RESTARTED: flexkv}
 
-    Returns the turns side by side, and how many tokens the last engine's connector brought.
-    """
-    runs: list[list[Turn]] = []
-    loaded = 0
-    with screen.Screen(console, list(setup.plan.questions), setup.plan.turns) as display:
-        for run, chosen in connectors.items():
+
+def _converse(console: Console, setup: Setup, runs: dict[str, Connector], folder: Path) -> Results:
+    """Hold the conversations with one engine after the other."""
+    done: dict[str, list[Turn]] = {screen.EXAMPLE: [], screen.RESTARTED: []}
+    loaded = {screen.RESTARTED: 0}
+    talk = Conversations(setup)
+    plan = setup.plan
+    with screen.Screen(console, list(plan.questions), plan.turns, list(runs)) as display:
+        for run, chosen in runs.items():
             display.say(f"starting vLLM {run}")
-            log = folder / f"engine-{len(runs)}.log"
+            log = folder / f"engine-{len(loaded)}.log"
+            done[run] = []
             with engines.running_engine(setup, chosen, log) as engine:
                 display.say(f"talking to vLLM {run}")
-                runs.append([])
-                for turn in converse(engine, setup):
-                    runs[-1].append(turn)
+                if run != screen.RESTARTED:
+                    talk = Conversations(setup)
+                    turns = talk.turns(engine)
+                else:
+                    turns = talk.last_turns_again(engine)
+                for turn in turns:
+                    done[run].append(turn)
                     display.add(run, turn)
-                loaded = int(engine.counter(LOADED_TOKENS))
+                loaded[run] = int(engine.counter(LOADED_TOKENS))
                 display.say(f"stopping vLLM {run}")
+                if run == screen.WITH and screen.RESTARTED in runs:
+                    engines.kill_when_written(engine)
     console.print(display.table())
     console.print()
-    return [Pair(*turns) for turns in zip(*runs, strict=True)], loaded
+    without, restarted = done[screen.WITHOUT], done[screen.RESTARTED]
+    last = without[len(without) - len(restarted) :]
+    return Results(
+        pairs=[Pair(*turns) for turns in zip(without, done[screen.WITH], strict=True)],
+        loaded_tokens=loaded[screen.WITH],
+        restarts=[Pair(*turns) for turns in zip(last, restarted, strict=True)],
+        restored_tokens=loaded[screen.RESTARTED],
+        example=done[screen.EXAMPLE],
+    )
 
 
 if __name__ == "__main__":

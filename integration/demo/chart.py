@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's chart: time to first token of every turn, with and without FlexKV."""
+"""The demo's chart: time to first token turn by turn, with and without FlexKV, and after a kill.
+
+A bar is the median over the users, its line reaches from the fastest to the slowest of them.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.demo.verdict import Pair, Verdict
+from integration.demo.conversation import Turn
+from integration.demo.verdict import Results, Verdict, spread
 
 WITHOUT_COLOR = "#9aa3b2"
+EXAMPLE_COLOR = "#d9a441"
 WITH_COLOR = "#0b7a6f"
 INK = "#1f2937"
-INK_LIGHT = "#6b7280"
-BAR_WIDTH = 0.4
+GROUP_WIDTH = 0.8  # of the distance between two groups
 LEFT = 0.06  # of the figure's width, where axes and titles begin
 
 
-def draw(pairs: Sequence[Pair], verdict: Verdict, facts: Mapping[str, str], path: Path) -> None:
+def draw(results: Results, verdict: Verdict, facts: Mapping[str, str], path: Path) -> None:
     """Write the chart to `path`; its suffix names the format (png, svg, pdf).
 
     Raises:
@@ -26,61 +30,92 @@ def draw(pairs: Sequence[Pair], verdict: Verdict, facts: Mapping[str, str], path
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), dpi=150, facecolor="white")
-    figure.subplots_adjust(left=LEFT, right=0.985, top=0.83, bottom=0.13)
+    figure.subplots_adjust(left=LEFT, right=0.985, top=0.81, bottom=0.13)
     axes: Any = figure.subplots()
-    places = _places(pairs)
-    _bars(axes, places, pairs)
-    _axes(axes, places, pairs)
+    _bars(axes, results)
+    _axes(axes, results)
     figure.suptitle(_title(verdict), x=LEFT, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes.set_title(
         f"{facts['engine']} · {facts['model']}\n{facts['talk']}",
         loc="left",
         fontsize=9,
         color=INK,
-        pad=14,
+        pad=22,
     )
-    axes.legend(frameon=False, loc="lower right", ncols=2, bbox_to_anchor=(1, 1.01), fontsize=9)
+    axes.legend(frameon=False, loc="lower right", ncols=3, bbox_to_anchor=(1, 1.0), fontsize=9)
     figure.savefig(path)
 
 
-def _places(pairs: Sequence[Pair]) -> list[float]:
-    """Where each turn's bars stand: a gap after every round of users."""
-    return [index + 0.6 * (pair.without.number - 1) for index, pair in enumerate(pairs)]
+def _numbers(results: Results) -> list[int]:
+    return sorted({pair.without.number for pair in results.pairs})
 
 
-def _bars(axes: Any, places: Sequence[float], pairs: Sequence[Pair]) -> None:
-    half = BAR_WIDTH / 2
-    slow = [pair.without.ttft for pair in pairs]
-    fast = [pair.with_flexkv.ttft for pair in pairs]
-    axes.bar([p - half for p in places], slow, BAR_WIDTH, color=WITHOUT_COLOR, label="vLLM")
-    axes.bar([p + half for p in places], fast, BAR_WIDTH, color=WITH_COLOR, label="vLLM + FlexKV")
-    for shift, values, color in ((-half, slow, INK_LIGHT), (half, fast, WITH_COLOR)):
-        for place, seconds in zip(places, values, strict=True):
+def _series(results: Results) -> list[tuple[str, str, list[list[Turn]]]]:
+    """Name, colour and turns by group of each set of bars; a group without bars is empty."""
+    pairs, restarts = results.pairs, results.restarts
+    numbers = _numbers(results)
+
+    def by_number(turns: Sequence[Turn]) -> list[list[Turn]]:
+        return [[turn for turn in turns if turn.number == number] for number in numbers]
+
+    series = [
+        (
+            "vLLM",
+            WITHOUT_COLOR,
+            [*by_number([p.without for p in pairs]), [p.without for p in restarts]],
+        ),
+        (
+            "vLLM + FlexKV",
+            WITH_COLOR,
+            [*by_number([p.with_flexkv for p in pairs]), [p.with_flexkv for p in restarts]],
+        ),
+    ]
+    if results.example:
+        example = ("vLLM + its ExampleConnector", EXAMPLE_COLOR, [*by_number(results.example), []])
+        series.insert(1, example)
+    return series
+
+
+def _bars(axes: Any, results: Results) -> None:
+    series = _series(results)
+    width = GROUP_WIDTH / len(series)
+    for index, (name, color, groups) in enumerate(series):
+        shift = (index - (len(series) - 1) / 2) * width
+        found = [(place + shift, spread(turns)) for place, turns in enumerate(groups) if turns]
+        places, spreads = [place for place, _ in found], [each for _, each in found]
+        below = [each.middle - each.least for each in spreads]
+        above = [each.most - each.middle for each in spreads]
+        axes.bar(
+            places,
+            [each.middle for each in spreads],
+            width * 0.94,
+            yerr=(below, above),
+            capsize=3,
+            ecolor=INK,
+            error_kw={"elinewidth": 0.9},
+            color=color,
+            label=name,
+        )
+        for place, each in found:
             axes.annotate(
-                f"{seconds:.2f}",
-                (place + shift, seconds),
-                (0, 2),
+                f"{each.middle:.2f}",
+                (place, each.most),
+                (0, 3),
                 textcoords="offset points",
                 ha="center",
-                fontsize=7,
-                color=color,
+                fontsize=8,
+                color=INK,
             )
 
 
-def _axes(axes: Any, places: Sequence[float], pairs: Sequence[Pair]) -> None:
-    axes.set_xticks(places, [pair.without.user for pair in pairs], fontsize=9)
-    for number in sorted({pair.without.number for pair in pairs}):
-        here = [p for p, pair in zip(places, pairs, strict=True) if pair.without.number == number]
-        axes.annotate(
-            f"turn {number}" + (" (nothing to reuse yet)" if number == 1 else ""),
-            (sum(here) / len(here), 0),
-            (0, -28),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=10,
-            color=INK,
-        )
+def _axes(axes: Any, results: Results) -> None:
+    labels = [
+        f"turn {number}" + ("\n(nothing to reuse yet)" if number == 1 else "")
+        for number in _numbers(results)
+    ]
+    if results.restarts:
+        labels.append("kill -9, started again:\nthe last turn once more")
+    axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.set_ylabel("seconds to the first token", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="x", length=0)

@@ -36,31 +36,53 @@ class Turn:
     tokens: list[int]
 
 
-def converse(engine: Engine, setup: Setup) -> Iterator[Turn]:
-    """Let the users take turns; yields each turn when its answer is complete.
+class Conversations:
+    """What all users and the engines of one run have said to each other."""
 
-    Every prompt holds the answers that this very engine gave before. A first, short request with a
-    text of its own is not counted: it only warms the engine up.
-    """
-    chat, plan = setup.model.chat, setup.plan
-    length = min(WARM_UP_TOKENS, plan.conversation_tokens // 2)
-    warm_up = chat.prompt([], "Hello! " * length)[:length]
-    engine.generate(warm_up, max_tokens=4)
-    past: dict[str, list[Exchange]] = {user: [] for user in plan.questions}
-    for index in range(plan.turns):
-        for user, questions in plan.questions.items():
-            question = questions[index]
-            prompt = chat.prompt(past[user], question)
-            done = engine.generate(
-                prompt, max_tokens=plan.answer_tokens, ignore_eos=setup.model.random
-            )
-            past[user].append(Exchange(question, chat.answer(done.tokens)))
-            yield Turn(
-                number=index + 1,
-                user=user,
-                prompt_tokens=len(prompt),
-                cached_tokens=done.cached_tokens or 0,
-                ttft=done.ttft,
-                seconds=done.times[-1],
-                tokens=done.tokens,
-            )
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._past: dict[str, list[Exchange]] = {user: [] for user in setup.plan.questions}
+
+    def turns(self, engine: Engine) -> Iterator[Turn]:
+        """Let the users take turns; yields each turn when its answer is complete.
+
+        Every prompt holds the answers that this very engine gave before.
+        """
+        self._warm_up(engine, "Hello! ")
+        for index in range(self._setup.plan.turns):
+            for user, questions in self._setup.plan.questions.items():
+                turn, answer = self._ask(engine, user, questions[index])
+                self._past[user].append(Exchange(questions[index], answer))
+                yield turn
+
+    def last_turns_again(self, engine: Engine) -> Iterator[Turn]:
+        """Let every user ask the last question once more, of another engine."""
+        self._warm_up(engine, "Welcome back! ")
+        for user, past in self._past.items():
+            last = past.pop()
+            turn, answer = self._ask(engine, user, last.question)
+            past.append(Exchange(last.question, answer))
+            yield turn
+
+    def _warm_up(self, engine: Engine, text: str) -> None:
+        """A short request with a text that no engine has had, which is not counted."""
+        length = min(WARM_UP_TOKENS, self._setup.plan.conversation_tokens // 2)
+        engine.generate(self._setup.model.chat.prompt([], text * length)[:length], max_tokens=4)
+
+    def _ask(self, engine: Engine, user: str, question: str) -> tuple[Turn, list[int]]:
+        """The turn, and the tokens of its answer."""
+        model, past = self._setup.model, self._past[user]
+        prompt = model.chat.prompt(past, question)
+        done = engine.generate(
+            prompt, max_tokens=self._setup.plan.answer_tokens, ignore_eos=model.random
+        )
+        turn = Turn(
+            number=len(past) + 1,
+            user=user,
+            prompt_tokens=len(prompt),
+            cached_tokens=done.cached_tokens or 0,
+            ttft=done.ttft,
+            seconds=done.times[-1],
+            tokens=done.tokens,
+        )
+        return turn, model.chat.answer(done.tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ FLOAT32_BYTES = 4
 # Beyond the conversations themselves: the warm-up, partly filled blocks, room to spare.
 CACHE_MARGIN = 1.25
 MIN_CACHE_GB = 0.25
+WRITE_SECONDS = 120.0
+QUEUE = "vllm:flexkv_queue_length"
 
 
 class ModelError(ValueError):
@@ -191,7 +194,8 @@ def running_engine(setup: Setup, connector: Connector, log: Path) -> Iterator[En
         "dtype": model.dtype,
         "connector": connector,
         "max_model_len": plan.conversation_tokens,
-        "max_num_batched_tokens": 4096,
+        # vLLM's ExampleConnector fails where a prompt takes more than one step.
+        "max_num_batched_tokens": max(4096, plan.conversation_tokens),
         "max_num_seqs": 4,
         "block_size": backend.block_size,
         "env": _environment(model),
@@ -203,8 +207,19 @@ def running_engine(setup: Setup, connector: Connector, log: Path) -> Iterator[En
 
 
 def _environment(model: Model) -> dict[str, str]:
-    """A model of the user's may have to be downloaded."""
-    return {} if model.random else {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+    """A model of the user's may have to be downloaded. Older vLLMs name blocks alike in all
+    processes only with a fixed seed."""
+    env = {"PYTHONHASHSEED": "0"}
+    return env if model.random else env | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+
+
+def kill_when_written(engine: Engine) -> None:
+    """SIGKILL all processes of an engine once FlexKV has nothing more to write."""
+    deadline = time.monotonic() + WRITE_SECONDS
+    while engine.counter(QUEUE) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        engine.generate([1], max_tokens=1)  # FlexKV reports in steps
+    engine.kill()
 
 
 def root_cause(error: EngineStartError) -> str:

@@ -32,6 +32,7 @@ class Options:
     answer_tokens: int | None
     kv_conversations: float | None
     cpu_cache_gb: float | None
+    no_restart: bool
     show_answers: bool
     out: Path
     json: Path
@@ -56,7 +57,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     """Parse the command line; None is the process's own. Exits on errors, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="nox -s demo --",
-        description="Users take turns at a real vLLM, first without FlexKV, then with it.",
+        description="Users take turns at a real vLLM, first without FlexKV, then with it, then "
+        "after a kill and a new start.",
     )
     add = parser.add_argument
     add(
@@ -90,6 +92,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         metavar="GIB",
         help="host memory for FlexKV (default: what the conversations need)",
     )
+    add("--no-restart", action="store_true", help="do not kill the engine and start it again")
     add("--show-answers", action="store_true", help="print the answers at the end")
     add("--out", type=Path, default=Path("demo.png"), metavar="FILE", help="(default: demo.png)")
     add("--json", type=Path, default=Path("demo.json"), metavar="FILE", help="(default: demo.json)")

@@ -20,6 +20,8 @@ from integration.demo.conversation import Turn
 from integration.demo.verdict import Pair, Verdict
 
 WITHOUT, WITH = "without FlexKV", "with FlexKV"
+EXAMPLE = "with vLLM's ExampleConnector"
+RESTARTED = "with FlexKV, killed and started again"
 NOT_YET = Text("·", style="dim")
 ROUNDING = (
     "In 16-bit floating point this may be rounding: a prefix that is reused and one that is "
@@ -35,10 +37,13 @@ NOTHING_LOADED = (
 class Screen:
     """The live display; a context manager. `runs` are the names of the runs in their order."""
 
-    def __init__(self, console: Console, users: Sequence[str], turns: int) -> None:
+    def __init__(
+        self, console: Console, users: Sequence[str], turns: int, runs: Sequence[str]
+    ) -> None:
         self._console = console
         self._rows = [(turn, user) for turn in range(1, turns + 1) for user in users]
-        self._done: dict[str, list[Turn]] = {WITHOUT: [], WITH: []}
+        self._restarted = [(turns, user) for user in users] if RESTARTED in runs else []
+        self._done: dict[str, list[Turn]] = {run: [] for run in runs}
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -47,7 +52,8 @@ class Screen:
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("", total=2 * len(self._rows))
+        held = [self._restarted if run == RESTARTED else self._rows for run in runs]
+        self._task = self._progress.add_task("", total=sum(map(len, held)))
         self._live = Live(console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> Self:
@@ -94,21 +100,41 @@ class Screen:
         for name in ("vLLM", "+ FlexKV"):
             table.add_column(f"{name}\nfirst token", justify="right")
             table.add_column("\nreused", justify="right")
+        if EXAMPLE in self._done:
+            table.add_column("+ Example\nfirst token", justify="right")
         table.add_column("\nsooner", justify="right")
         table.add_column("\nanswer")
         for index, (number, user) in enumerate(self._rows):
             if index and user == self._rows[0][1]:
                 table.add_row()
-            table.add_row(str(number), user, *self._cells(index))
+            example = self._turn(EXAMPLE, index)
+            table.add_row(
+                str(number),
+                user,
+                *self._cells(self._turn(WITHOUT, index), self._turn(WITH, index), example),
+            )
+        for index, (number, user) in enumerate(self._restarted):
+            if not index:
+                table.add_row()
+            # The last turn once more.
+            without = self._turn(WITHOUT, len(self._rows) - len(self._restarted) + index)
+            cells = self._cells(without, self._turn(RESTARTED, index), None)
+            table.add_row(f"kill -9, {number}", user, *cells)
         return table
 
-    def _cells(self, index: int) -> list[Text]:
-        turns = [done[index] if index < len(done) else None for done in self._done.values()]
-        without, with_flexkv = turns
+    def _turn(self, run: str, index: int) -> Turn | None:
+        done = self._done.get(run, [])
+        return done[index] if index < len(done) else None
+
+    def _cells(
+        self, without: Turn | None, with_flexkv: Turn | None, example: Turn | None
+    ) -> list[Text]:
         cells = [_number(without.prompt_tokens) if without else NOT_YET]
-        for turn in turns:
+        for turn in (without, with_flexkv):
             cells.append(Text(f"{turn.ttft:.2f} s") if turn else NOT_YET)
             cells.append(_number(turn.cached_tokens) if turn else NOT_YET)
+        if EXAMPLE in self._done:
+            cells.append(Text(f"{example.ttft:.2f} s") if example else NOT_YET)
         if without is None or with_flexkv is None:
             return [*cells, NOT_YET, NOT_YET]
         pair = Pair(without, with_flexkv)
@@ -147,8 +173,7 @@ def show_answer(console: Console, pair: Pair, answer: str) -> None:
 def show_verdict(console: Console, verdict: Verdict, *, random: bool) -> None:
     """Print the summary; `random` if the model's answers mean nothing."""
     if verdict.different:
-        turns = ", ".join(f"turn {number} of {user}" for number, user in verdict.different)
-        console.print(f"[bold red]Answers differ[/]: {turns}.")
+        console.print(f"[bold red]Answers differ[/]: {', '.join(verdict.different)}.")
         if not random:
             console.print(ROUNDING)
     else:
@@ -158,13 +183,20 @@ def show_verdict(console: Console, verdict: Verdict, *, random: bool) -> None:
             f"({verdict.compared_tokens:,} tokens).{gibberish}"
         )
     console.print(
-        f"A user who comes back sees the first token after [bold]{verdict.returning_with:.2f} s[/] "
-        f"instead of {verdict.returning_without:.2f} s: [bold]{verdict.speedup:.0f} times sooner[/]"
+        f"A user who comes back sees the first token after "
+        f"[bold]{verdict.returning_with.middle:.2f} s[/] instead of "
+        f"{verdict.returning_without.middle:.2f} s: [bold]{verdict.speedup:.0f} times sooner[/]"
         " (medians)."
     )
+    _show_restart(console, verdict)
+    if verdict.returning_example is not None:
+        console.print(
+            f"vLLM's ExampleConnector, which knows whole prompts only and not their beginnings: "
+            f"{verdict.returning_example}."
+        )
     console.print(
-        f"A user's first turn, with nothing to reuse, should cost the same: "
-        f"{verdict.first_with:.2f} s with FlexKV, {verdict.first_without:.2f} s without."
+        f"A user's first turn has nothing to reuse. It took {verdict.first_with} with FlexKV, "
+        f"{verdict.first_without} without (medians, fastest to slowest)."
     )
     console.print(
         f"All turns to their last token: {verdict.total_with:.0f} s instead of "
@@ -173,3 +205,14 @@ def show_verdict(console: Console, verdict: Verdict, *, random: bool) -> None:
     )
     if verdict.loaded_tokens == 0:
         console.print(NOTHING_LOADED)
+
+
+def _show_restart(console: Console, verdict: Verdict) -> None:
+    if verdict.restarted_with is None:
+        return
+    console.print(
+        f"After kill -9 and a new start the last turn once more: {verdict.restarted_with} instead "
+        f"of {verdict.restarted_without}; {verdict.restored_tokens:,} tokens came back from disk."
+    )
+    if verdict.restored_tokens == 0:
+        console.print("[bold red]FlexKV found nothing on disk[/] after the restart.")

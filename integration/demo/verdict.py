@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two runs say when they are laid side by side."""
+"""What the runs say when they are laid side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from integration.demo.conversation import Turn
@@ -12,7 +12,7 @@ from integration.demo.conversation import Turn
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same turn in both runs."""
+    """The same prompt without FlexKV and with it."""
 
     without: Turn
     with_flexkv: Turn
@@ -34,51 +34,105 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Results:
+    """What was measured.
+
+    Attributes:
+        pairs: all turns of vLLM alone and of vLLM with FlexKV.
+        loaded_tokens: that FlexKV brought back for the engine, by vLLM's own counter.
+        restarts: the last turns of vLLM alone, and the same prompts after the engine with FlexKV
+            was killed and started again; empty if it was not.
+        restored_tokens: that FlexKV brought back for that engine.
+        example: all turns of vLLM with its ExampleConnector; empty if it did not run.
+    """
+
+    pairs: list[Pair]
+    loaded_tokens: int
+    restarts: list[Pair] = field(default_factory=list)
+    restored_tokens: int = 0
+    example: list[Turn] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds to the first token in several turns: the median, the least and the most."""
+
+    middle: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} s ({self.least:.2f} to {self.most:.2f})"
+
+
+def spread(turns: Sequence[Turn]) -> Spread:
+    """Of at least one turn."""
+    times = [turn.ttft for turn in turns]
+    return Spread(median(times), min(times), max(times))
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The summary of a demo.
 
     Times in seconds. `first` are the turns in which the users come for the first time, `returning`
-    all others; medians over them. `loaded_tokens` counts what FlexKV brought back for the engine,
-    by vLLM's own counter.
+    all others. `restarted` are the turns after the restart, `restarted_without` the same prompts
+    without FlexKV. `different` names the turns whose answers are not equal.
     """
 
     turns: int
     compared_tokens: int
-    different: list[tuple[int, str]]
-    first_without: float
-    first_with: float
-    returning_without: float
-    returning_with: float
+    different: list[str]
+    first_without: Spread
+    first_with: Spread
+    returning_without: Spread
+    returning_with: Spread
     total_without: float
     total_with: float
     loaded_tokens: int
+    restarted_without: Spread | None
+    restarted_with: Spread | None
+    restored_tokens: int
+    returning_example: Spread | None
 
     @property
     def speedup(self) -> float:
         """How many times sooner a returning user sees the first token."""
-        return self.returning_without / self.returning_with
+        return self.returning_without.middle / self.returning_with.middle
 
     @property
     def passed(self) -> bool:
-        """Whether all answers are identical and FlexKV had a part in them."""
-        return not self.different and self.loaded_tokens > 0
+        """Whether all answers are identical and FlexKV had a part in them, after the restart too if
+        there was one."""
+        restored = self.restarted_with is None or self.restored_tokens > 0
+        return not self.different and self.loaded_tokens > 0 and restored
 
 
-def judge(pairs: Sequence[Pair], loaded_tokens: int) -> Verdict:
+def judge(results: Results) -> Verdict:
     """Summarise a finished demo of at least two turns a user."""
+    pairs, restarts = results.pairs, results.restarts
     first = [pair for pair in pairs if not pair.returning]
     returning = [pair for pair in pairs if pair.returning]
+    different = [
+        f"turn {pair.without.number} of {pair.without.user}" for pair in pairs if not pair.identical
+    ]
+    different += [
+        f"{pair.without.user} after the restart" for pair in restarts if not pair.identical
+    ]
+    example = [turn for turn in results.example if turn.number > 1]
     return Verdict(
-        turns=len(pairs),
-        compared_tokens=sum(len(pair.without.tokens) for pair in pairs),
-        different=[
-            (pair.without.number, pair.without.user) for pair in pairs if not pair.identical
-        ],
-        first_without=median(pair.without.ttft for pair in first),
-        first_with=median(pair.with_flexkv.ttft for pair in first),
-        returning_without=median(pair.without.ttft for pair in returning),
-        returning_with=median(pair.with_flexkv.ttft for pair in returning),
+        turns=len(pairs) + len(restarts),
+        compared_tokens=sum(len(pair.without.tokens) for pair in (*pairs, *restarts)),
+        different=different,
+        first_without=spread([pair.without for pair in first]),
+        first_with=spread([pair.with_flexkv for pair in first]),
+        returning_without=spread([pair.without for pair in returning]),
+        returning_with=spread([pair.with_flexkv for pair in returning]),
         total_without=sum(pair.without.seconds for pair in pairs),
         total_with=sum(pair.with_flexkv.seconds for pair in pairs),
-        loaded_tokens=loaded_tokens,
+        loaded_tokens=results.loaded_tokens,
+        restarted_without=spread([pair.without for pair in restarts]) if restarts else None,
+        restarted_with=spread([pair.with_flexkv for pair in restarts]) if restarts else None,
+        restored_tokens=results.restored_tokens,
+        returning_example=spread(example) if example else None,
     )

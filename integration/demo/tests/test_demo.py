@@ -41,7 +41,7 @@ def run_demo(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "demo.json").read_text(encoding="utf-8")), done.stdout
 
 
-def check(report: dict[str, Any], output: str, folder: Path) -> None:
+def check(report: dict[str, Any], output: str, folder: Path, answers: int) -> None:
     """All answers are equal, and the second turns came from FlexKV and from nowhere else."""
     assert report["verdict"]["passed"]
     assert len(report["turns"]) == 6
@@ -52,13 +52,21 @@ def check(report: dict[str, Any], output: str, folder: Path) -> None:
         assert (with_flexkv["cached_tokens"] > 0) == (without["number"] == 2)
     loaded = sum(pair["with_flexkv"]["cached_tokens"] for pair in report["turns"])
     assert report["verdict"]["loaded_tokens"] == loaded
-    assert "All 6 answers are identical" in output
+    assert f"All {answers} answers are identical" in output
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_random_model(tmp_path: Path) -> None:
     report, output = run_demo(tmp_path)
-    check(report, output, tmp_path)
+    check(report, output, tmp_path, answers=9)
+    restarts = report["restarts"]
+    assert [pair["without"]["number"] for pair in restarts] == [2, 2, 2]
+    for pair in restarts:
+        assert pair["without"]["tokens"] == pair["with_flexkv"]["tokens"]
+        assert pair["with_flexkv"]["cached_tokens"] > 0
+    restored = sum(pair["with_flexkv"]["cached_tokens"] for pair in restarts)
+    assert report["verdict"]["restored_tokens"] == restored
+    assert [turn["number"] for turn in report["example"]] == [1, 1, 1, 2, 2, 2]
     answers = [tuple(pair["without"]["tokens"]) for pair in report["turns"]]
     assert len(set(answers)) == 6, "answers must depend on the text, or equality means nothing"
 
@@ -68,8 +76,9 @@ def test_a_model_and_a_text_of_the_users(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("The ferry leaves at nine and at noon.\n\n" * 200, encoding="utf-8")
     report, output = run_demo(
-        tmp_path, "--model", str(model), "--text", str(text), "--show-answers"
+        tmp_path, "--model", str(model), "--text", str(text), "--show-answers", "--no-restart"
     )
-    check(report, output, tmp_path)
+    check(report, output, tmp_path, answers=6)
+    assert report["restarts"] == report["example"] == []
     assert report["facts"]["model"] == str(model)
     assert "notes.txt" in report["facts"]["text"]

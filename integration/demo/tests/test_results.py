@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from integration.demo import chart, options, screen
 from integration.demo.conversation import Turn
 from integration.demo.engines import root_cause
 from integration.demo.options import OptionError
-from integration.demo.verdict import Pair, judge
+from integration.demo.verdict import Pair, Results, Spread, judge
 from integration.harness.engine import EngineStartError
 
 FACTS = {"engine": "vLLM", "model": "a model", "talk": "two users"}
@@ -33,47 +34,97 @@ def pairs() -> list[Pair]:
     ]
 
 
-def with_another_answer() -> list[Pair]:
+def plain(loaded: int = 1_800) -> Results:
+    """Nothing but the two runs."""
+    return Results(pairs(), loaded)
+
+
+def restarts() -> list[Pair]:
+    last = pairs()[2:]
+    return [
+        Pair(last[0].without, turn(2, "Ada", 0.5, [5, 6], 900)),
+        Pair(last[1].without, turn(2, "Ben", 0.7, [7, 8], 900)),
+    ]
+
+
+def whole() -> Results:
+    """All four runs."""
+    example = [turn(number, user, 2.5, [9]) for number in (1, 2) for user in ("Ada", "Ben")]
+    return replace(plain(), restarts=restarts(), restored_tokens=1_500, example=example)
+
+
+def with_another_answer() -> Results:
     *rest, last = pairs()
-    return [*rest, Pair(last.without, turn(2, "Ben", 0.3, [7, 9], 900))]
+    return Results([*rest, Pair(last.without, turn(2, "Ben", 0.3, [7, 9], 900))], 1_800)
+
+
+def with_another_answer_after_the_restart() -> Results:
+    first, last = restarts()
+    other = Pair(first.without, turn(2, "Ada", 0.5, [5, 5], 900))
+    return replace(whole(), restarts=[other, last])
 
 
 def test_medians_are_taken_over_first_and_returning_turns_apart() -> None:
-    verdict = judge(pairs(), loaded_tokens=1_800)
+    verdict = judge(plain())
     assert verdict.passed
-    assert (verdict.first_without, verdict.first_with) == (2.0, 2.0)
-    assert (verdict.returning_without, verdict.returning_with) == (3.0, 0.3)
+    assert verdict.first_without == verdict.first_with == Spread(2.0, 2.0, 2.0)
+    assert verdict.returning_without == Spread(3.0, 3.0, 3.0)
+    assert verdict.returning_with == Spread(0.3, 0.3, 0.3)
     assert verdict.speedup == pytest.approx(10)
     assert verdict.compared_tokens == 8
+    assert verdict.restarted_with is None
+    assert verdict.returning_example is None
+
+
+def test_turns_after_the_restart_are_compared_with_the_same_prompts() -> None:
+    verdict = judge(whole())
+    assert verdict.passed
+    assert verdict.restarted_without == Spread(3.0, 3.0, 3.0)
+    assert verdict.restarted_with == Spread(0.6, 0.5, 0.7)
+    assert verdict.compared_tokens == 12
+    assert verdict.returning_example == Spread(2.5, 2.5, 2.5)
 
 
 def test_one_other_token_fails_the_demo_and_is_named() -> None:
-    verdict = judge(with_another_answer(), loaded_tokens=1_800)
+    verdict = judge(with_another_answer())
     assert not verdict.passed
-    assert verdict.different == [(2, "Ben")]
+    assert verdict.different == ["turn 2 of Ben"]
+    verdict = judge(with_another_answer_after_the_restart())
+    assert not verdict.passed
+    assert verdict.different == ["Ada after the restart"]
 
 
 def test_a_demo_without_loads_fails() -> None:
-    assert not judge(pairs(), loaded_tokens=0).passed
+    assert not judge(plain(loaded=0)).passed
 
 
-def shown(finished: list[Pair], loaded: int, *, terminal: bool, random: bool = True) -> str:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-    with screen.Screen(console, ["Ada", "Ben"], 2) as display:
+def test_a_restart_that_finds_nothing_fails_the_demo() -> None:
+    assert not judge(replace(whole(), restored_tokens=0)).passed
+
+
+def shown(finished: Results, *, terminal: bool, random: bool = True) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
+    runs = [screen.WITHOUT, screen.WITH]
+    runs += [screen.EXAMPLE] * bool(finished.example) + [screen.RESTARTED] * bool(finished.restarts)
+    with screen.Screen(console, ["Ada", "Ben"], 2, runs) as display:
         display.say("starting vLLM")
-        for pair in finished:
+        for pair in finished.pairs:
             display.add(screen.WITHOUT, pair.without)
-        for pair in finished:
+        for pair in finished.pairs:
             display.add(screen.WITH, pair.with_flexkv)
+        for example in finished.example:
+            display.add(screen.EXAMPLE, example)
+        for pair in finished.restarts:
+            display.add(screen.RESTARTED, pair.with_flexkv)
     console.print(display.table())
-    screen.show_verdict(console, judge(finished, loaded), random=random)
+    screen.show_verdict(console, judge(finished), random=random)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_screen_shows_times_and_equality(terminal: bool) -> None:
-    text = shown(pairs(), 1_800, terminal=terminal)
+    text = shown(plain(), terminal=terminal)
     assert "10.0x" in text
     assert "0.30 s" in text
     assert "All 4 answers are identical" in text
@@ -82,7 +133,7 @@ def test_the_screen_shows_times_and_equality(terminal: bool) -> None:
 
 
 def test_the_screen_shows_a_difference_and_what_it_may_be() -> None:
-    text = shown(with_another_answer(), 1_800, terminal=False, random=False)
+    text = shown(with_another_answer(), terminal=False, random=False)
     assert "DIFFERENT" in text
     assert "Answers differ: turn 2 of Ben" in text
     assert "--dtype float32" in text
@@ -90,7 +141,17 @@ def test_the_screen_shows_a_difference_and_what_it_may_be() -> None:
 
 
 def test_the_screen_says_when_flexkv_had_no_part() -> None:
-    assert "FlexKV brought nothing back" in shown(pairs(), 0, terminal=False)
+    assert "FlexKV brought nothing back" in shown(plain(loaded=0), terminal=False)
+
+
+def test_the_screen_shows_the_restart_and_the_example_connector() -> None:
+    text = " ".join(shown(whole(), terminal=False).split())
+    assert "kill -9, 2" in text
+    assert "0.60 s (0.50 to 0.70) instead of 3.00 s (3.00 to 3.00); 1,500 tokens" in text
+    assert "All 6 answers are identical" in text
+    assert "ExampleConnector" in text
+    assert "2.50 s" in text
+    assert "nothing on disk" in shown(replace(whole(), restored_tokens=0), terminal=False)
 
 
 @pytest.mark.parametrize(
@@ -98,22 +159,27 @@ def test_the_screen_says_when_flexkv_had_no_part() -> None:
 )
 def test_the_chart_is_an_image(tmp_path: Path, name: str, magic: bytes) -> None:
     path = tmp_path / name
-    chart.draw(pairs(), judge(pairs(), 1_800), FACTS, path)
+    chart.draw(whole(), judge(whole()), FACTS, path)
     assert path.read_bytes().startswith(magic)
 
 
-def chart_text(path: Path, finished: list[Pair]) -> str:
+def chart_text(path: Path, finished: Results) -> str:
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.fonttype": "none"}):
-        chart.draw(finished, judge(finished, 1_800), FACTS, path)
+        chart.draw(finished, judge(finished), FACTS, path)
     return path.read_text(encoding="utf-8")
 
 
 def test_the_chart_claims_only_what_was_found(tmp_path: Path) -> None:
     claim = "10 times sooner, and the same answer"
-    assert claim in chart_text(tmp_path / "good.svg", pairs())
+    assert claim in chart_text(tmp_path / "good.svg", plain())
     assert claim not in chart_text(tmp_path / "bad.svg", with_another_answer())
+    restart, example = "started again", "ExampleConnector"
+    assert restart in chart_text(tmp_path / "whole.svg", whole())
+    assert example in chart_text(tmp_path / "whole.svg", whole())
+    assert restart not in chart_text(tmp_path / "plain.svg", plain())
+    assert example not in chart_text(tmp_path / "plain.svg", plain())
 
 
 @pytest.mark.parametrize(
