@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from policy_checks import CheckedPolicy
 
-from flexkv.eviction import LRUPolicy
+from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, LRUPolicy, RequestContext
 from flexkv.index import Block, BlockIndex, BlockState
 
 SLOTS = 6
@@ -77,6 +79,20 @@ def test_leased_blocks_are_not_evicted() -> None:
     assert index.reserve(b"x", None) is None
     index.release(leased)
     assert index.reserve(b"x", None) is not None
+
+
+def test_a_use_is_a_hit_if_a_request_was_scheduled() -> None:
+    policy = CheckedPolicy(LRUPolicy())
+    index = BlockIndex(3, policy)
+    add(index, b"a", b"b")
+    first, second = RequestContext(90, 60), RequestContext(70, 30)
+    index.hit([b"a", b"b", b"absent"], first)
+    leased = index.lease([b"a", b"b"])
+    index.hit([b"a"], second)
+    assert leased is not None
+    index.release(leased)
+    index.touch([b"a", b"b"])
+    assert policy.hits == {b"a": [first, second], b"b": [first]}
 
 
 def test_a_prefix_does_not_evict_itself() -> None:
@@ -172,6 +188,14 @@ def test_a_pinned_block_is_not_evicted_until_its_last_pin_ends() -> None:
     assert evict(index, 2) == [b"b", b"a"]
 
 
+def test_a_pin_protects_a_block_that_nobody_leases() -> None:
+    index = ready_index(2, [b"a"])
+    add(index, b"b")
+    assert index.pin(b"a") is not None
+    assert evict(index, 1) == [b"b"]
+    assert index.reserve(b"x", None) is None
+
+
 def test_a_block_may_be_pinned_before_it_is_ready() -> None:
     index = BlockIndex(1, LRUPolicy())
     block = index.reserve(b"a", None)
@@ -215,9 +239,12 @@ def test_clear_waits_for_writers_and_readers() -> None:
 class IndexModel(RuleBasedStateMachine):
     """Random histories of one index; what must hold at every moment is checked after each step."""
 
+    make: ClassVar[Callable[[], EvictionPolicy]] = LRUPolicy
+
     def __init__(self) -> None:
         super().__init__()
-        self.index: Any = BlockIndex(SLOTS, LRUPolicy())
+        self.policy = CheckedPolicy(self.make())
+        self.index: Any = BlockIndex(SLOTS, self.policy)
         self.index.watch()
         self.told: set[bytes] = set()
         self.pinned: set[bytes] = set()
@@ -311,6 +338,10 @@ class IndexModel(RuleBasedStateMachine):
     def touch(self, keys: list[bytes]) -> None:
         self.index.touch(keys)
 
+    @rule(keys=st.lists(KEYS, unique=True))
+    def hit(self, keys: list[bytes]) -> None:
+        self.index.hit(keys, UNKNOWN_REQUEST)
+
     @rule()
     def clear(self) -> None:
         self.index.clear()
@@ -340,7 +371,8 @@ class IndexModel(RuleBasedStateMachine):
             for key, block in index._ready.items()
             if not (block.leases or block.pins or id(block) in built_on)
         }
-        assert index._policy._used == evictable
+        assert self.policy.evictable == evictable
+        assert self.policy.hits.keys() == index._ready.keys()
 
     @invariant()
     def no_slot_has_two_uses(self) -> None:

@@ -30,6 +30,7 @@ from flexkv.adapter.orders import StepReport
 from flexkv.adapter.request import NEVER, Match, TrackedRequest
 from flexkv.adapter.request_options import WishReader, pin_owner
 from flexkv.adapter.storing import StoreBatch, Stores
+from flexkv.eviction import RequestContext
 from flexkv_vllm.compat.core import offered_states, zeroed_blocks
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata
@@ -180,7 +181,11 @@ class SchedulerSide:
         if match is not None:
             tracked.disk_tokens = min(match.disk_tokens, tokens)
             tracked.junction = match.junction
-            self._cache.record(self._matcher.blocks_of(tracked, match.local_tokens + tokens))
+            hit_tokens = match.local_tokens + tokens
+            self._cache.record(
+                self._matcher.blocks_of(tracked, hit_tokens),
+                RequestContext(request.num_prompt_tokens, hit_tokens),
+            )
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.disk_tokens)
             for reason, left in match.left:

@@ -10,11 +10,13 @@ import pytest
 from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
 from offloading_world import HYBRID, SEVERAL_GROUPS, WINDOW, MakeOffloadingWorld, OffloadingWorld
+from policy_checks import CheckedPolicy
 from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import ReqContext
 
-from flexkv import LayoutError
+from flexkv import POLICIES, LayoutError
+from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv_vllm.offloading import settings
 
 DRAINS_HOLDERS = hasattr(Scheduler, "_holds_kv_blocks")
@@ -40,6 +42,26 @@ def test_a_forgotten_prefix_comes_back(
     block = chunk * BLOCK_TOKENS
     assert world.external_tokens[second] == 300 // block * block
     world.check_outputs()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["loaded", "vLLM has it"])
+def test_a_scheduled_request_hits_each_block_once(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    policy = CheckedPolicy(LRUPolicy())
+    monkeypatch.setitem(POLICIES, "lru", lambda: policy)
+    world = make_offloading_world()
+    rng = random.Random(31)
+    stem = random_prompt(rng, 4 * BLOCK_TOKENS)
+    world.generate(stem + random_prompt(rng, 5))
+    world.settle()
+    stored = set(policy.hits)
+    if not local:
+        world.forget()
+    world.generate(stem + random_prompt(rng, BLOCK_TOKENS + 5), max_tokens=2 * BLOCK_TOKENS)
+    world.settle()
+    assert len(stored) == 4
+    assert {key: policy.hits[key] for key in stored} == {key: [UNKNOWN_REQUEST] for key in stored}
 
 
 def test_several_groups_are_refused_where_none_hears_of_their_failed_loads(

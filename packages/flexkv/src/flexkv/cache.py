@@ -17,7 +17,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from flexkv.admission import ADMISSIONS, Admission
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters
-from flexkv.eviction import EvictionPolicy
+from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.host.arena import Arena
 from flexkv.index import Block, BlockIndex
 from flexkv.mover import Direction, Status
@@ -159,18 +159,22 @@ class KVCache:
             for each in there
         ]
 
-    def record(self, keys: Sequence[bytes]) -> None:
+    def record(self, keys: Sequence[bytes], context: RequestContext = UNKNOWN_REQUEST) -> None:
         """A scheduled request uses a prefix that somebody had, the engine itself included: count
         that wherever its blocks are, and offer them to lower tiers as admission says.
 
         Call it once for each request, whose prefix may be long: it is counted by later polls.
+
+        Args:
+            keys: of the blocks that the request found, first block first.
+            context: what is known of the request; for the eviction policy.
         """
-        self._transfers.used(keys, hit=True)
+        self._transfers.used(keys, hit=context)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request ends with this prefix, which it found or made: its end leaves every tier before
         its beginning. Counted by later polls."""
-        self._transfers.used(keys, hit=False)
+        self._transfers.used(keys, hit=None)
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys`, all of them ready, for a copy into the engine.

@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from flexkv.eviction import EvictionPolicy
+from flexkv.eviction import EvictionPolicy, RequestContext
 
 
 class BlockState(enum.Enum):
@@ -53,7 +53,7 @@ class Block:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it may be evicted: whether the policy has it."""
+        """Whether it may be evicted: whether the policy has it as not held."""
         return (
             self.state is BlockState.READY
             and not self.leases
@@ -118,7 +118,7 @@ class BlockIndex:
             return None
         for block in blocks:
             if block.is_evictable:
-                self._policy.remove(block.key)
+                self._policy.held(block.key)
             block.leases += 1
         return blocks
 
@@ -174,7 +174,7 @@ class BlockIndex:
                     continue
                 # It stays from now on, so that it does not make room for what builds on it.
                 if parent.is_evictable:
-                    policy.remove(before)
+                    policy.held(before)
                 parent.children += 1
             slot = free.pop() if free else self._evict()
             block = Block(key, -1 if slot is None else slot, BlockState.WRITING, parent)
@@ -190,18 +190,22 @@ class BlockIndex:
 
         First block of the prefix first, as in `release`.
         """
+        ready, writing, policy, changed = self._ready, self._writing, self._policy, self.changed
         self._uses += len(blocks)
         for age, block in enumerate(blocks):
             if block.state is BlockState.DROPPED:
                 self._free.append(block.slot)
                 continue
-            del self._writing[block.key]
+            key = block.key
+            del writing[key]
             block.state = BlockState.READY
             block.used = self._uses - age
-            self._ready[block.key] = block
-            self._note(block.key)
+            ready[key] = block
+            if changed is not None:
+                changed[key] = None
+            policy.inserted(key)
             if block.is_evictable:
-                self._policy.add(block.key, block.used)
+                policy.released(key, block.used)
 
     def abandon(self, blocks: Iterable[Block]) -> None:
         """These blocks could not be written; their slots are free again."""
@@ -223,6 +227,7 @@ class BlockIndex:
         for block in blocks:
             if block.state is BlockState.READY:
                 del self._ready[block.key]
+                self._policy.evicted(block.key)
                 self._remove(block)
 
     def pin(self, key: bytes) -> Block | None:
@@ -232,7 +237,7 @@ class BlockIndex:
         if block is None:
             return None
         if block.is_evictable:
-            self._policy.remove(key)
+            self._policy.held(key)
         self.pinned_blocks += not block.pins
         block.pins += 1
         return block
@@ -244,7 +249,7 @@ class BlockIndex:
         block.pins -= 1
         self.pinned_blocks -= not block.pins
         if block.is_evictable:
-            self._policy.add(block.key, block.used)
+            self._policy.released(block.key, block.used)
 
     def holds(self, block: Block) -> bool:
         """Whether a block, as it was pinned, still has its slot."""
@@ -257,7 +262,7 @@ class BlockIndex:
         if key is None:
             return None
         block = self._ready[key]
-        self._policy.remove(key)
+        self._policy.held(key)
         block.leases += 1
         self._detach(block)
         block.leaving = block.used
@@ -275,8 +280,19 @@ class BlockIndex:
             self._attach(block)
         self._end_lease(block)
 
+    def hit(self, keys: Sequence[bytes], context: RequestContext) -> None:
+        """A scheduled request found the ready ones of `keys`: count them as used, the last of them
+        as used first."""
+        ready, policy = self._ready, self._policy
+        self._uses += len(keys)
+        for age, key in enumerate(keys):
+            block = ready.get(key)
+            if block is not None:
+                block.used = self._uses - age
+                policy.hit(key, block.used, context)
+
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count the ready ones of `keys` as used, the last of them as used first."""
+        """As `hit`, but the request was counted already: it ends."""
         ready = self._ready
         self._uses += len(keys)
         for age, key in enumerate(keys):
@@ -284,7 +300,7 @@ class BlockIndex:
             if block is not None:
                 block.used = self._uses - age
                 if block.is_evictable:
-                    self._policy.touch(key, block.used)
+                    self._policy.touched(key, block.used)
 
     def clear(self) -> None:
         """Drop every block. Slots in use become free when their writer or reader is done."""
@@ -305,14 +321,14 @@ class BlockIndex:
         if block.state is BlockState.DROPPED:
             self._free.append(block.slot)
         elif block.is_evictable:
-            self._policy.add(block.key, block.used)
+            self._policy.released(block.key, block.used)
 
     def _evict(self) -> int | None:
         """The slot of the block that leaves for another; None if none can."""
         key = self._policy.victim()
         if key is None:
             return None
-        self._policy.remove(key)
+        self._policy.evicted(key)
         block = self._ready.pop(key)
         block.state = BlockState.DROPPED  # it is not pinned, or it could not leave
         if self.changed is not None:
@@ -327,7 +343,7 @@ class BlockIndex:
         parent = block.parent
         if parent is not None:
             if parent.is_evictable:
-                self._policy.remove(parent.key)
+                self._policy.held(parent.key)
             parent.children += 1
 
     def _detach(self, block: Block) -> None:
@@ -337,7 +353,7 @@ class BlockIndex:
             parent.children -= 1
             parent.used = max(parent.used, block.used)
             if parent.is_evictable:
-                self._policy.add(parent.key, parent.used)
+                self._policy.released(parent.key, parent.used)
 
     def _remove(self, block: Block) -> None:
         """`block` was taken out of every lookup, and what it builds on is still there."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from disk_blocks import FINGERPRINT, SLOT, capacity_of
 
-from flexkv.eviction import LRUPolicy
+from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv.index import BlockIndex
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.uses import _BLOCKS, UseLog
@@ -46,8 +46,8 @@ def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
     keys = names(3 * _BLOCKS)
     index, policy = filled(keys)
     log = UseLog(index, (), None)
-    log.note(keys[:-1], offers=True)
-    log.note(keys[:2], offers=True)
+    log.note(keys[:-1], UNKNOWN_REQUEST, offers=True)
+    log.note(keys[:2], UNKNOWN_REQUEST, offers=True)
     log.count()
     assert order(policy)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
     while log:
@@ -60,7 +60,7 @@ def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
     index, policy = filled(keys)
     log = UseLog(index, (), None)
     noted = keys[:1]
-    log.note(noted, offers=False)
+    log.note(noted, None, offers=False)
     noted[:] = keys[1:]
     log.count()
     assert order(policy) == [keys[1], keys[2], keys[0]]
@@ -71,7 +71,7 @@ def test_a_backlog_is_counted_by_a_sixteenth() -> None:
     index, policy = filled(keys)
     log = UseLog(index, (), None)
     for _ in range(8):
-        log.note(keys, offers=False)
+        log.note(keys, None, offers=False)
     log.count()
     counted = 8 * 4 * _BLOCKS // 16
     assert order(policy)[-counted:] == keys[: -counted - 1 : -1]
@@ -81,7 +81,7 @@ def test_a_cleared_log_counts_nothing() -> None:
     keys = names(3)
     index, policy = filled(keys)
     log = UseLog(index, (), None)
-    log.note(keys, offers=False)
+    log.note(keys, None, offers=False)
     log.clear()
     assert not log
     log.count()
@@ -93,9 +93,9 @@ def test_a_prefix_is_offered_whole_if_the_arena_has_what_the_tier_lacks(disk: Di
     index, _ = filled(keys)
     offered: list[Sequence[bytes]] = []
     log = UseLog(index, (disk,), offered.append)
-    log.note(keys, offers=False)
-    log.note(names(9, "other"), offers=True)
-    log.note(keys, offers=True)
+    log.note(keys, None, offers=False)
+    log.note(names(9, "other"), UNKNOWN_REQUEST, offers=True)
+    log.note(keys, UNKNOWN_REQUEST, offers=True)
     while log:
         log.count()
     assert offered == [keys]

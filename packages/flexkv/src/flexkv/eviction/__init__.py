@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexkv.eviction.base import EvictionPolicy
+from flexkv.eviction.base import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.eviction.lru import LRUPolicy
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRUPolicy}
 
-__all__ = ["POLICIES", "EvictionPolicy", "LRUPolicy"]
+__all__ = [
+    "POLICIES",
+    "UNKNOWN_REQUEST",
+    "EvictionPolicy",
+    "LRUPolicy",
+    "RequestContext",
+]

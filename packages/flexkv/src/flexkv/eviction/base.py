@@ -3,35 +3,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
-class EvictionPolicy(Protocol):
-    """Orders the blocks that may be evicted; every call is O(1), or O(log n) for n of them.
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What is known of a request that found blocks.
 
-    The index owns the blocks. It adds a key when its block becomes evictable (complete, leased by
-    nobody, and no other block builds on it), removes it when that ends, and asks for a victim when
-    a tier is full. A policy sees keys only, and when each was used: a number that grows from use
-    to use. It sees no bytes, slots or time.
+    Attributes:
+        prompt_tokens: of its prompt; 0 if that is not known.
+        hit_tokens: of these, found in a cache, the engine's own included; 0 if that is not known.
     """
 
-    def add(self, key: bytes, used: int) -> None:
-        """`key` became evictable; it was `used` then, perhaps long ago. It is not in the policy
-        yet."""
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+
+
+UNKNOWN_REQUEST = RequestContext()
+"""A request of which nothing is known."""
+
+
+class EvictionPolicy(Protocol):
+    """Follows the lives of a tier's blocks, and picks the one to evict next.
+
+    The index calls a policy: a block is inserted when its bytes are complete, and held then. It is
+    released and held by turns: it is held while it is leased or pinned, and while another block
+    builds on it. It ends with `evicted`. A held block keeps what the policy knows of it, but is no
+    victim.
+
+    A policy sees keys, no bytes, slots or time. The index numbers all uses of blocks: a greater
+    number is a later use. These numbers may differ from the order of the calls, because the end of
+    a prefix counts as used before its beginning.
+
+    A call takes amortised O(1) or O(log n) for n blocks, and a policy keeps a bounded number of
+    bytes for each block of the tier.
+    """
+
+    def inserted(self, key: bytes) -> None:
+        """The block of `key` is complete, and held. The policy does not have it."""
         ...
 
-    def remove(self, key: bytes) -> None:
-        """`key` is no longer evictable. It is in the policy."""
+    def hit(self, key: bytes, used: int, context: RequestContext) -> None:
+        """A scheduled request found the block, held or not: its latest use so far. The index calls
+        this once for each such request."""
         ...
 
-    def touch(self, key: bytes, used: int) -> None:
-        """`key` was used, as never so late before. It is in the policy."""
+    def touched(self, key: bytes, used: int) -> None:
+        """A block that is not held was used as part of the same request as before, and no use
+        before was as late."""
+        ...
+
+    def held(self, key: bytes) -> None:
+        """The block must not be evicted. It was not held before."""
+        ...
+
+    def released(self, key: bytes, used: int) -> None:
+        """The block was held, and may be evicted now. Its last use was `used`, perhaps long ago."""
+        ...
+
+    def evicted(self, key: bytes) -> None:
+        """The block, held or not, has left the tier: as a victim, or because it was unreadable."""
         ...
 
     def victim(self) -> bytes | None:
-        """The key to evict next, still in the policy; None if nothing is evictable."""
+        """The key of the block to evict next, which stays until `evicted`; None if all blocks are
+        held."""
         ...
 
     def clear(self) -> None:
-        """Forget every key."""
+        """All blocks have left the tier."""
         ...

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
+from flexkv.eviction.base import RequestContext
+
 _STALE_SHARE = 3
 _STALE = 4096
 """The heap is built anew once it has so many entries of each key, and so many more. A key leaves
@@ -12,9 +14,10 @@ an entry behind whenever its block is leased or built on."""
 
 
 class LRUPolicy:
-    """Evicts the key whose last use is longest ago. See `EvictionPolicy`.
+    """Evicts the block whose last use is longest ago. See `EvictionPolicy`.
 
-    A heap of uses. What is no longer so is put right when it comes to the top.
+    It keeps the blocks that are not held, in a heap of uses. An outdated entry is corrected when it
+    comes to the top. The index knows when a held block was last used.
     """
 
     __slots__ = ("_heap", "_used")
@@ -23,18 +26,28 @@ class LRUPolicy:
         self._used: dict[bytes, int] = {}
         self._heap: list[tuple[int, bytes]] = []
 
-    def add(self, key: bytes, used: int) -> None:
+    def inserted(self, key: bytes) -> None:
+        """Its number comes with `released`."""
+
+    def hit(self, key: bytes, used: int, context: RequestContext) -> None:
+        if key in self._used:
+            self._used[key] = used
+
+    def touched(self, key: bytes, used: int) -> None:
+        self._used[key] = used
+
+    def held(self, key: bytes) -> None:
+        del self._used[key]
+
+    def released(self, key: bytes, used: int) -> None:
         self._used[key] = used
         heappush(self._heap, (used, key))
         if len(self._heap) > _STALE_SHARE * len(self._used) + _STALE:
             self._heap = [(used, key) for key, used in self._used.items()]
             heapify(self._heap)
 
-    def remove(self, key: bytes) -> None:
-        del self._used[key]
-
-    def touch(self, key: bytes, used: int) -> None:
-        self._used[key] = used
+    def evicted(self, key: bytes) -> None:
+        self._used.pop(key, None)
 
     def victim(self) -> bytes | None:
         heap = self._heap

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from flexkv.admission import Admission
 from flexkv.counters import Counters
+from flexkv.eviction import RequestContext
 from flexkv.host.board import CompletionBoard
 from flexkv.index import Block, BlockIndex
 from flexkv.mover import Direction
@@ -109,9 +110,9 @@ class TransferScheduler:
         if ready and self._demoter is not None and self._admission.on_store:
             self._demoter.offer([block.key for block in blocks])
 
-    def used(self, keys: Sequence[bytes], hit: bool) -> None:
-        """A prefix was used; `hit` if a request found it, not made it."""
-        self._uses.note(keys, hit and self._admission.on_hit)
+    def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
+        """A prefix was used; `hit` is the scheduled request that found it, if one did."""
+        self._uses.note(keys, hit, offers=hit is not None and self._admission.on_hit)
 
     def poll(self) -> list[Transfer]:
         """Bring everything up to date; returns the transfers with the engine that ended."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flexkv.eviction import RequestContext
 from flexkv.index import BlockIndex
 from flexkv.tiers.base import LowerTier
 
@@ -27,6 +28,7 @@ class _Use:
 
     keys: Sequence[bytes]
     left: int
+    hit: RequestContext | None
     offers: bool
     lacks: bool = False
     """Whether the arena has a block that the first lower tier has not."""
@@ -58,15 +60,17 @@ class UseLog:
         """Whether a use is not counted yet."""
         return bool(self._uses)
 
-    def note(self, keys: Sequence[bytes], offers: bool) -> None:
+    def note(self, keys: Sequence[bytes], hit: RequestContext | None, *, offers: bool) -> None:
         """A prefix was used.
 
         Args:
             keys: first block first; copied.
+            hit: the scheduled request that found it; None if a request ends that was counted
+                before, or made it.
             offers: whether to offer it to the first lower tier if that lacks a block.
         """
         if keys:
-            self._uses.append(_Use(list(keys), len(keys), offers))
+            self._uses.append(_Use(list(keys), len(keys), hit, offers))
             self._backlog += len(keys)
 
     def count(self) -> None:
@@ -91,7 +95,10 @@ class UseLog:
         self._backlog = 0
 
     def _count_part(self, use: _Use, part: Sequence[bytes]) -> None:
-        self._index.touch(part)
+        if use.hit is None:
+            self._index.touch(part)
+        else:
+            self._index.hit(part, use.hit)
         for tier in self._tiers:
             tier.touch(part)
         if use.offers and self._tiers and not use.lacks:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eviction policies see of requests under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_world import MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS
+from policy_checks import CheckedPolicy
+from traffic import Traffic, loaded, make_stems
+
+from flexkv import POLICIES
+from flexkv.eviction import RequestContext
+
+
+def evicted(world: World) -> bool:
+    return world.cache.counters.evicted_blocks > 0
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CheckedPolicy:
+    """Of the next world."""
+    checked = CheckedPolicy(POLICIES[request.param]())
+    monkeypatch.setitem(POLICIES, "lru", lambda: checked)
+    return checked
+
+
+@pytest.mark.parametrize("windows", [(), (64,)], ids=["one group", "two groups"])
+def test_a_scheduled_request_hits_each_block_once(
+    make_world: MakeWorld, policy: CheckedPolicy, windows: tuple[int, ...]
+) -> None:
+    world = make_world(windows=windows)
+    rng = random.Random(1)
+    stem = random_prompt(rng, 4 * BLOCK_TOKENS)
+    world.generate(stem + random_prompt(rng, 5))
+    world.settle()
+    stored = set(policy.hits)
+    world.forget()
+    world.generate(stem + random_prompt(rng, 9))
+    world.settle()
+    hit = RequestContext(4 * BLOCK_TOKENS + 9, 4 * BLOCK_TOKENS)
+    assert len(stored) == 4 * (1 + len(windows))
+    assert {key: policy.hits[key] for key in stored} == {key: [hit] for key in stored}
+
+
+@pytest.mark.parametrize("admission", ["write_through", "on_evict"])
+def test_outputs_are_right_while_blocks_leave_both_tiers(
+    make_world: MakeWorld, policy: CheckedPolicy, admission: str
+) -> None:
+    rng = random.Random(2)
+    world = make_world(
+        num_blocks=40, slots=40, disk_slots=60, budget=96, settings={"ssd_admission": admission}
+    )
+    Traffic(world, rng, make_stems(rng, 4)).run(60, until=[loaded, evicted])
+    world.settle()
+    assert len(policy.hits) == world.cache.ready_blocks

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy that notes the lives of blocks and checks that index and policy keep to them."""
+
+from __future__ import annotations
+
+from flexkv.eviction import EvictionPolicy, RequestContext
+
+
+class CheckedPolicy:
+    """Passes every call on to `policy`.
+
+    Attributes:
+        evictable: when each block that is not held was used last.
+        held_blocks: the blocks that are held.
+        hits: of the blocks that are there, held or not.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.evictable: dict[bytes, int] = {}
+        self.held_blocks: set[bytes] = set()
+        self.hits: dict[bytes, list[RequestContext]] = {}
+
+    def inserted(self, key: bytes) -> None:
+        assert key not in self.hits
+        self.hits[key] = []
+        self.held_blocks.add(key)
+        self.policy.inserted(key)
+
+    def hit(self, key: bytes, used: int, context: RequestContext) -> None:
+        self.hits[key].append(context)
+        if key in self.evictable:
+            self.evictable[key] = used
+        self.policy.hit(key, used, context)
+
+    def touched(self, key: bytes, used: int) -> None:
+        assert key in self.evictable
+        self.evictable[key] = used
+        self.policy.touched(key, used)
+
+    def held(self, key: bytes) -> None:
+        del self.evictable[key]
+        self.held_blocks.add(key)
+        self.policy.held(key)
+
+    def released(self, key: bytes, used: int) -> None:
+        self.held_blocks.remove(key)
+        self.evictable[key] = used
+        self.policy.released(key, used)
+
+    def evicted(self, key: bytes) -> None:
+        del self.hits[key]
+        self.held_blocks.discard(key)
+        self.evictable.pop(key, None)
+        self.policy.evicted(key)
+
+    def victim(self) -> bytes | None:
+        key = self.policy.victim()
+        assert (key is None) is (not self.evictable)
+        assert key is None or key in self.evictable
+        return key
+
+    def clear(self) -> None:
+        self.evictable.clear()
+        self.held_blocks.clear()
+        self.hits.clear()
+        self.policy.clear()

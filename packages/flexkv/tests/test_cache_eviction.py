@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each policy keeps, replayed over a `KVCache` whose loads and stores end at once."""
+
+from __future__ import annotations
+
+import pytest
+from policy_checks import CheckedPolicy
+
+from flexkv import POLICIES, Arena, ArenaSpec, BlockFormat, KVCache, Status
+from flexkv.eviction import EvictionPolicy, RequestContext
+
+SLOTS = 40
+BLOCK_TOKENS = 16
+HOT = [b"hot %d" % i for i in range(8)]
+"""A prefix that many requests begin with."""
+
+
+class Replay:
+    """Runs requests one after the other."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = CheckedPolicy(policy)
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), SLOTS), threads=1)
+        self.cache = KVCache(self.arena, self.policy)
+
+    def run(self, prompt: list[bytes]) -> int:
+        """Returns how many blocks were hits."""
+        cache = self.cache
+        hits = cache.lookup(prompt)
+        context = RequestContext(len(prompt) * BLOCK_TOKENS, hits * BLOCK_TOKENS)
+        cache.record(prompt[:hits], context)
+        load = cache.load(prompt[:hits]) if hits else None
+        missing = cache.missing(prompt)
+        store = cache.store(prompt, missing) if missing else None
+        for transfer in (load, store):
+            if transfer is not None:
+                self.arena.board.report(transfer.cell, 0, Status.DONE)
+        cache.poll()
+        cache.touch(prompt)
+        while cache.busy:
+            cache.poll()
+        return hits
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_knows_the_request_of_each_hit(name: str) -> None:
+    replay = Replay(POLICIES[name]())
+    try:
+        replay.run(HOT[:2])
+        replay.run(HOT[:3])
+        context = RequestContext(3 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+        hits = {key: [context] for key in HOT[:2]}
+        assert replay.policy.hits == {**hits, HOT[2]: []}
+    finally:
+        replay.arena.close()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prefix_leaves_from_its_end(name: str) -> None:
+    replay = Replay(POLICIES[name]())
+    try:
+        prefix = [b"long %d" % i for i in range(SLOTS)]
+        replay.run(prefix)
+        for left in range(SLOTS - 1, 0, -1):
+            replay.run([b"short %d" % left])
+            assert replay.cache.lookup(prefix) == left
+            assert replay.cache.ready_blocks == SLOTS
+    finally:
+        replay.arena.close()
