@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy_checks import CheckedPolicy
 
-from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, LRUPolicy, RequestContext
+from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, LRUPolicy, RequestContext, S3FIFOPolicy
 from flexkv.index import Block, BlockIndex, BlockState
 
 SLOTS = 6
@@ -391,4 +391,9 @@ class IndexModel(RuleBasedStateMachine):
                 assert block.slot not in self.index._free
 
 
+class S3FIFOIndexModel(IndexModel):
+    make = S3FIFOPolicy
+
+
 TestIndex = IndexModel.TestCase
+TestIndexOfS3FIFO = S3FIFOIndexModel.TestCase

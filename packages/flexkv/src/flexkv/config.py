@@ -100,7 +100,11 @@ class CacheConfig:
         "lru",
         env="FLEXKV_EVICTION_POLICY",
         unit="name",
-        help="Which blocks leave the host memory first when it is full.",
+        help=(
+            "Which blocks leave the host memory first when it is full: `lru`, those used longest "
+            "ago; `s3fifo`, those that no other request has found, so that many prompts that are "
+            "asked once do not push out prompts that are asked often."
+        ),
         parse=parse_name(POLICIES),
         allowed=", ".join(sorted(POLICIES)),
     )

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from flexkv.eviction.base import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.eviction.lru import LRUPolicy
+from flexkv.eviction.s3fifo import S3FIFOPolicy
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRUPolicy}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRUPolicy, "s3fifo": S3FIFOPolicy}
 
 __all__ = [
     "POLICIES",
@@ -16,4 +17,5 @@ __all__ = [
     "EvictionPolicy",
     "LRUPolicy",
     "RequestContext",
+    "S3FIFOPolicy",
 ]
