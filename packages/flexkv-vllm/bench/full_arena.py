@@ -164,8 +164,8 @@ def _in_world(measure: Callable[[World], Any], **options: Any) -> Any:
         try:
             for rank in world.ranks:
                 side: Any = rank.side  # type: ignore[attr-defined]
-                side._mover.close()
-                side._mover = InstantMover()
+                side._copies.mover.close()
+                side._copies.mover = InstantMover()
                 type(rank).forward = _no_forward  # type: ignore[method-assign]
             gc.collect()
             gc.freeze()  # as vLLM does

@@ -86,8 +86,8 @@ class ConnectorRank(Rank):
     def slow_down(
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float
     ) -> list[LateMover]:
-        self.side._mover = LateMover(self.side._mover, rng, polls, failure_rate)
-        return [self.side._mover]
+        self.side._copies.mover = LateMover(self.side._copies.mover, rng, polls, failure_rate)
+        return [self.side._copies.mover]
 
     def wait_for_layer(self, name: str) -> None:
         self.connector.wait_for_layer_load(name)

@@ -17,9 +17,10 @@ import pytest
 from engine_world import World
 from traffic import Traffic, make_stems
 
+import flexkv
 import flexkv_vllm
 
-SOURCE = Path(flexkv_vllm.__file__).parent
+SOURCES = [Path(package.__path__[0]) for package in (flexkv, flexkv_vllm)]
 
 
 class InjectedError(Exception):
@@ -31,31 +32,31 @@ class Guarded:
     """What a guard encloses.
 
     Attributes:
-        module: path of the file within the package.
+        path: of the file.
         place: as the guard names it, as Python source.
         lines: on which its statements begin.
     """
 
-    module: str
+    path: Path
     place: str
     lines: frozenset[int]
 
     def __str__(self) -> str:
-        return f"{self.module}: {self.place}"
+        return f"{self.path.parent.name}/{self.path.name}: {self.place}"
 
 
 def all_guarded(*, offloading: bool) -> list[Guarded]:
     """Every guard in the code: of the offloading spec, or of all else."""
-    modules = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
     return [
         guarded
-        for module, path in modules.items()
-        if module.startswith("offloading/") == offloading
-        for guarded in _guarded_in(path, module)
+        for source in SOURCES
+        for path in sorted(source.rglob("*.py"))
+        if (path.parent.name == "offloading") == offloading
+        for guarded in _guarded_in(path)
     ]
 
 
-def _guarded_in(path: Path, module: str) -> Iterator[Guarded]:
+def _guarded_in(path: Path) -> Iterator[Guarded]:
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.With):
             continue
@@ -64,7 +65,7 @@ def _guarded_in(path: Path, module: str) -> Iterator[Guarded]:
             continue
         inner = [each for statement in node.body for each in ast.walk(statement)]
         lines = frozenset(each.lineno for each in inner if isinstance(each, ast.stmt))
-        yield Guarded(module, ast.unparse(call.args[0]), lines)
+        yield Guarded(path, ast.unparse(call.args[0]), lines)
 
 
 class Injection:
@@ -78,7 +79,7 @@ class Injection:
     """
 
     def __init__(self, guarded: Guarded) -> None:
-        self._file = str(SOURCE / guarded.module)
+        self._file = str(guarded.path)
         self.left = set(guarded.lines)
 
     def arm(self) -> None:

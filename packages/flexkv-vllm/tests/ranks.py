@@ -171,8 +171,8 @@ class AdapterRank(Rank):
     def slow_down(
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float
     ) -> list[LateMover]:
-        self.side._mover = LateMover(self.side._mover, rng, polls, failure_rate)
-        return [self.side._mover]
+        self.side._copies.mover = LateMover(self.side._copies.mover, rng, polls, failure_rate)
+        return [self.side._copies.mover]
 
     def wait_for_layer(self, name: str) -> None:
         self.adapter.wait_for_layer(name)
@@ -189,7 +189,7 @@ def assert_adapter_at_rest(adapter: Any) -> None:
     side = adapter._worker
     assert adapter.get_finished(StepOrders()) == (None, None)
     assert side._loads == side._stores == side._releases == {}
-    assert side._layerwise == []
+    assert not side._layerwise
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:

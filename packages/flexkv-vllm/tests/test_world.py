@@ -232,7 +232,7 @@ def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
         slot = worker._arena.slot_view(0)
         slot[:] = bytes(len(slot))
         offset = worker._arena.shard_offset(0, rank.number)
-        ticket = worker._mover.submit(Direction.STORE, [0], [offset])
-        assert worker._mover.wait(ticket, PATIENCE_SECONDS) is Status.DONE
+        ticket = worker._copies.mover.submit(Direction.STORE, [0], [offset])
+        assert worker._copies.mover.wait(ticket, PATIENCE_SECONDS) is Status.DONE
         assert bytes(slot).count(0x55) == BLOCK_TOKENS * LAYERS * HEAD_BYTES // 2
         slot.release()

@@ -11,7 +11,7 @@ import random
 import pytest
 from disk_world import delay_reads, read_block_by_block
 from engine_world import MakeWorld, World
-from injection import Guarded, all_guarded, hit_all
+from injection import SOURCES, Guarded, all_guarded, hit_all
 
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 
@@ -59,3 +59,17 @@ def test_after_an_error_all_is_as_without_flexkv(
         restart_rate=0.1,
         params=lambda: {"flexkv.load_mode": rng.choice(["async", "layerwise"])},
     )
+
+
+def test_no_guard_is_left_out() -> None:
+    found = [*all_guarded(offloading=False), *all_guarded(offloading=True)]
+    written = sum(
+        path.read_text().count(".guard(") for source in SOURCES for path in source.rglob("*.py")
+    )
+    in_docstrings = 1  # how to use it
+    assert len(found) == written - in_docstrings
+    assert {guarded.path.parent.name for guarded in found} == {
+        "adapter",
+        "flexkv_vllm",
+        "offloading",
+    }

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv import Direction, Mover, Session, Status
-from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.layers import LayerParts
+from flexkv.adapter.layerwise import LayerwiseLoads
 from flexkv.adapter.metrics import Samples
-from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.orders import CopyOrder, StepOrders, StepReport
+from flexkv.adapter.rank_copies import RankCopies
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +22,6 @@ IDLE_WAIT_SECONDS = 0.001
 steps follow one another at once while a copy runs, and on a machine whose cores also copy they
 slow it down; 1 ms is the time of a few of them on 2 cores. It bounds what a request that arrives
 meanwhile waits."""
-
-_PATIENCE_SECONDS = 1.0
-
-_CALIBRATION_BYTES = 8 << 20
-"""Copied to measure the link: 0.2 ms at 40 GB/s, much more than it takes to begin a copy."""
-
-_CALIBRATIONS = 3
-"""The first one touches memory that nobody has touched yet."""
 
 
 @dataclass(slots=True)
@@ -46,30 +37,6 @@ class RunningLoad:
     parts: dict[int, list[int]] = field(default_factory=dict)
     bad_blocks: list[int] = field(default_factory=list)
     complete: bool = False
-
-
-@dataclass(slots=True)
-class LayerwiseLoad:
-    """A load that the running forward follows, part by part.
-
-    Attributes:
-        order: what is loaded.
-        blocks: vLLM's blocks.
-        offsets: where each lies in the arena.
-        tickets: of its parts, in the order in which layers need them; fewer than there are parts if
-            one could not be begun.
-        ended: those of them that are known to have ended.
-        followed: how many of them the forward follows already.
-        failed: whether one has failed, or the forward could not be made to follow.
-    """
-
-    order: CopyOrder
-    blocks: array[int]
-    offsets: array[int]
-    tickets: list[int] = field(default_factory=list)
-    ended: set[int] = field(default_factory=set)
-    followed: int = 0
-    failed: bool = False
 
 
 class WorkerSide:
@@ -104,22 +71,18 @@ class WorkerSide:
         fails_by_request: bool = False,
     ) -> None:
         self._session = session
-        self._arena = session.arena
-        self._mover = mover
-        self._rank = rank
-        self._slot_offsets = SlotOffsets(session.arena, rank, block_step)
-        self._engine_blocks = session.arena.spec.format.engine_blocks
         self._work_so_far = work_so_far
-        self._edge = edge
-        self._plane_bytes = plane_bytes
-        self._block_bytes = {
-            Direction.LOAD: sum(plane_bytes),
-            Direction.STORE: sum(plane_bytes[i] for i in stored),
-        }
-        self._parts = parts
-        self._figures = CopyFigures(edge, self._copy_seconds)
-        self._layerwise: list[LayerwiseLoad] = []
-        self._failed_layerwise: set[int] = set()
+        self._copies = RankCopies(
+            session.arena,
+            mover,
+            rank,
+            block_step=block_step,
+            plane_bytes=plane_bytes,
+            stored=stored,
+            edge=edge,
+        )
+        self._figures = self._copies.figures
+        self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, edge)
         self._begun_loads: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}
         self._received: set[str] = set()
@@ -132,24 +95,8 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
 
     def calibrate(self, engine_blocks: int) -> None:
-        """Measure what a load takes, before the engine uses its pages: the first hits are judged by
-        that, and not by one load that something slowed down.
-
-        Args:
-            engine_blocks: that there are.
-        """
-        slots = range(min(self._arena.spec.num_slots, engine_blocks // self._engine_blocks))
-        count = max(1, _CALIBRATION_BYTES // (self._block_bytes[Direction.LOAD] or 1))
-        blocks = array("Q", range(min(count, len(slots) * self._engine_blocks)))
-        offsets = self._slot_offsets.of(slots, count=len(blocks))
-        with self._edge.guard("measuring copies", "the first loads measure them"):
-            for _ in range(_CALIBRATIONS):
-                ticket = self._mover.submit(Direction.LOAD, blocks, offsets)
-                status = self._wait_for_end(ticket, "a load that is measured")
-                seconds = self._mover.copy_seconds(ticket)
-                if status is Status.DONE and seconds is not None:
-                    size = len(blocks) * self._block_bytes[Direction.LOAD]
-                    self._figures.measured(size, seconds)
+        """See `RankCopies.calibrate`."""
+        self._copies.calibrate(engine_blocks)
 
     def fence(self, orders: StepOrders) -> None:
         """Wait for stores whose source blocks the coming forward may overwrite."""
@@ -157,41 +104,41 @@ class WorkerSide:
             ticket = self._stores.pop(transfer_id, None)
             if ticket is None:
                 continue
-            status = self._wait_for_end(ticket, "a store of a preempted request's blocks")
+            status = self._copies.wait_for_end(ticket, "a store of a preempted request's blocks")
             self._figures.end(ticket, status)
 
     def stop_copying(self) -> None:
         """In place of `fence`, which failed: copies end, now and for good. Once one of them has
         failed, the scheduler side offers nothing any more."""
-        self._arena.board.stop(self._rank)
-        self._mover.close()
+        self._copies.stop()
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, behind the engine's work so far: it may still read what the
         blocks held before."""
         self._begun_loads.clear()
         after = self._work_so_far()
-        self._start_layerwise(orders, after)
+        self._layerwise.start(orders.layerwise, after)
         for request_id, order in orders.loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
             load.complete = order.last
-            ticket = self._submit(Direction.LOAD, order, after)
+            ticket = self._copies.submit(Direction.LOAD, order, after)
             self._begun_loads.add(order.transfer_id)
             if ticket is None:
                 load.bad_blocks.extend(order.engine_blocks)
             else:
                 load.parts[ticket] = order.engine_blocks
-                self._note_begin(ticket, Direction.LOAD, order)
+                self._copies.begun(ticket, Direction.LOAD, len(order.engine_blocks))
         self._refuse_loads(orders)
 
     def fail_loads(self, orders: StepOrders) -> None:
         """In place of what `start_loads` has not done: the loads that were not started fail."""
+        layerwise = set(self._layerwise.started())
         for order in orders.layerwise:
-            if order.transfer_id not in self._begun_loads:
-                self._fail_layerwise(order)
+            if order.transfer_id not in layerwise:
+                self._layerwise.fail(order)
         for request_id, order in orders.loads.items():
             if order.transfer_id not in self._begun_loads:
-                self._report(order, Status.FAILED)
+                self._copies.report(order, Status.FAILED)
                 load = self._loads.setdefault(request_id, RunningLoad())
                 load.complete = order.last
                 load.bad_blocks.extend(order.engine_blocks)
@@ -199,34 +146,33 @@ class WorkerSide:
 
     def wait_for_layer(self, layer: str) -> None:
         """Let the forward go on with `layer` only when what it looks at is loaded."""
-        for load in self._layerwise:
-            self._follow(load, self._parts.last.get(layer, -1) + 1)
+        self._layerwise.wait_for_layer(layer)
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores, behind the engine's work so far: the forward that computes
         what they copy. Those that were started before are left alone."""
-        self._end_layerwise()
+        self._layerwise.end()
         after = self._work_so_far()
         for order in self._not_started(orders):
-            if order.built_on in self._failed_layerwise:
+            if order.built_on in self._layerwise.failed:
                 # It was computed on what is not there.
-                self._report(order, Status.FAILED)
-            elif (ticket := self._submit(Direction.STORE, order, after)) is not None:
+                self._copies.report(order, Status.FAILED)
+            elif (ticket := self._copies.submit(Direction.STORE, order, after)) is not None:
                 self._stores[order.transfer_id] = ticket
-                self._note_begin(ticket, Direction.STORE, order)
+                self._copies.begun(ticket, Direction.STORE, len(order.engine_blocks))
             self._last_store = order.transfer_id
 
     def fail_stores(self, orders: StepOrders) -> None:
         """In place of what `start_stores` has not done: the stores that were not started fail."""
         for order in self._not_started(orders):
             if order.transfer_id not in self._stores:
-                self._report(order, Status.FAILED)
+                self._copies.report(order, Status.FAILED)
             self._last_store = order.transfer_id
 
     def finished(self, orders: StepOrders) -> tuple[set[str], set[str]]:
         """Requests whose blocks are read no more, and requests whose loads have ended."""
         # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
-        self._end_layerwise()
+        self._layerwise.end()
         self._releases.update(orders.releases)
         if not orders.has_forward:
             # Up to 0.30 vLLM lets no stores begin in such a step.
@@ -249,14 +195,12 @@ class WorkerSide:
         if self._layerwise:
             # Nothing may be written any more into blocks that are computed anew.
             self.stop_copying()
-            for load in self._layerwise:
-                self._fail_layerwise(load.order)
-            self._layerwise.clear()
+            self._layerwise.give_up()
 
     def take_bad_blocks(self) -> set[int]:
-        """vLLM blocks that were to be loaded and were not, since the last call."""
+        """The engine's blocks that were to be loaded and were not, since the last call."""
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
-        return bad_blocks
+        return bad_blocks | self._layerwise.take_bad_blocks()
 
     def take_failed_requests(self) -> set[str]:
         """Requests whose loads have failed, of those that `finished` said have ended since the last
@@ -280,7 +224,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """End all copies, then leave the session. Idempotent."""
-        self._mover.close()
+        self._copies.mover.close()
         self._session.close()
 
     def _wait_a_little(self) -> None:
@@ -291,7 +235,7 @@ class WorkerSide:
             ticket = next(iter(self._stores.values()))
         else:
             return
-        self._mover.wait(ticket, IDLE_WAIT_SECONDS)
+        self._copies.mover.wait(ticket, IDLE_WAIT_SECONDS)
 
     def _refuse_loads(self, orders: StepOrders) -> None:
         """What the scheduler side could not order."""
@@ -301,106 +245,14 @@ class WorkerSide:
             load.complete = True
             load.bad_blocks.extend(engine_blocks)
 
-    def _start_layerwise(self, orders: StepOrders, after: int) -> None:
-        loads = [
-            LayerwiseLoad(order, array("Q", order.engine_blocks), self._offsets(order))
-            for order in orders.layerwise
-        ]
-        self._layerwise += loads
-        self._begun_loads.update(load.order.transfer_id for load in loads)
-        # The forward needs the first part of all before the second of one.
-        for number, planes in enumerate(self._parts.planes):
-            for load in loads:
-                if len(load.tickets) == number:
-                    self._start_part(load, planes, after)
-
-    def _start_part(self, load: LayerwiseLoad, planes: range, after: int) -> None:
-        with self._edge.guard("load of blocks", "they count as a miss"):
-            load.tickets.append(
-                self._mover.submit(Direction.LOAD, load.blocks, load.offsets, after, planes=planes)
-            )
-            size = sum(self._plane_bytes[planes.start : planes.stop])
-            self._figures.begin(load.tickets[-1], Direction.LOAD, len(load.blocks) * size)
-
-    def _follow(self, load: LayerwiseLoad, parts: int) -> None:
-        """Let the engine's work from now on follow the first parts of a load."""
-        if load.followed >= parts:
-            return
-        with self._edge.guard("waiting for a layer", "its blocks count as not loaded"):
-            stream = self._work_so_far()
-            for ticket in load.tickets[load.followed : parts]:
-                self._end_part(load, ticket, self._mover.hold(ticket, stream))
-            load.followed = parts
-            return
-        load.followed = parts
-        load.failed = True
-
-    def _end_part(self, load: LayerwiseLoad, ticket: int, status: Status) -> None:
-        if status is not Status.PENDING and ticket not in load.ended:
-            load.ended.add(ticket)
-            self._figures.end(ticket, status)
-            load.failed |= status is Status.FAILED
-
-    def _end_layerwise(self) -> None:
-        """See the step's layer-wise loads to their end: what failed must be told with this step,
-        and nothing may be written any more into blocks that are computed anew."""
-        while self._layerwise:
-            load = self._layerwise[-1]
-            for ticket in load.tickets:
-                status = self._wait_for_end(ticket, "a load that the step computed on")
-                self._end_part(load, ticket, status)
-            if load.failed or len(load.tickets) < len(self._parts.planes):
-                self._fail_layerwise(load.order)
-            else:
-                self._report(load.order, Status.DONE)
-            self._layerwise.pop()
-
-    def _fail_layerwise(self, order: CopyOrder) -> None:
-        self._bad_blocks.update(order.engine_blocks)
-        self._failed_layerwise.add(order.transfer_id)
-        self._report(order, Status.FAILED)
-
-    def _report(self, order: CopyOrder, status: Status) -> None:
-        """Of what the mover does not report itself."""
-        self._arena.board.report(order.cell, self._rank, status)
-
-    def _wait_for_end(self, ticket: int, what: str) -> Status:
-        while (status := self._mover.wait(ticket, _PATIENCE_SECONDS)) is Status.PENDING:
-            logger.warning("still waiting for %s", what)
-        return status
-
-    def _submit(self, direction: Direction, order: CopyOrder, after: int) -> int | None:
-        place = f"{direction.name.lower()} of blocks"
-        with self._edge.guard(place, "they count as a miss"):
-            return self._mover.submit(
-                direction,
-                array("Q", order.engine_blocks),
-                self._offsets(order),
-                after,
-                self._arena.board.flag_address(order.cell, self._rank),
-            )
-        self._report(order, Status.FAILED)
-        return None
-
-    def _note_begin(self, ticket: int, direction: Direction, order: CopyOrder) -> None:
-        size = len(order.engine_blocks) * self._block_bytes[direction]
-        self._figures.begin(ticket, direction, size)
-
-    def _copy_seconds(self, ticket: int) -> float | None:
-        return self._mover.copy_seconds(ticket)
-
     def _not_started(self, orders: StepOrders) -> list[CopyOrder]:
         """The stores of a step that were not started before."""
         return [order for order in orders.stores if order.transfer_id > self._last_store]
 
-    def _offsets(self, order: CopyOrder) -> array[int]:
-        """Where each engine block of `order` lies in the arena."""
-        return self._slot_offsets.of(order.slots, order.skip, len(order.engine_blocks))
-
     def _poll_loads(self) -> None:
         for request_id, load in list(self._loads.items()):
             for ticket, engine_blocks in list(load.parts.items()):
-                status = self._mover.poll(ticket)
+                status = self._copies.mover.poll(ticket)
                 if status is Status.PENDING:
                     continue
                 if status is Status.FAILED:
@@ -417,7 +269,7 @@ class WorkerSide:
 
     def _poll_stores(self) -> None:
         for transfer_id, ticket in list(self._stores.items()):
-            status = self._mover.poll(ticket)
+            status = self._copies.mover.poll(ticket)
             if status is not Status.PENDING:
                 del self._stores[transfer_id]
                 self._figures.end(ticket, status)
