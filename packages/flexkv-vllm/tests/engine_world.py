@@ -57,10 +57,10 @@ from world_config import (
     make_kv_cache_config,
 )
 
+from flexkv.adapter.fills import StoreTime
 from flexkv.host.board import CELLS
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.scheduler_side import StoreTime
 from flexkv_vllm.stages import Place
 
 TOKEN_SECONDS = 1.0

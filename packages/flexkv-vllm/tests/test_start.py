@@ -17,12 +17,12 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCach
 from world_config import PLUGIN, make_config, make_kv_cache_config
 
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
+from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.load_choice import LoadMode
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.groups import read_groups
-from flexkv_vllm.scheduler_side import StoreTime
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start import load_mode_of
 

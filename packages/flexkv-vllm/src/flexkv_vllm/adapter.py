@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexkv import Session
+from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.orders import StepOrders, StepReport
 from flexkv.adapter.worker import WorkerSide
 from flexkv_vllm.compat.core import hit_sources
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
-from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
+from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start import (
     flush_seconds,

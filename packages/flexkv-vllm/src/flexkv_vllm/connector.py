@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.core import HybridConnector, fences_get_through, transfer_results
 from flexkv_vllm.metrics import FlexKVPromMetrics, FlexKVStats
-from flexkv_vllm.scheduler_side import StoreTime
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start import may_load_layerwise
 

@@ -23,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from flexkv import LayoutError
+from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.scheduler_side import StoreTime
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start import check_groups_behind_shim
 

@@ -7,8 +7,6 @@ Runs inside vLLM's scheduler loop. Nothing here waits for anything.
 from __future__ import annotations
 
 import dataclasses
-import enum
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ from flexkv import Direction, KVCache
 from flexkv.adapter.cost import Span
 from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.figures import CacheFigures
-from flexkv.adapter.fills import FillCalendar
+from flexkv.adapter.fills import FillCalendar, StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.idle import IdleSteps
@@ -31,7 +29,8 @@ from flexkv.adapter.request import NEVER, Match, TrackedRequest
 from flexkv.adapter.request_options import WishReader, pin_owner
 from flexkv.adapter.storing import StoreBatch, Stores
 from flexkv.eviction import RequestContext
-from flexkv_vllm.compat.core import offered_states, zeroed_blocks
+from flexkv_vllm.block_tables import BlockTables
+from flexkv_vllm.compat.core import offered_states
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.pool import Pool
@@ -44,15 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-class StoreTime(enum.Enum):
-    """When blocks are copied out."""
-
-    STEP = "step"
-    """In the step that fills them. Needs to hear of preemptions before blocks are reused."""
-    FINISH = "finish"
-    """When the request has finished, while vLLM holds its blocks. Safe without that."""
 
 
 class SchedulerSide:
@@ -97,16 +87,10 @@ class SchedulerSide:
             cache, groups, keys, self._fetches, chooser=chooser, describe=describe
         )
         self._loads = Loads(cache, self._fetches, groups, self._keys, edge)
-        self._stores = Stores(
-            cache,
-            groups,
-            self._keys,
-            edge=edge,
-            describe=describe,
-        )
+        self._stores = Stores(cache, groups, self._keys, edge=edge, describe=describe)
         self._calendar = FillCalendar()
         self._requests: dict[str, TrackedRequest] = {}
-        self._begun: set[str] = set()
+        self._tables = BlockTables(groups, self._stores, self._requests, self._scheduled)
         self._idle_steps = IdleSteps()
         self._orders = StepMetadata()
 
@@ -129,7 +113,7 @@ class SchedulerSide:
     def queued(self, request: Request) -> None:
         """vLLM has put `request` in its queue: what only lower tiers have can come meanwhile."""
         tracked = self._track(request)
-        if self._cache.has_lower_tiers and self._may_load(tracked):
+        if self._cache.has_lower_tiers and tracked.may_load:
             self._poll()
             self._matcher.prefetch(tracked)
 
@@ -141,7 +125,7 @@ class SchedulerSide:
         tracked.match = None
         if self._loads.shares_half_loaded(request, local_tokens):
             return None, False
-        if not self._may_load(tracked):
+        if not tracked.may_load:
             tracked.match = Match(local_tokens)
             return 0, False
         self._poll()
@@ -171,13 +155,13 @@ class SchedulerSide:
         tables = blocks.get_block_ids()
         if request.num_computed_tokens:
             # Its load has ended. What it has beside the blocks known so far is filled next.
-            tracked.set_blocks(self._tables(tables))
+            tracked.set_blocks(self._tables.of_cached(tables))
             self._fetches.end(tracked)
             return
         match = tracked.match
-        self._fence(tables, 0 if match is None else match.local_tokens)
-        self._begun.add(tracked.id)
-        tracked.begin(self._tables(tables), self._stores.first_fill(tracked.wishes))
+        self._tables.fence(tables, 0 if match is None else match.local_tokens, self._orders)
+        self._tables.begun.add(tracked.id)
+        tracked.begin(self._tables.of_cached(tables), self._stores.first_fill(tracked.wishes))
         if match is not None:
             tracked.disk_tokens = min(match.disk_tokens, tokens)
             tracked.junction = match.junction
@@ -213,8 +197,8 @@ class SchedulerSide:
         match = tracked.match or Match(0)
         tables = blocks.get_block_ids()
         self._stores.fence_all(self._orders)
-        self._begun.add(tracked.id)
-        tracked.set_blocks(self._tables(tables))
+        self._tables.begun.add(tracked.id)
+        tracked.set_blocks(self._tables.of_cached(tables))
         if tokens:
             group = self._groups.members[0]
             start = match.local_tokens // group.engine_block_tokens
@@ -239,7 +223,7 @@ class SchedulerSide:
         """The orders of the step that `output` describes; what was collected is handed over."""
         self._idle_steps.note(bool(self._requests))
         self._poll()
-        self._follow(output)
+        self._tables.follow(output, self._orders)
         self._loads.continue_all(self._orders)
         if self._store_time is StoreTime.STEP:
             self._store_filled(output)
@@ -257,7 +241,7 @@ class SchedulerSide:
     def take_orders(self, output: SchedulerOutput) -> StepMetadata:
         """What was collected for this step so far; collecting begins anew."""
         self._loads.step_is_complete()
-        self._begun.clear()
+        self._tables.begun.clear()
         orders, self._orders = self._orders, StepMetadata()
         orders.has_forward = output.total_num_scheduled_tokens > 0
         return orders
@@ -285,7 +269,7 @@ class SchedulerSide:
         self._end(tracked)
         if tracked.ran:
             if self._store_time is StoreTime.FINISH:
-                tracked.set_blocks(self._tables(tables))
+                tracked.set_blocks(self._tables.of_cached(tables))
                 batch: StoreBatch = {}
                 self._stores.add_filled(tracked, request.num_computed_tokens, batch)
                 self._stores.order(batch, self._orders)
@@ -387,29 +371,6 @@ class SchedulerSide:
         self._loads.abandon(tracked, self._orders)
         self._requests.pop(tracked.id, None)
 
-    @staticmethod
-    def _may_load(tracked: TrackedRequest) -> bool:
-        skips = getattr(tracked.request, "skip_reading_prefix_cache", False)
-        return tracked.wishes.load and not skips
-
-    def _fence(self, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """vLLM gave blocks, by its groups, to a request that has the first `tokens` tokens in them:
-        the rest will be written to."""
-        if not self._stores.under_way:
-            return
-        if not any(tables):
-            self._stores.fence_all(self._orders)  # as in `_follow`
-            return
-        sizes = {group.index: group.engine_block_tokens for group in self._groups.members}
-        # Where there are none of our blocks, all count as new.
-        firsts = (tokens // sizes.get(index, tokens + 1) for index in range(len(tables)))
-        written = (table[first:] for table, first in zip(tables, firsts, strict=True))
-        self._stores.fence(itertools.chain.from_iterable(written), self._orders)
-
-    def _tables(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Of the tables of all vLLM's groups, those of the cached ones."""
-        return [tables[group.index] for group in self._groups.members]
-
     def _store_filled(self, output: SchedulerOutput) -> None:
         """Order stores of the blocks that this step fills."""
         requests, batch = self._requests, StoreBatch()
@@ -433,45 +394,7 @@ class SchedulerSide:
             self._stores.order(batch, self._orders)
             self._figures.note_activity()
 
-    def _follow(self, output: SchedulerOutput) -> None:
-        """Keep up with the blocks that vLLM gave and took in this step."""
-        for request_id in output.preempted_req_ids or ():
-            tracked = self._requests.get(request_id)
-            # vLLM may have preempted it before this step, and begun it anew in it.
-            if tracked is not None and request_id not in self._begun:
-                tracked.lose_blocks()
-        for new in output.scheduled_new_reqs:
-            self._fence(new.block_ids, new.num_computed_tokens)
-            self._has(new.req_id, new.block_ids)
-        written: list[int] = []
-        cached = output.scheduled_cached_reqs
-        for place, new_blocks in enumerate(cached.new_block_ids):
-            if new_blocks is None:
-                continue
-            request_id = cached.req_ids[place]
-            if request_id in cached.resumed_req_ids:
-                self._fence(new_blocks, cached.num_computed_tokens[place])
-                self._has(request_id, new_blocks)
-                continue
-            if not any(new_blocks):
-                # Another connector's turn it is, and vLLM does not tell which blocks it fills.
-                self._stores.fence_all(self._orders)
-            for table in new_blocks:
-                written += table
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                tracked.add_blocks(self._tables(new_blocks))
-        if written:
-            self._stores.fence(written, self._orders)
-        zeroed = zeroed_blocks(output)
-        if zeroed and self._stores.under_way:
-            self._stores.discard(zeroed)
-
-    def _has(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
-        """vLLM schedules a request with all these blocks."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            tracked.set_blocks(self._tables(tables))
-            tracked.ran = True
-            if self._store_time is StoreTime.STEP:
-                self._calendar.watch(tracked, 1)
+    def _scheduled(self, tracked: TrackedRequest) -> None:
+        """vLLM schedules a request with blocks that it may fill."""
+        if self._store_time is StoreTime.STEP:
+            self._calendar.watch(tracked, 1)

@@ -28,6 +28,7 @@ from flexkv import (
     log_ignored_variables,
     share_of,
 )
+from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.keys import BlockKeys
@@ -48,7 +49,7 @@ from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.groups import read_groups
 from flexkv_vllm.identity import model_identity, outlives_process, request_stamp
 from flexkv_vllm.pages import cached_layers, describe_pages
-from flexkv_vllm.scheduler_side import SchedulerSide, StoreTime
+from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.stages import Place, Stages
 from flexkv_vllm.support import check_attention, check_parallelism, check_stages
 

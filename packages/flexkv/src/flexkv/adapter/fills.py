@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may fill a block in a step, without looking at all of them in every step."""
+"""When blocks are stored, and which requests may fill one in a step."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 from flexkv.adapter.request import TrackedRequest
+
+
+class StoreTime(enum.Enum):
+    """When blocks are copied out."""
+
+    STEP = "step"
+    """In the step that fills them. Needs to hear of preemptions before blocks are reused."""
+    FINISH = "finish"
+    """When the request has finished, while the engine holds its blocks. Safe without that."""
 
 
 class FillCalendar:

@@ -92,6 +92,12 @@ class TrackedRequest:
     def id(self) -> str:
         return self.request.request_id
 
+    @property
+    def may_load(self) -> bool:
+        """Whether its user and the engine allow blocks to be loaded for it."""
+        skips = getattr(self.request, "skip_reading_prefix_cache", False)
+        return self.wishes.load and not skips
+
     def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
         """vLLM gave it blocks for the first time, or anew after it had taken them all.
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that vLLM gives to requests and takes from them, followed step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flexkv.adapter.groups import Groups
+from flexkv.adapter.orders import StepOrders
+from flexkv.adapter.request import TrackedRequest
+from flexkv.adapter.storing import Stores
+from flexkv_vllm.compat.core import zeroed_blocks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class BlockTables:
+    """Keeps the blocks of tracked requests up to date, and fences stores whose blocks vLLM gives to
+    others.
+
+    Args:
+        groups: of the model.
+        stores: of the engine's requests.
+        requests: that are tracked, by id.
+        scheduled: called with a request that vLLM schedules with all its blocks.
+
+    Attributes:
+        begun: requests that were given blocks since the last step.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        stores: Stores,
+        requests: Mapping[str, TrackedRequest],
+        scheduled: Callable[[TrackedRequest], None],
+    ) -> None:
+        self.begun: set[str] = set()
+        self._groups = groups
+        self._stores = stores
+        self._requests = requests
+        self._scheduled = scheduled
+
+    def of_cached(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Of the tables of all vLLM's groups, those of the cached ones."""
+        return [tables[group.index] for group in self._groups.members]
+
+    def fence(self, tables: Sequence[Sequence[int]], tokens: int, orders: StepOrders) -> None:
+        """vLLM gave blocks, by its groups, to a request that has the first `tokens` tokens in them:
+        the rest will be written to."""
+        if not self._stores.under_way:
+            return
+        if not any(tables):
+            self._stores.fence_all(orders)  # as in `follow`
+            return
+        sizes = {group.index: group.engine_block_tokens for group in self._groups.members}
+        # Where there are none of our blocks, all count as new.
+        firsts = (tokens // sizes.get(index, tokens + 1) for index in range(len(tables)))
+        written = (table[first:] for table, first in zip(tables, firsts, strict=True))
+        self._stores.fence(itertools.chain.from_iterable(written), orders)
+
+    def follow(self, output: SchedulerOutput, orders: StepOrders) -> None:
+        """Keep up with the blocks that vLLM gave and took in this step."""
+        for request_id in output.preempted_req_ids or ():
+            tracked = self._requests.get(request_id)
+            # vLLM may have preempted it before this step, and begun it anew in it.
+            if tracked is not None and request_id not in self.begun:
+                tracked.lose_blocks()
+        for new in output.scheduled_new_reqs:
+            self.fence(new.block_ids, new.num_computed_tokens, orders)
+            self._has(new.req_id, new.block_ids)
+        written: list[int] = []
+        cached = output.scheduled_cached_reqs
+        for place, new_blocks in enumerate(cached.new_block_ids):
+            if new_blocks is None:
+                continue
+            request_id = cached.req_ids[place]
+            if request_id in cached.resumed_req_ids:
+                self.fence(new_blocks, cached.num_computed_tokens[place], orders)
+                self._has(request_id, new_blocks)
+                continue
+            if not any(new_blocks):
+                # Another connector's turn it is, and vLLM does not tell which blocks it fills.
+                self._stores.fence_all(orders)
+            for table in new_blocks:
+                written += table
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.add_blocks(self.of_cached(new_blocks))
+        if written:
+            self._stores.fence(written, orders)
+        zeroed = zeroed_blocks(output)
+        if zeroed and self._stores.under_way:
+            self._stores.discard(zeroed)
+
+    def _has(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """vLLM schedules a request with all these blocks."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.set_blocks(self.of_cached(tables))
+            tracked.ran = True
+            self._scheduled(tracked)
