@@ -229,9 +229,9 @@ def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
         worker: Any = rank.side
         for pages in rank.pages.values():
             pages.fill_(0x55)
-        slot = worker._arena.slot_view(0)
+        slot = worker._session.arena.slot_view(0)
         slot[:] = bytes(len(slot))
-        offset = worker._arena.shard_offset(0, rank.number)
+        offset = worker._session.arena.shard_offset(0, rank.number)
         ticket = worker._copies.mover.submit(Direction.STORE, [0], [offset])
         assert worker._copies.mover.wait(ticket, PATIENCE_SECONDS) is Status.DONE
         assert bytes(slot).count(0x55) == BLOCK_TOKENS * LAYERS * HEAD_BYTES // 2
