@@ -131,6 +131,17 @@ def test_the_use_of_an_end_counts_for_all_that_it_builds_on() -> None:
     assert evict(index, 5) == [b"q", b"p", b"c", b"b", b"a"]
 
 
+def test_a_beginning_outlives_what_was_used_before_an_end_that_has_left() -> None:
+    index = ready_index(4, [b"a", b"b"])
+    add(index, b"p")
+    add(index, b"c", after=b"b")
+    leased = index.lease([b"p"])
+    assert leased is not None
+    assert evict(index, 1) == [b"c"]
+    index.release_unused(leased)
+    assert evict(index, 3) == [b"p", b"b", b"a"]
+
+
 def test_a_beginning_outlives_the_end_that_was_used_before_it() -> None:
     index = ready_index(5, [b"a", b"b", b"c"])
     add(index, b"p", b"q")
@@ -158,6 +169,18 @@ def test_what_leaves_makes_its_predecessor_the_next_to_leave() -> None:
     index.release(used)
     assert index.lookup([b"a", b"b", b"c"]) == 3, "all were used again"
     assert evict(index, 3) == [b"c", b"b", b"a"]
+
+
+def test_a_block_that_stays_after_all_protects_what_it_builds_on() -> None:
+    index = ready_index(2, [b"a", b"b"])
+    leaving = index.lease_victim()
+    leased = index.lease([b"b"])
+    assert leaving is not None
+    assert leased is not None
+    index.retire(leaving)
+    assert index.reserve(b"x", None) is None
+    index.release(leased)
+    assert evict(index, 2) == [b"b", b"a"]
 
 
 def test_an_unreadable_block_is_found_no_more_and_its_slot_returns() -> None:
