@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from disk_world import delay_reads, flip_a_byte, slabs
+from disk_world import delay_reads, drive_of, flip_a_byte, slabs
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
+from patience import wait_until
 from subscriber import DISK, HOST, Subscriber, drain, loadable
 from traffic import Traffic, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import IN_TREE, PLUGIN
 
+from flexkv import Status
+from flexkv.adapter.request import TrackedRequest
+from flexkv.adapter.request_options import Wishes
 from flexkv_vllm.compat.events import event_hash
 
 
@@ -137,6 +143,39 @@ def test_blocks_of_adapters_are_told_by_vllms_hashes(make_world: MakeWorld, tmp_
     assert len(subscriber.told[HOST]) == len(subscriber.told[DISK]) == 6
     assert subscriber.told == loadable(world)
     assert {(event.lora_id, event.lora_name) for event in subscriber.stored} == {(7, "name")}
+
+
+def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(events=True, block_tokens=32, slots=20, disk_slots=40)
+    subscriber = Subscriber(world)
+    written = threading.Event()
+    world.closing.callback(written.set)
+    store = drive_of(world)._store
+    write = store.write
+
+    def hanging(*args: Any) -> Any:
+        written.wait()
+        return write(*args)
+
+    store.write = hanging  # type: ignore[method-assign]
+    request = world.requests[world.generate(random_prompt(random.Random(8), 101))]
+    keys = world.side._keys.of(TrackedRequest(request, Wishes()), world.side._groups.members[0])
+    wait_until(lambda: world.cache.lookup(keys) == 3, world.cache.poll)
+    load = world.cache.load(keys[2:])
+    assert load is not None
+    world.ranks[0].side._session.arena.board.report(load.cell, 0, Status.FAILED)
+    world.cache.poll()
+    world.recorder.events += world.connector.take_events()
+    subscriber.listen()
+    assert subscriber.told[HOST] == loadable(world)[HOST]
+    assert len(subscriber.told[HOST]) == 4
+    written.set()
+    drain(subscriber)
+    assert len(subscriber.told[DISK]) == 6
+    assert subscriber.told == loadable(world)
+    assert len(world.side._events._described) == world.cache.ready_blocks
 
 
 def test_nobody_listens_and_nothing_is_kept(make_world: MakeWorld) -> None:

@@ -88,6 +88,7 @@ class BlockEvents:
         self._groups: dict[tuple[Medium, bytes], int] = {}
         self._shared: dict[Medium, Counter[bytes]] = {m: Counter() for m in Medium}
         self._again: list[bytes] = []
+        self._leaving: set[bytes] = set()  # left host memory while a lower tier is given them
         cache.watch()
 
     def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
@@ -111,7 +112,7 @@ class BlockEvents:
     def take(self) -> list[KVCacheEvent]:
         """What has changed since the last call, removals first."""
         changes = self._cache.take_changes()
-        if not changes and not self._again:
+        if not (changes or self._again or self._leaving):
             return []
         again, self._again = self._again, []
         on_disk = self._told[Medium.DISK]
@@ -119,12 +120,12 @@ class BlockEvents:
         still_there = (Change(Medium.DISK, name, True) for name in again if name in on_disk)
         removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         stored: list[tuple[int, KVCacheEvent]] = []
-        gone = []
+        gone, self._leaving = list(self._leaving), set()
         for medium, name, loadable in itertools.chain(changes, still_there):
             told_group = self._groups.pop((medium, name), 0)
             if not loadable:
                 removed[medium, told_group] += self._remove(medium, name)
-                if medium is Medium.HOST and self._cache.missing((name,)):
+                if medium is Medium.HOST:
                     gone.append(name)
                 continue
             description = self._described.get(name)
@@ -140,7 +141,8 @@ class BlockEvents:
                 position = -1 if description is None else description.position
                 stored.append((position, self._stored(medium, group, hashes[-new:], description)))
         for name in gone:
-            self._forget(name)
+            if self._cache.missing((name,)):
+                self._forget(name)
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
         return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes] + [
@@ -176,6 +178,10 @@ class BlockEvents:
         return gone + list(hashes[-1:])
 
     def _forget(self, key: bytes) -> None:
+        """Host memory has a block no more: its description is kept until lower tiers have it."""
+        if self._cache.is_demoting(key):
+            self._leaving.add(key)
+            return
         if self._described.pop(key, None) is not None:
             self._described.pop(self._cache.name_of(key, Medium.DISK), None)
 

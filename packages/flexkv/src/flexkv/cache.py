@@ -217,6 +217,10 @@ class KVCache:
         index = self._index
         return [i for i in range(start, len(keys)) if keys[i] not in index]
 
+    def is_demoting(self, key: bytes) -> bool:
+        """Whether the block of `key` is being written to a lower tier, which may have it soon."""
+        return self._transfers.is_demoting(key)
+
     def store(
         self, keys: Sequence[bytes], positions: Sequence[int], begins: Container[int] = (0,)
     ) -> Transfer | None:

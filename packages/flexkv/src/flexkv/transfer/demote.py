@@ -59,6 +59,10 @@ class Demoter:
     def busy(self) -> bool:
         return bool(self._writes)
 
+    def is_writing(self, key: bytes) -> bool:
+        """Whether the block of `key` is being written to the tier."""
+        return key in self._writing
+
     def offer(self, keys: Sequence[bytes]) -> None:
         """Write the blocks of a prefix that are ready, reachable and not in the tier yet."""
         there = {key for key, has in zip(keys, self._tier.contains(keys), strict=True) if has}

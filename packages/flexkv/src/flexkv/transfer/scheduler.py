@@ -103,6 +103,10 @@ class TransferScheduler:
         """See `Fetcher.end`."""
         self._fetcher.end(fetch)
 
+    def is_demoting(self, key: bytes) -> bool:
+        """Whether the block of `key` is being written to a lower tier."""
+        return self._demoter is not None and self._demoter.is_writing(key)
+
     def stored(self, blocks: Sequence[Block], ready: bool) -> None:
         """Blocks came from the engine, or failed to."""
         for block in blocks:
