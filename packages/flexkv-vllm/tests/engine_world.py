@@ -13,12 +13,10 @@ wrong byte, at once.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,8 @@ from connector_rank import ConnectorRank, each_thread_is_a_worker, flexkv_of
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
 from late_mover import LateMover
 from patience import wait_until
-from ranks import AdapterRank, Rank, scheduled
+from ranks import AdapterRank, Rank
+from staged_workers import StagedWorkers, Step
 from texts import Text
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -41,7 +40,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from world_config import (
@@ -82,28 +81,7 @@ class EventRecorder(EventPublisher):
         pass
 
 
-@dataclass(slots=True)
-class Step:
-    """A step that was scheduled, and its result once the workers of all stages have run it.
-
-    Attributes:
-        output: vLLM's.
-        told: what workers get of it.
-        ran: stages that have run it.
-        results: of their workers.
-        wrong: requests that some of them computed on wrong bytes.
-        result: of all workers.
-    """
-
-    output: SchedulerOutput
-    told: SchedulerOutput | None = None
-    ran: int = 0
-    results: list[ModelRunnerOutput] = field(default_factory=list)
-    wrong: set[str] = field(default_factory=set)
-    result: ModelRunnerOutput | None = None
-
-
-class World:
+class World(StagedWorkers):
     """Requests go in with `add`; `step` runs one engine step; `run` steps until all have ended.
 
     Beside full attention the model may have sliding windows, of so many tokens each. What a draft
@@ -488,70 +466,6 @@ class World:
         # next request comes. Here the copies are seen to their end.
         held = self.scheduler.requests
         return not self.scheduler.has_requests() and not held and not self.steps
-
-    def _run_ahead(self) -> None:
-        """Run some of what was scheduled before its result is asked for: without `lag` the first of
-        several stages runs all of it."""
-        if self.lag is None:
-            self._run_workers(0 if self.stages == 1 else 1)
-        elif self.lag.random() < 0.5:
-            self._run_workers(self.lag.randint(1, self.stages))
-
-    def _run_workers(self, stages: int) -> None:
-        """Let the first `stages` run all steps that were scheduled."""
-        for step in self.steps:
-            while step.ran < stages:
-                self._run_stage(step)
-
-    def _run_stage(self, step: Step) -> None:
-        """Let the next stage run a step."""
-        if step.told is None:
-            step.told = pickle.loads(pickle.dumps(step.output))
-            if self.guesses is not None and self.lag is not None:
-                self._guess_on_device(step.told, self.guesses)
-        for rank in self.ranks:
-            if rank.stage == step.ran:
-                step.results.append(rank.run(step.told, self.texts, self.weights))
-                step.wrong.update(rank.wrong)
-        step.ran += 1
-        if step.ran == self.stages:
-            self._sample(step, step.told)
-
-    def _sample(self, step: Step, output: SchedulerOutput) -> None:
-        """What the last stage makes of a step that all have run."""
-        last = next(i for i, rank in enumerate(self.ranks) if rank.stage == self.stages - 1)
-        step.result = self.aggregator.aggregate(list(step.results), output_rank=last)
-        cached = output.scheduled_cached_reqs
-        for request_id, known in zip(cached.req_ids, cached.num_output_tokens, strict=True):
-            # vLLM may have thrown away what was sampled as its request was preempted.
-            if request_id in cached.resumed_req_ids:
-                self.texts[request_id].sampled = known
-        assert step.result is not None
-        told = step.result.kv_connector_output
-        failed = (told and told.invalid_block_ids) or set()
-        for i, (request_id, start, computed) in enumerate(scheduled(output)):
-            # What is computed on a load that failed is nonsense, and vLLM must drop it. It does so,
-            # too, where the right bytes were there all the same.
-            table = self.ranks[last].tables[request_id][0]
-            loaded_on = table[: -(-start // BLOCK_TOKENS)]
-            nonsense = not failed.isdisjoint(loaded_on) or request_id in step.wrong
-            guesses = output.scheduled_spec_decode_tokens.get(request_id, ())
-            sampled = [0] if nonsense else self.texts[request_id].sample(computed, guesses)
-            step.result.sampled_token_ids[i] = sampled
-
-    def _guess_on_device(self, output: SchedulerOutput, rng: random.Random) -> None:
-        """A step that was scheduled ahead, as the workers know it: vLLM counted all guesses of
-        earlier steps as right, and left open which tokens this one guesses."""
-        guessed, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            text = self.texts[request_id]
-            if request_id in cached.resumed_req_ids:
-                text.sampled = cached.num_output_tokens[i]
-            # The last token that was sampled is computed next.
-            known = text.prompt_tokens + text.sampled
-            cached.num_computed_tokens[i] = min(cached.num_computed_tokens[i], known - 1)
-            if request_id in guessed:
-                guessed[request_id] = text.guess(rng, len(guessed[request_id]))
 
 
 MakeWorld = Callable[..., World]

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,122 +13,19 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
 from flexkv import (
     ADMISSIONS,
-    Arena,
-    ArenaSpec,
-    BlockFormat,
     Change,
-    Direction,
     Fetch,
-    KVCache,
     Medium,
     Presence,
     Priority,
     Status,
     Transfer,
-    open_disk_tier,
 )
-from flexkv.eviction import LRUPolicy
 from packages.conftest import Clock
-
-FORMAT = BlockFormat(1, (4096,))
-FINGERPRINT = "0123456789abcdef" * 2
-STALL_SECONDS = 60.0
-
-
-def keys(*names: str) -> list[bytes]:
-    return [name.encode() for name in names]
-
-
-def content(key: bytes) -> bytes:
-    return hashlib.blake2b(key).digest() * (FORMAT.slot_bytes // 64)
-
-
-class Engine:
-    """A cache of `slots` blocks over a disk of `disk_slots`, and the one rank that copies."""
-
-    def __init__(
-        self,
-        root: Path,
-        *,
-        slots: int = 8,
-        disk_slots: int = 64,
-        admission: str = "write_through",
-    ) -> None:
-        self._gate = threading.Event()
-        self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
-        capacity = disk_slots * (FORMAT.slot_bytes + 64) + 32768
-        self.disk = open_disk_tier(
-            [str(root)], FINGERPRINT, FORMAT.slot_bytes, capacity, stall_seconds=STALL_SECONDS
-        )
-        self.cache = KVCache(
-            self.arena, LRUPolicy(), [self.disk], ADMISSIONS[admission], STALL_SECONDS
-        )
-
-    def finish(self, transfer: Transfer) -> None:
-        """Copy, as the rank would: a load must find its own bytes."""
-        for block in transfer.blocks:
-            with self.arena.slot_view(block.slot) as view:
-                if transfer.direction is Direction.STORE:
-                    view[:] = content(block.key)
-                else:
-                    assert bytes(view) == content(block.key)
-        self.arena.board.report(transfer.cell, 0, Status.DONE)
-        self.cache.poll()
-
-    def settle(self) -> None:
-        while self.cache.busy:
-            self.cache.poll()
-            time.sleep(0)
-
-    def store(self, *names: str) -> None:
-        prefix = keys(*names)
-        transfer = self.cache.store(prefix, self.cache.missing(prefix))
-        assert transfer is not None
-        self.finish(transfer)
-        self.settle()
-
-    def wait(self, fetch: Fetch) -> None:
-        while not fetch.done:
-            self.cache.poll()
-            time.sleep(0)
-
-    def fetched(self, *names: str) -> int:
-        """Blocks of a prefix that can be loaded once the disk was asked; loads them."""
-        fetch = self.cache.fetch(keys(*names))
-        if fetch is not None:
-            self.wait(fetch)
-        hits = self.cache.lookup(keys(*names))
-        if hits:
-            transfer = self.cache.load(keys(*names)[:hits])
-            assert transfer is not None
-            self.finish(transfer)
-        if fetch is not None:
-            self.cache.end_fetch(fetch)
-        self.settle()
-        return hits
-
-    def hang(self, reached: threading.Event | None = None) -> Callable[[], None]:
-        """Reads wait until the returned function is called; `reached` is set once one does."""
-        store: Any = self.disk.drives[0]._store
-        self._gate = gate = threading.Event()
-        read = store.read
-
-        def waiting(*args: Any) -> Any:
-            if reached is not None:
-                reached.set()
-            gate.wait()
-            return read(*args)
-
-        store.read = waiting
-        return gate.set
-
-    def close(self) -> None:
-        self._gate.set()
-        assert self.cache.close()
-        self.arena.close()
 
 
 @pytest.fixture
