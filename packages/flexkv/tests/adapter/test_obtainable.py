@@ -89,3 +89,14 @@ def test_lower_tiers_are_not_asked_about_much_behind_a_gap(gap: int) -> None:
     cache, obtainable = make(places, below=True)
     assert obtainable.first_missing(FULL, 0, len(places)) == gap
     assert len(cache.asked) <= 16 + 2 * gap
+
+
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize("gap", [0, 30, BLOCKS])
+def test_a_farther_end_is_asked_for_after_a_nearer_one(gap: int, below: bool) -> None:
+    """As where windows come before full attention, and leave nothing of a hit."""
+    places = [Presence.HOST] * gap + [Presence.ABSENT] * (BLOCKS - gap)
+    cache, obtainable = make(places, below)
+    for stop in (0, 20, BLOCKS, 50):
+        assert obtainable.first_missing(FULL, 0, stop) == min(gap, stop)
+    assert len(cache.asked) == len(set(cache.asked))

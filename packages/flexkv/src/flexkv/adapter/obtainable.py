@@ -16,8 +16,9 @@ a prefix may end anywhere, and each costs them about half a microsecond."""
 
 
 class Obtainable:
-    """`Present` for one request. Asked, as `longest_hit` does, from the same first block of a group
-    on and for less each time, it looks each block up once.
+    """`Present` for one request. Asked from the same first block of a group on, it looks each block
+    up once; the last missing block is asked for with the same end or an earlier one each time, as
+    `longest_hit` does.
 
     Args:
         cache: of the engine.
@@ -37,14 +38,14 @@ class Obtainable:
         self._keys = keys
         self._below = below and cache.has_lower_tiers
         self.in_host = True
-        self._gaps: dict[tuple[int, int], int] = {}
+        self._gaps: dict[tuple[int, int], tuple[int, int]] = {}
         self._ends: dict[int, tuple[int, list[bool]]] = {}
 
     def first_missing(self, group: Group, start: int, stop: int) -> int:
-        gap = self._gaps.get((group.index, start))
-        if gap is None:
-            keys = self._keys.of(self._tracked, group, start, stop)
-            gap = self._gaps[group.index, start] = start + self._reach(keys)
+        gap, asked = self._gaps.get((group.index, start), (start, start))
+        if gap == asked < stop:
+            gap = asked + self._reach(self._keys.of(self._tracked, group, asked, stop))
+            self._gaps[group.index, start] = gap, stop
         return min(gap, stop)
 
     def last_missing(self, group: Group, start: int, stop: int) -> int | None:
