@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flexkv import Presence
 from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.request import TrackedRequest
@@ -100,3 +101,43 @@ def test_a_farther_end_is_asked_for_after_a_nearer_one(gap: int, below: bool) ->
     for stop in (0, 20, BLOCKS, 50):
         assert obtainable.first_missing(FULL, 0, stop) == min(gap, stop)
     assert len(cache.asked) == len(set(cache.asked))
+
+
+def plain(there: dict[Group, list[bool]]) -> Any:
+    """`Present`, asked anew each time."""
+
+    def first_missing(group: Group, start: int, stop: int) -> int:
+        return next((i for i in range(start, stop) if not there[group][i]), stop)
+
+    def last_missing(group: Group, start: int, stop: int) -> int | None:
+        return next((i for i in reversed(range(start, stop)) if not there[group][i]), None)
+
+    return SimpleNamespace(first_missing=first_missing, last_missing=last_missing)
+
+
+@given(
+    st.permutations([FULL, WINDOW]),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_in_any_order_of_groups_a_hit_and_where_prompts_part_are_those_of_single_asks(
+    members: list[Group], full: list[bool], window: list[bool]
+) -> None:
+    """Models name their windows before full attention."""
+    groups = Groups(tuple(members), 16)
+    hashes = [bytes([i]) * 32 for i in range(12)]
+    keys = BlockKeys(groups, lambda _: b"")
+    request: Any = SimpleNamespace(block_hashes=hashes, lora_request=None)
+    tracked = TrackedRequest(request, Wishes())
+    there = {FULL: full, WINDOW: window}
+    cache: Any = Cache(
+        {
+            key: Presence.HOST if has else Presence.ABSENT
+            for group in members
+            for key, has in zip(keys.of(tracked, group), there[group], strict=True)
+        }
+    )
+    obtainable = Obtainable(cache, tracked, keys, below=True)
+    limit = 12 * 16
+    assert longest_hit(groups, obtainable, 0, limit) == longest_hit(groups, plain(there), 0, limit)
+    assert full_reach(groups, obtainable, 0, limit) == full_reach(groups, plain(there), 0, limit)

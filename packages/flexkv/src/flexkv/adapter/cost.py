@@ -129,8 +129,8 @@ class StepTimer:
         return number
 
     def ended(self, number: int) -> None:
-        """A step has ended; `number` is that of its report, or 0. vLLM may give out a step before
-        the last one has ended, and then it begins with that."""
+        """A step has ended; `number` is that of its report, or 0. If the engine starts a step
+        before the last one has ended, the step counts from the end of the last one."""
         now = self._clock()
         begun, spans = self._steps.pop(number, (now, ()))
         self._pace.observe(spans, now - max(begun, self._last_end))

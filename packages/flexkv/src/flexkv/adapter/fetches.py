@@ -19,8 +19,8 @@ class Fetches:
     Args:
         cache: of the engine.
         ahead: offer blocks that are about to come, so that the device copies the first while the
-            last are read. Should one of them not come, vLLM's load fails: only where it recomputes
-            then.
+            last are read. Only for engines that recompute a failed load: one of those blocks may
+            not come.
         ended: told of every fetch that has ended.
     """
 

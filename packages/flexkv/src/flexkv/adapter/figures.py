@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects, on each side, what `stats` hands to vLLM."""
+"""Collects, on each side, what `metrics` reports to the engine."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ class CacheFigures:
         self.active = True
 
     def asked(self, tokens: int, hit_tokens: int, disk_tokens: int) -> None:
-        """vLLM gave blocks to a request.
+        """The engine gave blocks to a request.
 
         Args:
-            tokens: of the request, that vLLM did not have itself.
+            tokens: of the request, that the engine did not have itself.
             hit_tokens: those of them that are loaded.
             disk_tokens: those of these that came from disk.
         """

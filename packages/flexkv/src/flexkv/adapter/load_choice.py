@@ -136,7 +136,7 @@ class LoadChooser:
         self._device.observe(rate, 1.0)
 
     def left(self, reason: Left) -> None:
-        """vLLM computes a hit, or a part of it, because of an answer given here."""
+        """The engine computes a hit, or a part of it, because of an answer given here."""
         if reason is Left.SLOW:
             self._device.refuse()
 

@@ -24,7 +24,7 @@ class _Running:
     Attributes:
         tracked: whom it is for.
         start: tokens before it.
-        computed_on: vLLM's blocks that the forward beside it computes on or fills.
+        computed_on: the engine's blocks that the forward beside it computes on or fills.
     """
 
     tracked: TrackedRequest
@@ -60,7 +60,7 @@ class Loads:
         self._pool: EnginePool | None = None
 
     def bind_pool(self, pool: EnginePool) -> None:
-        """vLLM's blocks: what a failed load left there is no hit."""
+        """The engine's blocks: what a failed load left there is no hit."""
         self._pool = pool
 
     def begin(
@@ -103,10 +103,10 @@ class Loads:
         self.end(tracked)
 
     def shares_half_loaded(self, request: EngineRequest, local_tokens: int) -> bool:
-        """Whether vLLM found blocks for a request that another one of the same step loads.
+        """Whether the engine found blocks for a request that another one of the same step loads.
 
-        vLLM takes them for complete as soon as that one has them. Should the load fail, it would
-        let both go on, the second perhaps before the first has computed what is missing.
+        The engine takes them for complete as soon as that one has them. If the load fails, it lets
+        both go on, the second perhaps before the first has computed the missing blocks.
         """
         if not self._half_loaded:
             return False
@@ -114,7 +114,7 @@ class Loads:
         return not self._half_loaded.isdisjoint(known)
 
     def step_is_complete(self) -> None:
-        """vLLM has decided what the step computes: the next one begins when it has ended."""
+        """The engine has decided what the step computes: the next one begins when it has ended."""
         self._half_loaded.clear()
 
     def continue_all(self, orders: StepOrders) -> None:
@@ -123,7 +123,7 @@ class Loads:
             loading = tracked.loading
             if loading is None or tracked.id in orders.loads:
                 continue  # one part in a step
-            with self._edge.guard("loading the rest of a prefix", "vLLM is told that it failed"):
+            with self._edge.guard("loading the rest of a prefix", "the load is reported as failed"):
                 self._order_part(tracked, loading, orders)
                 continue
             self.fail_rest(tracked, orders)
@@ -137,10 +137,11 @@ class Loads:
         *,
         layerwise: bool,
     ) -> None:
-        """vLLM was promised a load of `engine_blocks` behind `local_tokens`, but it is not made."""
+        """Report a load as failed that the engine was promised: of `engine_blocks`, behind
+        `local_tokens`."""
         tracked.fail_from(local_tokens)
         if layerwise:
-            # The step computes on them all the same, and vLLM throws that away.
+            # The step computes on them all the same, and the engine throws that away.
             orders.unfilled.extend(engine_blocks)
             tracked.next_fill = NEVER
             self._disown(self._blocks_from(tracked, local_tokens))
@@ -164,13 +165,13 @@ class Loads:
         self._disown(running.computed_on)
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
-        """The request has ended. What was ordered ends before vLLM gives its blocks away."""
+        """The request has ended. What was ordered ends before the engine gives its blocks away."""
         if tracked.loading is not None:
             orders.failed_loads[tracked.id] = []
         self.end(tracked)
 
     def fail_rest(self, tracked: TrackedRequest, orders: StepOrders) -> None:
-        """What was not ordered of a request's load, if any, will not be: vLLM is told."""
+        """Report the rest of a request's load, if it was not ordered whole, as failed."""
         loading = tracked.loading
         if loading is not None:
             orders.failed_loads[tracked.id] = loading.rest
@@ -184,14 +185,14 @@ class Loads:
         self._fetches.end(tracked)
 
     def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
-        """vLLM's blocks of a request behind what it had itself."""
+        """The engine's blocks of a request behind what it had itself."""
         start = local_tokens // self._groups.members[0].engine_block_tokens
         return tracked.engine_blocks[0][start:]
 
     def _disown(self, engine_blocks: Sequence[int]) -> None:
-        """Take blocks that a forward computed on or filled without its load out of vLLM's own
-        prefix cache. Where it computes anew vLLM leaves them there, for the request to fill them;
-        one that is aborted meanwhile never does."""
+        """Take blocks that a forward computed on or filled without its load out of the engine's own
+        prefix cache. An engine that recomputes leaves them there for the request to fill; a request
+        that is aborted meanwhile never does."""
         if self._pool is not None and engine_blocks:
             self._pool.forget(set(engine_blocks))
 
@@ -221,8 +222,8 @@ class Loads:
             engine_blocks += table[start:stop]
         if 0 in engine_blocks or len(keys) != len(engine_blocks):
             raise ValueError(
-                f"vLLM has no place for blocks of {tracked.request.request_id}, which should be "
-                f"loaded from token {local_tokens} to {end}: {tracked.engine_blocks}"
+                f"the engine has no place for blocks of {tracked.request.request_id}, which should "
+                f"be loaded from token {local_tokens} to {end}: {tracked.engine_blocks}"
             )
         return Loading(keys, engine_blocks, 0, 1, local_tokens, 0)
 

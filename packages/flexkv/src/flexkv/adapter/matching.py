@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a request can be loaded, as vLLM asks before it schedules it."""
+"""How much of a request can be loaded, as the engine asks before it schedules it."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class Matcher:
         return tokens, Match(local_tokens, disk, left=_some(left), junction=plan.junction)
 
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
-        """What to load. vLLM computes the last token in any case, and for it one token more of a
-        window: `limit` ends before it."""
+        """What to load. The engine computes the last token in any case, and needs one token more of
+        a window for it: `limit` ends before it."""
         plan = tracked.plan
         if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
             return plan

@@ -55,7 +55,7 @@ class Obtainable:
         if start < first:
             keys = self._keys.of(self._tracked, group, start, first)
             there = self._there(keys)
-            there += [False] * (first - start - len(keys))  # vLLM has not hashed them
+            there += [False] * (first - start - len(keys))  # the engine has not hashed them
             known += reversed(there)
         try:
             return end - 1 - known.index(False, end - stop, end - start)

@@ -22,10 +22,10 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What vLLM was told about a request, in tokens.
+    """What the engine was told about a request, in tokens.
 
     Attributes:
-        local_tokens: vLLM has itself.
+        local_tokens: the engine has itself.
         disk_tokens: came from a lower tier, of those that can be loaded.
         layerwise: the load runs beside the forward of the same step.
         left: why tokens that follow are not loaded, and how many.
@@ -45,24 +45,24 @@ class TrackedRequest:
     """All that is known of one request. What ends with the request ends with this object.
 
     Attributes:
-        request: vLLM's own object; read, never changed.
+        request: the engine's own object; read, never changed.
         wishes: what the user asks for it.
-        plan: what to load, while a lower tier reads it; vLLM asks in every step.
-        match: the last answer to vLLM's question what can be loaded; None if it failed.
+        plan: what to load, while a lower tier reads it; the engine asks in every step.
+        match: the last answer to the engine's lookup; None if that failed.
         early: fetch that began when the request was queued, until its turn comes.
         waiting: fetch of the blocks from `waiting_start` on, which the request waits for.
         waiting_start: position of the first block of `waiting` in the request.
         awaited: keys of the blocks that had to come from a lower tier.
         failed_at: tokens before the first load that failed; what follows is not offered again.
-        loading: what vLLM was promised to have loaded, as long as some of it is not ordered.
+        loading: what the engine was promised to have loaded, as long as some of it is not ordered.
         disk_tokens: of its last load, that came from a lower tier.
         junction: see `Match`.
         built_on: id of the load beside whose copies its forward ran, until that is known to have
             succeeded; 0 if there is none.
         engine_blocks: ids of the blocks that hold its tokens, in order, for each cached group.
             Empty if they are not known: nothing is stored of it then.
-        ran: it was scheduled since vLLM gave it its blocks. Before that, they need not hold what
-            vLLM counts as computed: another connector may be loading it.
+        ran: it was scheduled since the engine gave it its blocks. Before that, they need not hold
+            what the engine counts as computed: another connector may be loading it.
         next_fill: tokens with which the first block that was not considered for storing is full;
             `NEVER` if nothing more of it is stored.
         due_step: when it is looked at for that, by the count of `FillCalendar`.
@@ -99,7 +99,7 @@ class TrackedRequest:
         return self.wishes.load and not skips
 
     def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
-        """vLLM gave it blocks for the first time, or anew after it had taken them all.
+        """The engine gave it blocks for the first time, or anew after it had taken them all.
 
         Args:
             tables: its blocks by cached group.
@@ -121,8 +121,8 @@ class TrackedRequest:
                 table.extend(blocks)
 
     def lose_blocks(self) -> None:
-        """vLLM has taken its blocks, or what was known of them may be wrong: nothing is stored of
-        it until it begins anew."""
+        """The engine has taken its blocks, or what was known of them may be wrong: nothing of it is
+        stored until it begins again."""
         self.engine_blocks = []
         self.ran = False
         self.next_fill = NEVER

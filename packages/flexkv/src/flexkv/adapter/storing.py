@@ -68,7 +68,7 @@ class _Running:
     Attributes:
         transfer: the core's.
         filled: for each of its blocks, what it is copied from.
-        engine_blocks: vLLM's blocks that it reads.
+        engine_blocks: the engine's blocks that it reads.
     """
 
     transfer: Transfer
@@ -83,9 +83,9 @@ class _Running:
 class Stores:
     """The stores of one engine's requests.
 
-    vLLM may give the blocks that a store reads to another request before the store has ended: their
-    request ended, was preempted, or has left them behind its window. Workers then wait for the
-    store before anything is written there: it is fenced.
+    The engine may give the blocks that a store reads to another request before the store has ended:
+    their request ended, was preempted, or has left them behind its window. Workers then wait for
+    the store before anything is written there: it is fenced.
 
     Full attention stores every block. Of what looks back less far, only what a later request can
     use is stored: what is needed to go on at the end of the prompt and where another request's
@@ -158,8 +158,8 @@ class Stores:
 
         Args:
             tracked: whose they are.
-            offers: vLLM's: a group's index, the block that has a state after this step, and the
-                number of tokens that it is the state of.
+            offers: of the engine: a group's index, the block that has a state after this step, and
+                the number of tokens that it is the state of.
             batch: of the step.
         """
         if tracked.next_fill == NEVER:
@@ -219,7 +219,7 @@ class Stores:
     def _states_of(
         self, request: EngineRequest, offers: Iterable[tuple[int, int, int]]
     ) -> dict[Group, list[_Filled]]:
-        """The states that vLLM offers, of prefixes that a load may end with."""
+        """The states that the engine offers, of prefixes that a load may end with."""
         members = {group.index: group for group in self._groups.members}
         found: dict[Group, list[_Filled]] = {}
         for index, block, tokens in offers:
@@ -234,9 +234,9 @@ class Stores:
     def _filled_between(
         self, tracked: TrackedRequest, start: int, stop: int
     ) -> dict[Group, list[_Filled]]:
-        """Blocks that were filled between `start` and `stop` tokens and are stored at once, but for
-        those that vLLM has no more, or may have given to others as it scheduled this step: they
-        were filled in an earlier one and left behind since."""
+        """Blocks that were filled between `start` and `stop` tokens and are stored at once. Blocks
+        that the engine has no more are left out, and blocks that it may have given to others as it
+        scheduled this step: they were filled in an earlier one and left behind since."""
         request = tracked.request
         computed = request.num_computed_tokens
         found: dict[Group, list[_Filled]] = {}

@@ -29,8 +29,8 @@ class RunningLoad:
     """A request's load under way, in one part or several.
 
     Attributes:
-        parts: ticket of the mover to the vLLM blocks that it fills.
-        bad_blocks: vLLM blocks that will not be filled.
+        parts: ticket of the mover to the engine's blocks that it fills.
+        bad_blocks: blocks of the engine that will not be filled.
         complete: whether no further part follows.
     """
 
@@ -40,7 +40,7 @@ class RunningLoad:
 
 
 class WorkerSide:
-    """All that vLLM's model runner calls. One per worker process; single-threaded.
+    """All that the engine's model runner calls. One per worker process; single-threaded.
 
     Args:
         session: with the arena; owned, closed after the mover.
