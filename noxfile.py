@@ -23,7 +23,11 @@ from compat_ci import matrix  # noqa: E402  (needs the path above)
 from integration import preflight  # noqa: E402
 
 VLLM_VERSION = "0.32.0"
-PACKAGES = ["-e", "./packages/flexkv", "-e", "./packages/flexkv-vllm"]
+PACKAGES = [
+    *("-e", "./packages/flexkv"),
+    *("-e", "./packages/flexkv-vllm"),
+    *("-e", "./packages/flexkv-sglang"),
+]
 STATIC_TOOLS = ["pyrefly==1.4.1", "packaging>=24"]
 TOOLS = [
     "pytest>=8.4,<9.2",  # pytest-xdist 3.8 does not see its groups under pytest 9.2
@@ -48,6 +52,7 @@ LINTERS = [
 TYPED = [
     "packages/flexkv/src",
     "packages/flexkv-vllm/src",
+    "packages/flexkv-sglang/src",
     "kernels/python",
     "integration",
     "docs",

@@ -15,10 +15,15 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("packages/flexkv/src", "packages/flexkv-vllm/src", "kernels/python")
+SOURCES = (
+    "packages/flexkv/src",
+    "packages/flexkv-vllm/src",
+    "packages/flexkv-sglang/src",
+    "kernels/python",
+)
 PICTURE = ROOT / "docs" / "pages" / "assets" / "imports.svg"
 
-VLLM, CORE = "flexkv_vllm", "flexkv"
+VLLM, SGLANG, CORE = "flexkv_vllm", "flexkv_sglang", "flexkv"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("flexkv-vllm: plugin", "vLLM calls it first", _of(VLLM, "plugin", "preflight")),
     ),
     (Room("flexkv-vllm: offloading", "the spec of OffloadingConnector", _of(VLLM, "offloading")),),
-    (Room("flexkv-vllm", "vLLM's calls, tensors, hashes, events", (VLLM,)),),
+    (
+        Room("flexkv-vllm", "vLLM's calls, tensors, hashes, events", (VLLM,)),
+        Room("flexkv-sglang", "SGLang's calls, tensors, hashes, events", (SGLANG,)),
+    ),
     (
         Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
         Room("cli", "flexkv stat, verify, clear", _of(CORE, "cli", "__main__")),

@@ -35,7 +35,7 @@ _VLLM = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.kv_connector_model_runner_mixin",
 )
-_OURS = ("flexkv", "flexkv_vllm", "flexkv_kernels")
+_OURS = ("flexkv", "flexkv_vllm", "flexkv_sglang", "flexkv_kernels")
 _TAIL_CHARACTERS = 3000
 
 

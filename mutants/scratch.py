@@ -16,7 +16,12 @@ from mutants.entries import ROOT, Mutant
 
 _LIBRARY = "libflexkv_kernels.so"
 _BUILT_FROM = tuple(f"kernels/{part}" for part in ("CMake", "cmake/", "cuda/", "include/", "src/"))
-_IMPORTED_FROM = ("packages/flexkv/src", "packages/flexkv-vllm/src", "kernels/python")
+_IMPORTED_FROM = (
+    "packages/flexkv/src",
+    "packages/flexkv-vllm/src",
+    "packages/flexkv-sglang/src",
+    "kernels/python",
+)
 
 
 class BuildError(Exception):

@@ -24,6 +24,7 @@ def test_all_modules_of_all_packages_are_read() -> None:
     assert {module.partition(".")[0] for module in imports} == {
         "flexkv",
         "flexkv_vllm",
+        "flexkv_sglang",
         "flexkv_kernels",
     }
 
