@@ -9,7 +9,7 @@ from engine_world import World
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 from flexkv_vllm.compat.events import event_hash
 
 HOST, DISK = "CPU", "STORAGE"
@@ -60,7 +60,7 @@ def loadable(world: World, whole: bool = True) -> Blocks:
     tiers = world.cache._transfers.tiers
     side = world.side
     for request in world.requests.values():
-        tracked = TrackedRequest(request, Wishes())
+        tracked = TrackedRequest(request, RequestOptions())
         names = [event_hash(each) for each in request.block_hashes]
         for group in side._groups.members:
             step = group.engine_blocks

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from flexkv.adapter.groups import Group, Groups, Reach
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 from flexkv_vllm.identity import adapter_stamp, request_stamp
 
 FULL = Group(0, Reach.ALL, 0, 16, 2)
@@ -24,7 +24,7 @@ HASHES = [bytes([number]) * 32 for number in range(9)]
 
 def request(adapter: LoRARequest | None = None) -> TrackedRequest:
     vllms: Any = SimpleNamespace(block_hashes=list(HASHES), lora_request=adapter)
-    return TrackedRequest(vllms, Wishes())
+    return TrackedRequest(vllms, RequestOptions())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from test_world_stats import collected
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.metrics import REASONS, sample
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 from flexkv.tiers.job import Outcome
 from flexkv_vllm.compat.core import fails_by_request
 
@@ -141,7 +141,7 @@ def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world:
     world.forget()
     index = world.cache._index
     full, _ = world.side._groups.members
-    tracked = TrackedRequest(world.requests["r1"], Wishes())
+    tracked = TrackedRequest(world.requests["r1"], RequestOptions())
     lost = index.lease(world.side._keys.of(tracked, full)[15:])
     assert len(lost) == 5
     index.drop(lost)

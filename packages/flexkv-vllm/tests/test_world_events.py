@@ -20,7 +20,7 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv import Status
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 from flexkv_vllm.compat.events import event_hash
 
 
@@ -161,7 +161,9 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
 
     store.write = hanging  # type: ignore[method-assign]
     request = world.requests[world.generate(random_prompt(random.Random(8), 101))]
-    keys = world.side._keys.of(TrackedRequest(request, Wishes()), world.side._groups.members[0])
+    keys = world.side._keys.of(
+        TrackedRequest(request, RequestOptions()), world.side._groups.members[0]
+    )
     wait_until(lambda: world.cache.lookup(keys) == 3, world.cache.poll)
     load = world.cache.load(keys[2:])
     assert load is not None

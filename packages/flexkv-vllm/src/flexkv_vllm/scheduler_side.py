@@ -26,7 +26,7 @@ from flexkv.adapter.matching import Matcher
 from flexkv.adapter.metrics import Samples
 from flexkv.adapter.orders import StepReport
 from flexkv.adapter.request import NEVER, Match, TrackedRequest
-from flexkv.adapter.request_options import WishReader, pin_owner
+from flexkv.adapter.request_options import OptionsReader, pin_owner
 from flexkv.adapter.storing import StoreBatch, Stores
 from flexkv.eviction import RequestContext
 from flexkv_vllm.block_tables import BlockTables
@@ -76,8 +76,8 @@ class SchedulerSide:
         self._store_time = store_time
         self._edge = edge
         self._events = events
-        self._wishes = WishReader()
-        self._figures = CacheFigures(cache, edge, lambda: self._wishes.ignored)
+        self._options = OptionsReader()
+        self._figures = CacheFigures(cache, edge, lambda: self._options.ignored)
         self._keys = keys
         self._chooser = chooser
         self._running = 0
@@ -138,7 +138,7 @@ class SchedulerSide:
         if (
             tokens
             and in_host
-            and self._chooser.is_layerwise(blocks, self._running, tracked.wishes.load_mode)
+            and self._chooser.is_layerwise(blocks, self._running, tracked.options.load_mode)
         ):
             tokens, match = self._for_this_step(request, tokens, match)
         tracked.match = match
@@ -161,7 +161,7 @@ class SchedulerSide:
         match = tracked.match
         self._tables.fence(tables, 0 if match is None else match.local_tokens, self._orders)
         self._tables.begun.add(tracked.id)
-        tracked.begin(self._tables.of_cached(tables), self._stores.first_fill(tracked.wishes))
+        tracked.begin(self._tables.of_cached(tables), self._stores.first_fill(tracked.options))
         if match is not None:
             tracked.disk_tokens = min(match.disk_tokens, tokens)
             tracked.junction = match.junction
@@ -360,10 +360,10 @@ class SchedulerSide:
             return tracked
         if tracked is not None:
             self._end(tracked)  # an earlier one of the same id
-        tracked = TrackedRequest(request, self._wishes.of(request))
+        tracked = TrackedRequest(request, self._options.of(request))
         self._requests[tracked.id] = tracked
-        if tracked.wishes.unpin:
-            self._cache.unpin(pin_owner(request, tracked.wishes))
+        if tracked.options.unpin:
+            self._cache.unpin(pin_owner(request, tracked.options))
         return tracked
 
     def _end(self, tracked: TrackedRequest) -> None:

@@ -142,7 +142,7 @@ def test_salts_share_nothing(make_offloading_world: MakeOffloadingWorld) -> None
     assert world.external_tokens[world.generate(prompt, salt="one")] == 192
 
 
-def test_wishes_of_requests(make_offloading_world: MakeOffloadingWorld) -> None:
+def test_options_of_requests(make_offloading_world: MakeOffloadingWorld) -> None:
     world = make_offloading_world()
     prompt = random_prompt(random.Random(6), 200)
     world.generate(prompt, params={"flexkv.store": False})

@@ -9,14 +9,14 @@ import pytest
 
 from flexkv.adapter.fills import FillCalendar
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 
 BLOCK = 16
 
 
 def make_request(name: str) -> TrackedRequest:
     request: Any = SimpleNamespace(request_id=name, num_computed_tokens=0)
-    return TrackedRequest(request, Wishes(), next_fill=BLOCK)
+    return TrackedRequest(request, RequestOptions(), next_fill=BLOCK)
 
 
 def test_a_request_is_looked_at_when_its_block_is_full() -> None:

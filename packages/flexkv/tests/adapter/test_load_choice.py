@@ -352,9 +352,9 @@ def test_a_mode_that_was_set_is_kept() -> None:
 
 
 def test_a_request_chooses_where_the_engine_can_do_both() -> None:
-    wishes = (LoadMode.ASYNC, LoadMode.LAYERWISE)
+    wanted = (LoadMode.ASYNC, LoadMode.LAYERWISE)
     for mode in LoadMode:
-        chosen = [make(mode).is_layerwise(blocks=1, running=0, wanted=each) for each in wishes]
+        chosen = [make(mode).is_layerwise(blocks=1, running=0, wanted=each) for each in wanted]
         assert chosen == [False, mode is not LoadMode.ASYNC]
     auto = make(LoadMode.LAYERWISE)
     auto.loaded(1.0)

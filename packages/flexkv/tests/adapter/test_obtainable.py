@@ -17,7 +17,7 @@ from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 
 FULL = Group(0, Reach.ALL, 0, 16, 1)
 WINDOW = Group(1, Reach.WINDOW, 64, 16, 1)
@@ -47,7 +47,7 @@ def make(places: Sequence[Presence], below: bool) -> tuple[Cache, Obtainable]:
     hashes = [bytes([i]) * 32 for i in range(len(places))]
     keys = BlockKeys(Groups((FULL, WINDOW), 16), lambda _: b"")
     request: Any = SimpleNamespace(block_hashes=hashes, lora_request=None)
-    tracked = TrackedRequest(request, Wishes())
+    tracked = TrackedRequest(request, RequestOptions())
     where = {
         key: place
         for group in (FULL, WINDOW)
@@ -128,7 +128,7 @@ def test_in_any_order_of_groups_a_hit_and_where_prompts_part_are_those_of_single
     hashes = [bytes([i]) * 32 for i in range(12)]
     keys = BlockKeys(groups, lambda _: b"")
     request: Any = SimpleNamespace(block_hashes=hashes, lora_request=None)
-    tracked = TrackedRequest(request, Wishes())
+    tracked = TrackedRequest(request, RequestOptions())
     there = {FULL: full, WINDOW: window}
     cache: Any = Cache(
         {

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv.adapter.load_choice import LoadMode
-from flexkv.adapter.request_options import NONE, Wishes, WishReader, pin_owner
+from flexkv.adapter.request_options import NONE, OptionsReader, RequestOptions, pin_owner
 
-WISHES = [f"flexkv.{each.name}" for each in dataclasses.fields(Wishes)]
+NAMES = [f"flexkv.{each.name}" for each in dataclasses.fields(RequestOptions)]
 
 
 def request(params: Any, request_id: str = "r") -> Any:
@@ -30,9 +30,9 @@ def test_all_parameters() -> None:
         "flexkv.unpin": True,
         "flexkv.load_mode": "layerwise",
     }
-    assert list(params) == WISHES
-    reader = WishReader()
-    assert reader.of(request(params)) == Wishes(
+    assert list(params) == NAMES
+    reader = OptionsReader()
+    assert reader.of(request(params)) == RequestOptions(
         False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE
     )
     assert reader.ignored == 0
@@ -40,7 +40,7 @@ def test_all_parameters() -> None:
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True, "load": 3, 4: 5}])
 def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFixture) -> None:
-    reader = WishReader()
+    reader = OptionsReader()
     assert reader.of(request(params)) == NONE
     assert reader.ignored == 0
     assert caplog.records == []
@@ -74,7 +74,7 @@ def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFi
 def test_one_line_names_what_is_wrong(
     params: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = WishReader()
+    reader = OptionsReader()
     assert reader.of(request(params)) == NONE
     assert reader.ignored == 1
     (record,) = caplog.records
@@ -86,7 +86,7 @@ def test_one_line_names_what_is_wrong(
 
 
 def test_a_request_has_one_line_however_much_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    reader = WishReader()
+    reader = OptionsReader()
     reader.of(request({f"flexkv.{number}": 0 for number in range(10_000)}))
     assert reader.ignored == 10_000
     (record,) = caplog.records
@@ -96,12 +96,12 @@ def test_a_request_has_one_line_however_much_is_wrong(caplog: pytest.LogCaptureF
 
 
 def test_what_is_right_beside_it_counts() -> None:
-    wishes = WishReader().of(request({"flexkv.pin": True, "flexkv.load": None, "flexkv.x": 1}))
-    assert wishes == Wishes(pin=True)
+    options = OptionsReader().of(request({"flexkv.pin": True, "flexkv.load": None, "flexkv.x": 1}))
+    assert options == RequestOptions(pin=True)
 
 
 def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
-    reader = WishReader()
+    reader = OptionsReader()
     for number in range(1000):
         reader.of(request({f"flexkv.{number}": 0}, str(number)))
     assert reader.ignored == 1000
@@ -114,20 +114,20 @@ def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
         lambda each: st.lists(each) | st.dictionaries(st.text(), each),
     )
     | st.dictionaries(
-        st.sampled_from([*WISHES, "flexkv.", "x"]),
+        st.sampled_from([*NAMES, "flexkv.", "x"]),
         st.none() | st.booleans() | st.integers() | st.text(),
     )
 )
 def test_nothing_raises(params: Any) -> None:
-    wishes = WishReader().of(request(params))
-    assert isinstance(wishes.load, bool)
-    assert wishes.max_load_tokens is None or wishes.max_load_tokens >= 0
-    assert wishes.load_mode is None or wishes.load_mode in LoadMode
+    options = OptionsReader().of(request(params))
+    assert isinstance(options.load, bool)
+    assert options.max_load_tokens is None or options.max_load_tokens >= 0
+    assert options.load_mode is None or options.load_mode in LoadMode
 
 
 def test_a_cache_salt_has_pins_of_its_own() -> None:
     owners = {
-        pin_owner(SimpleNamespace(cache_salt=salt), Wishes(pin_name=name))  # type: ignore[arg-type]
+        pin_owner(SimpleNamespace(cache_salt=salt), RequestOptions(pin_name=name))  # type: ignore[arg-type]
         for salt in ("a", "b", "", None)
         for name in ("", "b")
     }

@@ -25,7 +25,7 @@ from flexkv import CacheConfig, KVCache, Medium, Session, Status
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.idle import IdleSteps
-from flexkv.adapter.request_options import Wishes, WishReader
+from flexkv.adapter.request_options import OptionsReader, RequestOptions
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
@@ -65,8 +65,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._cache = cache
         self._session = session
         self._edge = edge
-        self._wishes = WishReader()
-        self._figures = CacheFigures(cache, edge, lambda: self._wishes.ignored)
+        self._options = OptionsReader()
+        self._figures = CacheFigures(cache, edge, lambda: self._options.ignored)
         self._events = OffloadedBlocks(cache) if tells_events else None
         self._requests: dict[str, RequestBlocks] = {}
         self._asking: dict[str, RequestBlocks] = {}
@@ -196,10 +196,10 @@ class FlexKVOffloadingManager(OffloadingManager):
     def _request(self, context: ReqContext) -> RequestBlocks:
         request = self._requests.get(context.req_id)
         if request is None:
-            wishes = self._wishes.read(context.req_id, context.kv_transfer_params)
-            request = RequestBlocks(self._cache, context, wishes)
-            if wishes.unpin:
-                self._cache.unpin(_owner(wishes))
+            options = self._options.read(context.req_id, context.kv_transfer_params)
+            request = RequestBlocks(self._cache, context, options)
+            if options.unpin:
+                self._cache.unpin(_owner(options))
             self._requests[context.req_id] = request
         return request
 
@@ -225,7 +225,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _reserve(self, keys: list[OffloadKey], request: RequestBlocks) -> PrepareStoreOutput:
         request.settle()  # it runs
-        if request.stale or not request.wishes.store:
+        if request.stale or not request.options.store:
             return _nothing_to_store()
         chain, positions = request.offer(keys)
         if len(positions) < len(keys):
@@ -236,8 +236,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         with contextlib.ExitStack() as undo:
             if transfer is not None:
                 undo.callback(self._cache.cancel, transfer)
-            if request.wishes.pin:
-                self._cache.pin(keys, _owner(request.wishes), request.wishes.pin_seconds)
+            if request.options.pin:
+                self._cache.pin(keys, _owner(request.options), request.options.pin_seconds)
             if transfer is None:
                 return _nothing_to_store()
             self._figures.note_activity()
@@ -263,6 +263,6 @@ def _nothing_to_store() -> PrepareStoreOutput:
     return PrepareStoreOutput([], ArenaBlocks(), [])
 
 
-def _owner(wishes: Wishes) -> str:
+def _owner(options: RequestOptions) -> str:
     """Whose pins they are. vLLM does not tell the cache salt here."""
-    return wishes.pin_name
+    return options.pin_name

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import Fetch, KVCache, Medium, Presence
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 from flexkv_vllm.compat.offloading import may_load_from
 
 
@@ -27,21 +27,21 @@ class RequestBlocks:
     Args:
         cache: of the engine.
         context: vLLM's.
-        wishes: of the user.
+        options: of the user.
 
     Attributes:
-        wishes: of the user.
+        options: of the user.
         stored: keys of the blocks that vLLM has offered so far, in order, each with that of one
             before it in its group.
         stale: whether the cache was reset since the request began: what it computes may build on
             what the reset was to forget.
     """
 
-    def __init__(self, cache: KVCache, context: ReqContext, wishes: Wishes) -> None:
+    def __init__(self, cache: KVCache, context: ReqContext, options: RequestOptions) -> None:
         self._cache = cache
-        self._from_host = wishes.load and may_load_from(context, Medium.HOST)
-        self._from_disk = wishes.load and may_load_from(context, Medium.DISK)
-        self.wishes = wishes
+        self._from_host = options.load and may_load_from(context, Medium.HOST)
+        self._from_disk = options.load and may_load_from(context, Medium.DISK)
+        self.options = options
         self.stored: dict[bytes, bytes | None] = {}
         self._ends: dict[int, bytes] = {}
         self.stale = False

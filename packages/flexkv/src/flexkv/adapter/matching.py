@@ -55,7 +55,7 @@ class Matcher:
 
     def prefetch(self, tracked: TrackedRequest) -> None:
         """Begin to fetch what a queued request will want."""
-        request, most = tracked.request, tracked.wishes.max_load_tokens
+        request, most = tracked.request, tracked.options.max_load_tokens
         local_tokens = self._cached_by_engine(request)
         limit: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
         if most is not None:
@@ -74,7 +74,7 @@ class Matcher:
         """What can be loaded beyond `local_tokens`: how many tokens, and what is known of them.
         None while a lower tier reads it; what has come stays in host memory until
         `Fetches.end`."""
-        most = tracked.wishes.max_load_tokens
+        most = tracked.options.max_load_tokens
         limit = tracked.request.num_tokens if most is None else local_tokens + most
         limit = min(limit, tracked.failed_at)
         if self._groups.plain:

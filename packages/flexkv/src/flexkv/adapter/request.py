@@ -14,7 +14,7 @@ from flexkv.adapter.keys import MadeKeys
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.load_in_parts import Loading
 from flexkv.adapter.plan import Plan
-from flexkv.adapter.request_options import Wishes
+from flexkv.adapter.request_options import RequestOptions
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""
@@ -46,7 +46,7 @@ class TrackedRequest:
 
     Attributes:
         request: the engine's own object; read, never changed.
-        wishes: what the user asks for it.
+        options: what the user asks for it.
         plan: what to load, while a lower tier reads it; the engine asks in every step.
         match: the last answer to the engine's lookup; None if that failed.
         early: fetch that began when the request was queued, until its turn comes.
@@ -70,7 +70,7 @@ class TrackedRequest:
     """
 
     request: EngineRequest
-    wishes: Wishes
+    options: RequestOptions
     plan: Plan | None = None
     match: Match | None = None
     early: Fetch | None = None
@@ -96,7 +96,7 @@ class TrackedRequest:
     def may_load(self) -> bool:
         """Whether its user and the engine allow blocks to be loaded for it."""
         skips = getattr(self.request, "skip_reading_prefix_cache", False)
-        return self.wishes.load and not skips
+        return self.options.load and not skips
 
     def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
         """The engine gave it blocks for the first time, or anew after it had taken them all.

@@ -26,7 +26,7 @@ _WARNINGS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestOptions:
     """For one request.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wishes:
     load_mode: LoadMode | None = None
 
 
-NONE = Wishes()
+NONE = RequestOptions()
 
 
 def _read_flag(value: object) -> bool:
@@ -94,13 +94,13 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 """What reads the value, with a ValueError where it cannot, and what is allowed."""
 
 
-def pin_owner(request: EngineRequest, wishes: Wishes) -> tuple[str, str]:
+def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:
     """Whose pins a request makes, and ends: tenants with cache salts have their own."""
-    return getattr(request, "cache_salt", None) or "", wishes.pin_name
+    return getattr(request, "cache_salt", None) or "", options.pin_name
 
 
-class WishReader:
-    """Reads the wishes of requests.
+class OptionsReader:
+    """Reads the options of requests.
 
     Attributes:
         ignored: parameters that were not understood, so far.
@@ -110,18 +110,18 @@ class WishReader:
         self.ignored = 0
         self._warnings = 0
 
-    def of(self, request: EngineRequest) -> Wishes:
-        """What `request` wishes."""
+    def of(self, request: EngineRequest) -> RequestOptions:
+        """The options of `request`."""
         return self.read(request.request_id, getattr(request, "kv_transfer_params", None))
 
-    def read(self, request_id: str, params: object) -> Wishes:
-        """What the request of that id wishes in its `kv_transfer_params`."""
+    def read(self, request_id: str, params: object) -> RequestOptions:
+        """The options of the request of that id, from its `kv_transfer_params`."""
         if not params:
             return NONE
         if not isinstance(params, Mapping):
             self._ignore(request_id, 1, f"is {_shown(params)}", "a dictionary")
             return NONE
-        wishes: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         bad: list[tuple[str, str]] = []
         for key, value in params.items():
             if not isinstance(key, str) or key[: len(PREFIX)].lower() != PREFIX:
@@ -133,12 +133,12 @@ class WishReader:
                 continue
             read, allowed = _PARAMETERS[name]
             try:
-                wishes[name] = read(value)
+                options[name] = read(value)
             except ValueError:
                 bad.append((f"has {key}: {_shown(value)}", allowed))
         if bad:
             self._ignore(request_id, len(bad), *bad[0])
-        return Wishes(**wishes)
+        return RequestOptions(**options)
 
     def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
         """Count parameters of a request, and name the first of them in one line."""

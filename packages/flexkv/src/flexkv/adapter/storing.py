@@ -17,7 +17,7 @@ from flexkv.adapter.guard import Edge
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.request import NEVER, TrackedRequest
-from flexkv.adapter.request_options import Wishes, pin_owner
+from flexkv.adapter.request_options import RequestOptions, pin_owner
 from flexkv.index import Block
 
 
@@ -124,9 +124,9 @@ class Stores:
         """Stores that have not ended."""
         return len(self._running)
 
-    def first_fill(self, wishes: Wishes) -> int:
+    def first_fill(self, options: RequestOptions) -> int:
         """`next_fill` of a request of which nothing was considered yet."""
-        return self._align if wishes.store or wishes.pin else NEVER
+        return self._align if options.store or options.pin else NEVER
 
     def add_filled(self, tracked: TrackedRequest, computed_tokens: int, batch: StoreBatch) -> None:
         """Add the blocks that are full once `computed_tokens` are computed.
@@ -276,7 +276,7 @@ class Stores:
         What looks back less far is worth nothing without full attention's last block, and needs
         none of its own that comes before what a hit needs.
         """
-        request, wishes = tracked.request, tracked.wishes
+        request, options = tracked.request, tracked.options
         chains = batch.setdefault(tracked.built_on, _Chains())
         keys, begin = chains.keys, len(chains.keys)
         stored: list[bytes] = []
@@ -293,13 +293,13 @@ class Stores:
                 chains.begins.add(begin)
             for block in blocks:
                 key = own[block.position - start]
-                if wishes.store:
+                if options.store:
                     chains.filled[len(keys)] = block
                 keys.append(key)
                 stored.append(key)
-        if wishes.pin and stored:
-            owner = pin_owner(request, wishes)
-            chains.pins.append(_Pin(stored, owner, wishes.pin_seconds))
+        if options.pin and stored:
+            owner = pin_owner(request, options)
+            chains.pins.append(_Pin(stored, owner, options.pin_seconds))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
         keys, filled = chains.keys, chains.filled
