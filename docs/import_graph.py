@@ -60,11 +60,11 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
         Room("cli", "flexkv stat, verify, clear", _of(CORE, "cli", "__main__")),
     ),
+    (Room("flexkv", "the public names", (CORE,)),),
     (
         Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),
         Room("kernels", "native copies", ("flexkv_kernels",)),
     ),
-    (Room("flexkv", "the public names", (CORE,)),),
     (Room("cache", "KVCache, the facade", _of(CORE, "cache")),),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
     (
@@ -87,7 +87,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "base",
             "mover, errors, counters, admission",
-            _of(CORE, "mover", "errors", "counters", "changes", "admission", "forks"),
+            _of(CORE, "mover", "errors", "counters", "changes", "admission", "forks", "version"),
         ),
     ),
 )

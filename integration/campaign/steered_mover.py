@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexkv import Direction, Mover, PlacedPlane, Status
+from flexkv import Mover
+from flexkv.layout import PlacedPlane
+from flexkv.mover import Direction, Status
 from integration.campaign.faults import Kind, Steering
 
 _KINDS = {

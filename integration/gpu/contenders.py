@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from integration import preflight
 from integration.gpu.rig import Copy, Rig
 from integration.gpu.shapes import Order, Shape

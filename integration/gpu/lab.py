@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexkv import Arena
+from flexkv.host.arena import Arena
 from flexkv.host.numa import bytes_by_node, node_of_device
 from flexkv_kernels import (
     Crossovers,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from integration.bench.rows import Goal, Row
 from integration.gpu import contenders
 from integration.gpu.lab import Lab

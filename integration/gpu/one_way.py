@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from flexkv_kernels import CudaMode, cuda_device
 from integration.bench.rows import Goal, Row
 from integration.gpu import contenders

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from flexkv import Arena, ArenaSpec, BlockFormat, Direction, Status
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Direction, Status
 from integration.gpu.shapes import BLOCK_BYTES, Order, Shape, random_order
 
 WAIT_SECONDS = 60.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from integration.bench.rows import Goal, Row
 from integration.gpu import contenders
 from integration.gpu.lab import Lab

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flexkv import BlockFormat, KVLayout, Sharding, TensorView, fingerprint, share_of
+from flexkv import KVLayout, TensorView
+from flexkv.layout import BlockFormat, Sharding, fingerprint, share_of
 from flexkv_kernels import CpuMover, Direction, Status
 
 Bytes = NDArray[np.uint8]

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from flexkv import Direction, PlacedPlane, Status
+from flexkv.layout import PlacedPlane
+from flexkv.mover import Direction, Status
 from flexkv_kernels import CpuMover
 from integration.campaign.faults import Kind, OrderBook, Steering
 from integration.campaign.steered_mover import LATE_SECONDS, SteeredMover

@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from flexkv_kernels import CpuMover
 from integration.gpu import both_ways, contenders, matmul, one_way, submit
 from integration.gpu.lab import describe_arena

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flexkv import Arena, LayoutError, Mover, PlacedPlane, node_of_device
+from flexkv.errors import LayoutError
+from flexkv.host.arena import Arena
+from flexkv.host.numa import node_of_device
+from flexkv.layout import PlacedPlane
+from flexkv.mover import Mover
 from flexkv_kernels import (
     CpuMover,
     CudaMover,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from patience import PATIENCE_SECONDS
 
-from flexkv import Direction, Mover, Status
+from flexkv import Mover
+from flexkv.mover import Direction, Status
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from traffic import Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
-from flexkv import Fetch
 from flexkv.adapter.cost import Span
+from flexkv.transfer.fetch import Fetch
 from flexkv_vllm import identity
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from kv_pages import BLOCK_TOKENS
 from policy_checks import CheckedPolicy
 from traffic import Traffic, loaded, make_stems
 
-from flexkv import POLICIES
-from flexkv.eviction import RequestContext
+from flexkv.eviction import POLICIES, RequestContext
 
 
 def evicted(world: World) -> bool:

@@ -10,7 +10,8 @@ from engine_world import MakeWorld, World, random_prompt
 from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE
 
-from flexkv import ConfigError, Direction
+from flexkv import ConfigError
+from flexkv.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
 
 pytestmark = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")

@@ -14,7 +14,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE, PLUGIN
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
 
 LAYERWISE = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")

@@ -10,7 +10,7 @@ import pytest
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
 
-from flexkv import Direction
+from flexkv.mover import Direction
 
 NEVER_BY_ITSELF = (1_000_000, 1_000_000)
 

@@ -23,8 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexkv import ADMISSIONS, Arena, ArenaSpec, BlockFormat, KVCache, Status, open_disk_tier
+from flexkv import KVCache
+from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
+from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.disk.store import slots_within
 
 ENGINE_BLOCKS = 500

@@ -11,8 +11,11 @@ import statistics
 import time
 from typing import Any
 
-from flexkv import Arena, ArenaSpec, BlockFormat, KVCache, Status
+from flexkv import KVCache
 from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
 
 PREFIXES = (1312, 8000)
 KEY_BYTES = 32

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flexkv import ArenaSpec, BlockFormat, Session, Shard, lead
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import Session, Shard, lead
+from flexkv.layout import BlockFormat
 
 SHARD_BYTES = 8192
 
@@ -34,7 +36,8 @@ def led(root: Path, name: str = "engine", ranks: int = 1) -> Iterator[Session]:
 
 LEADER = """
 import sys, time
-from flexkv import ArenaSpec, Shard, lead
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import (Shard, lead)
 session = lead(sys.argv[1], sys.argv[2], Shard(0, "same", 2, 8192), 1,
                lambda fmt: ArenaSpec(fmt, 4), threads=1)
 print("leading", flush=True)

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from memory_tier import MemoryTier
 
-from flexkv import Arena, ArenaSpec, BlockFormat, Direction, KVCache, Presence, Status, Transfer
+from flexkv import KVCache
+from flexkv.cache import Presence
 from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
-from flexkv.transfer.copies import LOAD_RESERVE
+from flexkv.layout import BlockFormat
+from flexkv.mover import Direction, Status
+from flexkv.transfer.copies import LOAD_RESERVE, Transfer
 from packages.conftest import Clock
 
 RANKS = 2

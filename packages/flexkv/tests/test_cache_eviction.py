@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import pytest
 from policy_checks import CheckedPolicy
 
-from flexkv import POLICIES, Arena, ArenaSpec, BlockFormat, KVCache, Status
-from flexkv.eviction import EvictionPolicy, LRUPolicy, RequestContext, S3FIFOPolicy
+from flexkv import KVCache
+from flexkv.eviction import POLICIES, EvictionPolicy, LRUPolicy, RequestContext, S3FIFOPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
 
 SLOTS = 40
 BLOCK_TOKENS = 16

@@ -22,23 +22,18 @@ from hypothesis.stateful import (
 )
 from memory_tier import MemoryTier, Task
 
-from flexkv import (
-    ADMISSIONS,
-    Arena,
-    ArenaSpec,
-    BlockFormat,
-    Direction,
-    Fetch,
-    KVCache,
-    Presence,
-    Priority,
-    Status,
-    Transfer,
-)
+from flexkv import KVCache
+from flexkv.admission import ADMISSIONS
+from flexkv.cache import Presence
 from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
-from flexkv.tiers.job import Outcome
+from flexkv.layout import BlockFormat
+from flexkv.mover import Direction, Status
+from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer import demote, fetch
+from flexkv.transfer.copies import Transfer
+from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
 
 FORMAT = BlockFormat(1, (64,))

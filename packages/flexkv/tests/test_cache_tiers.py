@@ -15,16 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
-from flexkv import (
-    ADMISSIONS,
-    Change,
-    Fetch,
-    Medium,
-    Presence,
-    Priority,
-    Status,
-    Transfer,
-)
+from flexkv.admission import ADMISSIONS
+from flexkv.cache import Presence
+from flexkv.changes import Change, Medium
+from flexkv.mover import Status
+from flexkv.tiers.job import Priority
+from flexkv.transfer.copies import Transfer
+from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
 
 

@@ -10,19 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flexkv import (
-    ADMISSIONS,
-    Arena,
-    ArenaSpec,
-    BlockFormat,
-    Direction,
-    Fetch,
-    KVCache,
-    Status,
-    Transfer,
-    open_disk_tier,
-)
+from flexkv import KVCache
+from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Direction, Status
+from flexkv.tiers.disk import open_disk_tier
+from flexkv.transfer.copies import Transfer
+from flexkv.transfer.fetch import Fetch
 
 FORMAT = BlockFormat(1, (4096,))
 FINGERPRINT = "0123456789abcdef" * 2

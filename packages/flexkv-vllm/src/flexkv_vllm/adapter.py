@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexkv import Session
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.orders import StepOrders, StepReport
 from flexkv.adapter.worker import WorkerSide
+from flexkv.host.session import Session
 from flexkv_vllm.compat.core import hit_sources
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexkv import Change, KVCache, Medium
+from flexkv import KVCache
 from flexkv.adapter.groups import Group
 from flexkv.adapter.keys import BlockKeys
+from flexkv.changes import Change, Medium
 from flexkv_vllm.compat.events import (
     MEDIA,
     block_removed,

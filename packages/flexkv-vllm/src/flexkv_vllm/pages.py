@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexkv import KVLayout, LayoutError, Sharding, TensorView
+from flexkv import KVLayout, LayoutError, TensorView
+from flexkv.layout import Sharding
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

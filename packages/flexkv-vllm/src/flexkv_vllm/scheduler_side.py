@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flexkv import Direction, KVCache
+from flexkv import KVCache
 from flexkv.adapter.cost import Span
 from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.figures import CacheFigures
@@ -29,6 +29,7 @@ from flexkv.adapter.request import NEVER, Match, TrackedRequest
 from flexkv.adapter.request_options import OptionsReader, pin_owner
 from flexkv.adapter.storing import StoreBatch, Stores
 from flexkv.eviction import RequestContext
+from flexkv.mover import Direction
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.compat.core import offered_states
 from flexkv_vllm.events import BlockEvents

@@ -13,21 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexkv import (
-    CacheConfig,
-    ConfigError,
-    KVCache,
-    LayoutError,
-    Session,
-    Shard,
-    attach,
-    choose_engine_blocks,
-    configure_logging,
-    fingerprint,
-    load_config,
-    log_ignored_variables,
-    share_of,
-)
+from flexkv import CacheConfig, ConfigError, KVCache, LayoutError, load_config
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
@@ -36,6 +22,10 @@ from flexkv.adapter.layers import split_layers
 from flexkv.adapter.load_choice import LoadChooser, LoadMode
 from flexkv.adapter.start import copy_cpus, make_cache, meet, running_on
 from flexkv.adapter.worker import WorkerSide
+from flexkv.config import configure_logging
+from flexkv.config_sources import log_ignored_variables
+from flexkv.host.session import Session, Shard, attach
+from flexkv.layout import choose_engine_blocks, fingerprint, share_of
 from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of, work_so_far
 from flexkv_vllm.compat.core import (
     binds_pool,

@@ -15,8 +15,8 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import ReqContext
 
-from flexkv import POLICIES, LayoutError
-from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
+from flexkv import LayoutError
+from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, LRUPolicy
 from flexkv_vllm.offloading import settings
 
 DRAINS_HOLDERS = hasattr(Scheduler, "_holds_kv_blocks")

@@ -15,7 +15,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
 from patience import wait_until
 
-from flexkv import Direction
+from flexkv.mover import Direction
 from flexkv_vllm.offloading.worker import Job
 
 pytestmark = SEVERAL_GROUPS

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv import Direction, Status
 from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.metrics import sample
+from flexkv.mover import Direction, Status
 
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")

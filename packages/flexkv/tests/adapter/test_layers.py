@@ -6,8 +6,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv import KVLayout, TensorView, share_of
+from flexkv import KVLayout, TensorView
 from flexkv.adapter.layers import split_layers
+from flexkv.layout import share_of
 
 BLOCKS = 4
 

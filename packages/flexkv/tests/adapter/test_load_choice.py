@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from flexkv import Fetch
 from flexkv.adapter.cost import Span
 from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser, LoadMode
+from flexkv.transfer.fetch import Fetch
 
 BLOCK_BYTES = 1000
 BLOCK_TOKENS = 100

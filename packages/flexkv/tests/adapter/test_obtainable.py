@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv import Presence
 from flexkv.adapter.groups import Group, Groups, Reach
 from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.request_options import RequestOptions
+from flexkv.cache import Presence
 
 FULL = Group(0, Reach.ALL, 0, 16, 1)
 WINDOW = Group(1, Reach.WINDOW, 64, 16, 1)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flexkv import Arena, ArenaSpec, BlockFormat
 from flexkv.adapter.offsets import SlotOffsets
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
 
 BLOCK = 640
 SLOTS = [5, 0, 3, 3, 6]

@@ -11,9 +11,14 @@ import pytest
 from disk_blocks import DEADLINE, FINGERPRINT, SLOT, capacity_of, names
 from faults.faulty_files import HangingFiles
 
-from flexkv import ADMISSIONS, Arena, ArenaSpec, BlockFormat, Fetch, KVCache, Status
+from flexkv import KVCache
+from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
 from flexkv.tiers.disk import DiskTier, open_disk_tier
+from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
 
 KEYS = names(40)

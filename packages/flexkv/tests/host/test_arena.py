@@ -7,9 +7,11 @@ import os
 import pytest
 from resident import resident
 
-from flexkv import Arena, ArenaError, ArenaSpec, BlockFormat, Status, plan_arena
+from flexkv import ArenaError
+from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.available import available_memory
-from flexkv.layout import SLOT_ALIGNMENT
+from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
+from flexkv.mover import Status
 
 FORMAT = BlockFormat(2, (5000, 5000))
 

@@ -199,7 +199,9 @@ INSIDE = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from flexkv import ArenaError, BlockFormat, plan_arena
+from flexkv import ArenaError
+from flexkv.host.arena import plan_arena
+from flexkv.layout import BlockFormat
 from flexkv.host.available import available_memory
 print(available_memory())
 try:

@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 from resident import resident
 
-from flexkv import Arena, ArenaError, ArenaSpec, BlockFormat, plan_arena
+from flexkv import ArenaError
 from flexkv.host import arena
+from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.available import free_huge_pages
 from flexkv.host.memory_file import HUGE_PAGE, Pages, create_file, populate
 from flexkv.host.numa import bytes_by_node, processors_of
 from flexkv.host.session import SessionInfo
+from flexkv.layout import BlockFormat
 
 # The kernel's pool of huge pages is one for the machine: any other arena would take its pages.
 pytestmark = pytest.mark.alone
@@ -283,7 +285,9 @@ def test_old_kernels_fill_the_file_instead(monkeypatch: pytest.MonkeyPatch) -> N
 
 TOO_MUCH = """
 import mmap, sys
-from flexkv import Arena, ArenaError, ArenaSpec, BlockFormat
+from flexkv import ArenaError
+from flexkv.host.arena import (Arena, ArenaSpec)
+from flexkv.layout import BlockFormat
 from flexkv.host import arena
 arena.free_huge_pages = lambda: 1 << 40  # as if: the kernel knows better
 spec = ArenaSpec(BlockFormat(1, (1 << 20,)), 5 + int(sys.argv[1]) // (1 << 20))

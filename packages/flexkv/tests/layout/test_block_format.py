@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv import BlockFormat, KVLayout, LayoutError, Sharding, TensorView, fingerprint
-from flexkv.layout import SLOT_ALIGNMENT, block_format, choose_engine_blocks
+from flexkv import KVLayout, LayoutError, TensorView
+from flexkv.layout import (
+    SLOT_ALIGNMENT,
+    BlockFormat,
+    Sharding,
+    block_format,
+    choose_engine_blocks,
+    fingerprint,
+)
 
 
 def layout_of(heads: int, *, base: int = 1 << 20, nhd: bool = True, content: int = 32) -> KVLayout:

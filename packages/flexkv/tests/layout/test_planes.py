@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv import KVLayout, LayoutError, Plane, TensorView
+from flexkv import KVLayout, LayoutError, TensorView
+from flexkv.layout import Plane
 from flexkv.layout.kv_layout import SHARD_ALIGNMENT
 
 BASE = 1 << 20

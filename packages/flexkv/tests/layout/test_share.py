@@ -6,7 +6,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv import PlacedPlane, share_of
+from flexkv.layout import PlacedPlane, share_of
 
 
 @st.composite

@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from memory_tier import MemoryTier
 
-from flexkv import ADMISSIONS, Arena, ArenaSpec, BlockFormat, Fetch, KVCache, Priority, Status
+from flexkv import KVCache
+from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
-from flexkv.tiers.job import Outcome
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
+from flexkv.tiers.job import Outcome, Priority
+from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
 
 FORMAT = BlockFormat(1, (4096,))

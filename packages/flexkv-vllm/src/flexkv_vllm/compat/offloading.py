@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.kv_offload import base
 
-from flexkv import LayoutError, Medium
+from flexkv import LayoutError
+from flexkv.changes import Medium
 from flexkv_vllm.compat.core import fails_by_request
 from flexkv_vllm.compat.events import MEDIA
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
 
-from flexkv import KVCache, Medium
+from flexkv import KVCache
+from flexkv.changes import Medium
 from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
 

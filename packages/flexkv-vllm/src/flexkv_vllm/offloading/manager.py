@@ -21,11 +21,14 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from flexkv import CacheConfig, KVCache, Medium, Session, Status
+from flexkv import CacheConfig, KVCache
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
+from flexkv.changes import Medium
+from flexkv.host.session import Session
+from flexkv.mover import Status
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks

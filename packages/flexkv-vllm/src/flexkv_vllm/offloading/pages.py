@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import KVLayout, LayoutError, Sharding, TensorView, fingerprint
+from flexkv import KVLayout, LayoutError, TensorView
+from flexkv.layout import Sharding, fingerprint
 from flexkv_vllm.identity import model_identity
 
 if TYPE_CHECKING:

@@ -12,8 +12,11 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from flexkv import Fetch, KVCache, Medium, Presence
+from flexkv import KVCache
 from flexkv.adapter.request_options import RequestOptions
+from flexkv.cache import Presence
+from flexkv.changes import Medium
+from flexkv.transfer.fetch import Fetch
 from flexkv_vllm.compat.offloading import may_load_from
 
 

@@ -8,14 +8,9 @@ from collections.abc import Mapping
 import vllm
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import (
-    CacheConfig,
-    ConfigError,
-    LayoutError,
-    configure_logging,
-    load_config,
-    log_ignored_variables,
-)
+from flexkv import CacheConfig, ConfigError, LayoutError, load_config
+from flexkv.config import configure_logging
+from flexkv.config_sources import log_ignored_variables
 from flexkv_vllm.compat.core import check_version, fails_by_request
 
 _VLLMS = frozenset(

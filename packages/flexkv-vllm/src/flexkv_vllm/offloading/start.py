@@ -12,17 +12,12 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import (
-    Arena,
-    CacheConfig,
-    KVLayout,
-    LayoutError,
-    PlacedPlane,
-    Shard,
-    attach,
-)
+from flexkv import CacheConfig, KVLayout, LayoutError
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.start import copy_cpus, make_cache, meet, running_on
+from flexkv.host.arena import Arena
+from flexkv.host.session import Shard, attach
+from flexkv.layout import PlacedPlane
 from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.offloading import offer_only_what_was_computed, worker_config

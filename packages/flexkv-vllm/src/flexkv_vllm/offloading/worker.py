@@ -16,9 +16,11 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from flexkv import Direction, Mover, Session, Status
+from flexkv import Mover
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.offsets import SlotOffsets
+from flexkv.host.session import Session
+from flexkv.mover import Direction, Status
 from flexkv_kernels.torch_device import work_so_far
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flexkv import Fetch, KVCache, Priority
 from flexkv.adapter.request import TrackedRequest
+from flexkv.cache import KVCache
+from flexkv.tiers.job import Priority
+from flexkv.transfer.fetch import Fetch
 
 LOOKAHEAD_SECONDS = 0.05
 """A load may begin when the rest of it is expected within this time: the engine's blocks are held

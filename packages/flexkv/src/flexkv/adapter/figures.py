@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexkv import Direction, KVCache, Medium, Status
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.metrics import Samples, sample
+from flexkv.cache import KVCache
+from flexkv.changes import Medium
+from flexkv.mover import Direction, Status
 
 
 class CopyFigures:

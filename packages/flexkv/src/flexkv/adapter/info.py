@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from flexkv import __version__
 from flexkv.config import CacheConfig, settings
+from flexkv.version import __version__
 
 NAME = "info"
 TEXT = "Always 1; the labels are FlexKV's version and the settings in force, paths left out."

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from flexkv import PlacedPlane
+from flexkv.layout import PlacedPlane
 
 _PARTS = 8
 """Parts of a block at most. The forward waits for the first one without computing, so an eighth of

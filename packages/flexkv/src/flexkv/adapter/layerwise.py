@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from flexkv import Direction, Status
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.layers import LayerParts
 from flexkv.adapter.orders import CopyOrder
 from flexkv.adapter.rank_copies import RankCopies
+from flexkv.mover import Direction, Status
 
 
 @dataclass(slots=True)

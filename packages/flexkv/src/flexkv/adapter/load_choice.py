@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexkv import Fetch
 from flexkv.adapter.cost import LinkPace, PrefillPace, Span, StepTimer
+from flexkv.transfer.fetch import Fetch
 
 _PROBE_SHARE = 0.03
 """Of the time that computing takes, what may be lost by a load or a wait that measures a link again

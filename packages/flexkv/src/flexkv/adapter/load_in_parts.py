@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv import KVCache
 from flexkv.adapter.orders import CopyOrder
+from flexkv.cache import KVCache
 
 _PARTS = 8
 """A load that waits for a lower tier is ordered in about as many parts: each costs a place on the

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv import KVCache, Status, Transfer
 from flexkv.adapter.engine import EnginePool, EngineRequest
 from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.groups import Groups
@@ -15,6 +14,9 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.load_in_parts import Loading
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import NEVER, TrackedRequest
+from flexkv.cache import KVCache
+from flexkv.mover import Status
+from flexkv.transfer.copies import Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from flexkv import Fetch, KVCache
 from flexkv.adapter.cost import Span
 from flexkv.adapter.engine import Describe, EnginePool, EngineRequest
 from flexkv.adapter.fetches import Fetches
@@ -17,6 +16,8 @@ from flexkv.adapter.load_choice import Left, LoadChooser
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.plan import Plan, Wanted, flat
 from flexkv.adapter.request import Match, TrackedRequest
+from flexkv.cache import KVCache
+from flexkv.transfer.fetch import Fetch
 
 
 class Matcher:

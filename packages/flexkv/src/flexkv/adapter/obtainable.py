@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexkv import KVCache, Presence
 from flexkv.adapter.groups import Group
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.request import TrackedRequest
+from flexkv.cache import KVCache, Presence
 
 _FIRST_ASK = 16
 """Blocks that lower tiers are asked about at first, and twice as many each time that they have all:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flexkv import Arena
+from flexkv.host.arena import Arena
 
 
 class SlotOffsets:

@@ -7,11 +7,12 @@ import logging
 from array import array
 from collections.abc import Sequence
 
-from flexkv import Arena, Direction, Mover, Status
 from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.orders import CopyOrder
+from flexkv.host.arena import Arena
+from flexkv.mover import Direction, Mover, Status
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from flexkv import Fetch
 from flexkv.adapter.engine import EngineRequest
 from flexkv.adapter.keys import MadeKeys
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.load_in_parts import Loading
 from flexkv.adapter.plan import Plan
 from flexkv.adapter.request_options import RequestOptions
+from flexkv.transfer.fetch import Fetch
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""

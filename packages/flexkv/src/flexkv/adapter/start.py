@@ -8,21 +8,15 @@ import logging
 import os
 from collections.abc import Iterator
 
-from flexkv import (
-    ADMISSIONS,
-    GIB,
-    POLICIES,
-    CacheConfig,
-    FlexKVError,
-    KVCache,
-    LowerTier,
-    Session,
-    Shard,
-    join,
-    lead,
-    open_disk_tier,
-    plan_arena,
-)
+from flexkv.admission import ADMISSIONS
+from flexkv.cache import KVCache
+from flexkv.config import GIB, CacheConfig
+from flexkv.errors import FlexKVError
+from flexkv.eviction import POLICIES
+from flexkv.host.arena import plan_arena
+from flexkv.host.session import Session, Shard, join, lead
+from flexkv.tiers.base import LowerTier
+from flexkv.tiers.disk import open_disk_tier
 
 logger = logging.getLogger(__name__)
 

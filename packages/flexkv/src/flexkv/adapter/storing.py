@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from flexkv import KVCache, Transfer
 from flexkv.adapter.engine import Describe, EngineRequest
 from flexkv.adapter.groups import Group, Groups, Reach
 from flexkv.adapter.guard import Edge
@@ -18,7 +17,9 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.request import NEVER, TrackedRequest
 from flexkv.adapter.request_options import RequestOptions, pin_owner
+from flexkv.cache import KVCache
 from flexkv.index import Block
+from flexkv.transfer.copies import Transfer
 
 
 class _Filled(NamedTuple):

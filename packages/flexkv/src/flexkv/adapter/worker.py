@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flexkv import Direction, Mover, Session, Status
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.layers import LayerParts
 from flexkv.adapter.layerwise import LayerwiseLoads
 from flexkv.adapter.metrics import Samples
 from flexkv.adapter.orders import CopyOrder, StepOrders, StepReport
 from flexkv.adapter.rank_copies import RankCopies
+from flexkv.host.session import Session
+from flexkv.mover import Direction, Mover, Status
 
 logger = logging.getLogger(__name__)
 

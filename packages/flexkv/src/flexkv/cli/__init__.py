@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexkv import __version__
 from flexkv.cli import clear, stat, verify
 from flexkv.errors import FlexKVError
 from flexkv.tiers.disk.files import reason_of
+from flexkv.version import __version__
 
 NO = 1
 BAD_USE = 2

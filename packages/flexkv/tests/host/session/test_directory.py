@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from sessions import leading_process, led, plan, shard
 
-from flexkv import ArenaError, attach, lead
-from flexkv.host.session import directory
+from flexkv import ArenaError
+from flexkv.host.session import attach, directory, lead
 from flexkv.host.session.directory import RuntimeDirectory
 
 NOBODY = 65534
@@ -248,7 +248,9 @@ def test_in_a_namespace_without_root_its_files_show_as_the_overflow_users(
 
 LEAD = """
 import os, sys
-from flexkv import ArenaError, ArenaSpec, Shard, lead
+from flexkv import ArenaError
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import (Shard, lead)
 os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 try:
     lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,

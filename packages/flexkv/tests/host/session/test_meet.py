@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 from sessions import SHARD_BYTES, leading_process, led, plan, shard
 
-from flexkv import ArenaError, ArenaSpec, BlockFormat, Session, Shard, Status, attach, join, lead
+from flexkv import ArenaError
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import Session, Shard, attach, join, lead
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
 
 
 def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_no_session_is_an_error(tmp_path: Path) -> None:
 
 SCHEDULER = """
 import sys, time
-from flexkv import attach
+from flexkv.host.session import attach
 session = attach(sys.argv[1], "engine", patience=20)
 print("attached", flush=True)
 time.sleep(600)
@@ -219,7 +223,8 @@ def test_a_scheduler_that_leaves_before_there_is_an_arena_does_not_use_it_up(
 
 FORKING = """
 import os, sys, time
-from flexkv import ArenaSpec, Shard, lead
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import (Shard, lead)
 session = lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,
                lambda fmt: ArenaSpec(fmt, 4), threads=1)
 held = session.arena.slot_view(0)

@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 from sessions import SHARD_BYTES, led, plan, shard, until
 
-from flexkv import Arena, ArenaError, BlockFormat, attach, join
-from flexkv.host.session import SessionInfo, wire
+from flexkv import ArenaError
+from flexkv.host.arena import Arena
+from flexkv.host.session import SessionInfo, attach, join, wire
 from flexkv.host.session.server import Server
+from flexkv.layout import BlockFormat
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,8 @@ def test_another_user_gets_nothing_even_if_he_can_connect() -> None:
 WITHOUT_DESCRIPTORS = """
 import logging, os, resource, socket, sys, threading
 from pathlib import Path
-from flexkv import ArenaSpec, Shard, attach, lead
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import (Shard, attach, lead)
 
 seen = threading.Event()
 class Seen(logging.Handler):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from sessions import plan
 
-from flexkv import BlockFormat
 from flexkv.host.session import SessionInfo, Shard, wire
+from flexkv.layout import BlockFormat
 
 
 @pytest.fixture
