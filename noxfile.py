@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All commands of the project: `nox -l` lists them. They install what they need.
 
-`demo`, `tests` and `bench` share one environment with an engine in it, made by `engine-cpu` (or,
-for the demo on a machine with an NVIDIA GPU, by `engine-cuda`), so that it is installed only once.
+`demo`, `tests` and `bench` share one environment with vLLM in it, made by `engine-cpu` (or, for the
+demo on a machine with an NVIDIA GPU, by `engine-cuda`), so that it is installed only once. SGLang
+has one of its own, made by `engine-sglang`: the tests run in vLLM's and start servers in SGLang's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from compat_ci import matrix  # noqa: E402  (needs the path above)
 from integration import preflight  # noqa: E402
 
 VLLM_VERSION = "0.32.0"
+SGLANG_VERSION = "0.5.23"
 PACKAGES = [
     *("-e", "./packages/flexkv"),
     *("-e", "./packages/flexkv-vllm"),
@@ -49,6 +51,7 @@ LINTERS = [
     "packaging>=24",
     "check-jsonschema==0.39.0",
 ]
+INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 TYPED = [
     "packages/flexkv/src",
     "packages/flexkv-vllm/src",
@@ -90,13 +93,19 @@ def engine_cuda(session: nox.Session) -> None:
     _install_engine(session, "cuda", VLLM_VERSION)
 
 
+@nox.session(name="engine-sglang", default=False)
+def engine_sglang(session: nox.Session) -> None:
+    """Make the environment with SGLang for CPUs (tests call this themselves)."""
+    _install_engine(session, "sglang", SGLANG_VERSION)
+
+
 @nox.session(venv_backend="none", requires=[DEMO_ENGINE])
 def demo(session: nox.Session) -> None:
     """A conversation with a real vLLM, with and without FlexKV. `-- --help` lists its options."""
     _run(session, DEMO_ENGINE, "-m", "integration.demo", *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["engine-cpu"])
+@nox.session(venv_backend="none", requires=["engine-cpu", "engine-sglang"])
 def tests(session: nox.Session) -> None:
     """All tests, two at a time, those with a real engine last. `-- ARGS` go to pytest."""
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
@@ -206,7 +215,10 @@ def docs(session: nox.Session) -> None:
 
 
 def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
-    """Install vLLM, our packages and the tools, unless exactly that is there already."""
+    """Install an engine, our packages and the tools, unless exactly that is there already.
+
+    `flavor` is one of vLLM's in `install_vllm.py`, or "sglang".
+    """
     try:
         preflight.check_platform()
         cxx = preflight.find_cxx()
@@ -219,10 +231,17 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
         return
     stamp.unlink(missing_ok=True)
     session.install("packaging", "uv>=0.13")
-    session.run("python", "integration/harness/install_vllm.py", version, "--flavor", flavor)
+    session.run("python", *_installer(flavor, version))
     ours = [*TOOLS, _kernels_wheel(session, cxx), *PACKAGES]
     session.run("python", "-m", "uv", "pip", "install", "--system-certs", *ours)
     stamp.write_text(inputs, encoding="utf-8")
+
+
+def _installer(flavor: str, version: str) -> list[str]:
+    """The arguments for Python that install an engine."""
+    if flavor == "sglang":
+        return [INSTALLERS[1], version]
+    return [INSTALLERS[0], version, "--flavor", flavor]
 
 
 def _kernels_wheel(session: nox.Session, cxx: str) -> str:
@@ -239,7 +258,7 @@ def _kernels_wheel(session: nox.Session, cxx: str) -> str:
 def _digest_of_inputs(engine: str) -> str:
     """Digest of every file whose change makes the environment stale: our Python code is installed
     editable, so only its metadata counts."""
-    files = [ROOT / "noxfile.py", ROOT / "integration/harness/install_vllm.py"]
+    files = [ROOT / "noxfile.py", *(ROOT / installer for installer in INSTALLERS)]
     files += sorted((ROOT / "packages").glob("*/pyproject.toml"))
     return _digest(f"{engine} {_digest_of_kernels('')}", files)
 

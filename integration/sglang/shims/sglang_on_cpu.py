@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completes SGLang's CPU engine, which PyPI's packages leave without three things.
+
+`install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
+processes that they start have it. Nothing is imported and nothing is changed before SGLang or
+torchvision themselves are imported.
+
+- torchvision's build for GPUs defines two operators that its Python files describe; without them
+  `import torchvision` fails.
+- HiCache registers its host pool with CUDA.
+- HiCache copies between its host pool and the KV cache by functions of `sgl_kernel`, which it does
+  not import on CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+_HOST_POOLS = "sglang.srt.mem_cache.pool_host"
+
+
+def before_torchvision() -> None:
+    """Define the operators that torchvision's own library would define."""
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(library)
+
+
+def transfer_kv_direct(
+    src_layers: Sequence[Any],
+    dst_layers: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+) -> None:
+    """Copy tokens between layers that have one row a token."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices].view_as(target[dst_indices])
+
+
+def transfer_kv_per_layer_direct_pf_lf(  # noqa: PLR0917  (as in sgl_kernel)
+    src_ptrs: Sequence[Any],
+    dst_ptrs: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copy one layer of host pages (pages, layers, tokens, ...) to rows of a device layer."""
+    pages = src_indices[::page_size] // page_size
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[pages, layer_id].view_as(target[dst_indices])
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: Sequence[Any],
+    dst_ptrs: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+) -> None:
+    """Copy rows of all device layers to host pages; `src_ptrs` are the layers of K, then of V."""
+    pages = dst_indices[::page_size] // page_size
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for number, source in enumerate(src_ptrs):
+        target, layer = dst_ptrs[number // layers], number % layers
+        target[pages, layer] = source[src_indices].view_as(target[pages, layer])
+
+
+def _after_host_pool(module: ModuleType) -> None:
+    for function in (
+        transfer_kv_direct,
+        transfer_kv_per_layer_direct_pf_lf,
+        transfer_kv_all_layer_direct_lf_pf,
+    ):
+        setattr(module, function.__name__, function)
+
+
+def _after_allocation(module: ModuleType) -> None:
+    module._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+
+
+_BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
+    f"{_HOST_POOLS}.common": _after_allocation,
+    f"{_HOST_POOLS}.mha": _after_host_pool,
+    f"{_HOST_POOLS}.mla": _after_host_pool,
+}
+_kept: list[object] = []  # an operator lives as long as the library that defined it
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module as its own loader does, and then what comes after."""
+
+    def __init__(self, inner: importlib.abc.Loader, after: Callable[[ModuleType], None]) -> None:
+        self._inner = inner
+        self._after = after
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._after(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Sees the imports that something comes before or after; finds no module by itself."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        before, after = _BEFORE.pop(name, None), _AFTER.pop(name, None)
+        if before is not None:
+            before()
+        if after is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, after)
+        return spec
+
+
+def start() -> None:
+    """Choose SGLang's CPU engine, and complete it as it is imported."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sys.meta_path.insert(0, _Finder())
