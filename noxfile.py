@@ -37,6 +37,8 @@ TOOLS = [
     "hypothesis>=6.100,<7",
     "matplotlib>=3.9,<4",
     "rich>=13.9",
+    "scikit-build-core>=0.11",  # for tests of the kernels' build
+    "nvidia-cuda-runtime>=13; sys_platform == 'linux'",  # headers for the fake CUDA driver
     *STATIC_TOOLS,
 ]
 LINTERS = [
@@ -49,6 +51,7 @@ LINTERS = [
     "rich>=13.9",
     "pytest>=8.4,<10",
     "packaging>=24",
+    "scikit-build-core>=0.11",
     "check-jsonschema==0.39.0",
 ]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
@@ -57,6 +60,7 @@ TYPED = [
     "packages/flexkv-vllm/src",
     "packages/flexkv-sglang/src",
     "kernels/python",
+    "kernels/build_backend",
     "integration",
     "docs",
     "compat-ci",
@@ -267,9 +271,9 @@ def _digest_of_kernels(builder: str) -> str:
     """Digest of all that the kernels are made from."""
     kernels = ROOT / "kernels"
     files = [kernels / "pyproject.toml", kernels / "CMakeLists.txt"]
-    for folder in ("cmake", "cuda", "include", "src", "python"):
+    for folder in ("build_backend", "cmake", "cuda", "include", "src", "python"):
         files += sorted(path for path in (kernels / folder).rglob("*") if path.suffix != ".pyc")
-    # With nvcc at hand they are built for GPUs too.
+    # The machine's nvcc, or else a fetched one, makes the device code.
     return _digest(f"{builder} {shutil.which('nvcc')}", files)
 
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Compiles the CUDA mover if a working nvcc is found. Nothing of CUDA is linked: the library loads on
-# machines without a GPU.
+# Compiles the CUDA mover. Nothing of CUDA is linked: the library loads on machines without a GPU.
 #
-#   -DFLEXKV_CUDA=AUTO  with CUDA if nvcc is there (default)
-#                 ON    stop if it is not
+#   -DFLEXKV_CUDA=ON    stop if there is no nvcc (what pip's builds say where there are GPUs)
+#                 AUTO  with CUDA if nvcc is there (the default of a plain CMake)
 #                 OFF   without
 
 set(FLEXKV_CUDA "AUTO" CACHE STRING "Build the CUDA mover: AUTO, ON or OFF")
 set(FKV_CUDA_MIN_VERSION 12.8)  # cuMemcpyBatchAsync in cuda.h, sm_100
-set(FKV_CUDA_TARGETS 80 90 100)
+set(FKV_CUDA_TARGETS 80 90 100 120)
 
 # Sets FKV_NVCC and FKV_CUDA_INCLUDE, or `problem` to what is missing.
 function(fkv_find_cuda problem)
@@ -87,7 +86,9 @@ endif()
 
 if(FKV_CUDA_PROBLEM)
   message(STATUS "Without the CUDA mover: ${FKV_CUDA_PROBLEM}")
-  target_sources(flexkv_kernels PRIVATE src/no_cuda.cpp)
+  configure_file(src/no_cuda.cpp.in no_cuda.cpp @ONLY)
+  target_sources(flexkv_kernels PRIVATE "${CMAKE_CURRENT_BINARY_DIR}/no_cuda.cpp")
+  target_include_directories(flexkv_kernels PRIVATE src)
   return()
 endif()
 

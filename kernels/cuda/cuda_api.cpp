@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA part of the C ABI; src/no_cuda.cpp stands in where nvcc is missing.
+// The CUDA part of the C ABI; src/no_cuda.cpp.in stands in for a build without it.
 #include <memory>
 #include <new>
 #include <string>

@@ -86,8 +86,16 @@ Device::~Device() {
 // Looking a kernel up makes drivers that load lazily load it now, when nothing waits for it.
 void Device::load_kernels() {
   const CurrentDevice current(*this);
-  driver_.check(driver_.cuModuleLoadData(&module_, fkv_fatbin),
-                "cuModuleLoadData of the copy kernels");
+  const CUresult loaded = driver_.cuModuleLoadData(&module_, fkv_fatbin);
+  if (loaded != CUDA_SUCCESS && driver_.version < CUDA_VERSION) {
+    throw InvalidArgument(
+        "the NVIDIA driver, of CUDA " + version_text(driver_.version) +
+        ", does not take copy kernels made by nvcc " + version_text(CUDA_VERSION) +
+        ": update the driver, or rebuild flexkv-kernels with an nvcc from 12.8 to " +
+        version_text(driver_.version) + " in CUDA_HOME. It says: " +
+        driver_.describe(loaded, "cuModuleLoadData"));
+  }
+  driver_.check(loaded, "cuModuleLoadData of the copy kernels");
   for (std::size_t i = 0; i < kCopyKernels.size(); ++i) {
     driver_.check(driver_.cuModuleGetFunction(&copies_[i], module_, kCopyKernels[i].name),
                   "cuModuleGetFunction");

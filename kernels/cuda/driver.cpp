@@ -21,10 +21,6 @@ constexpr int kMinVersion = 12000;
 static_assert(std::is_same_v<BatchCopy13, PFN_cuMemcpyBatchAsync_v13000>);
 #endif
 
-std::string version_text(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
 // Looks functions up by name and by the version of CUDA that introduced their type.
 class Lookup {
  public:
@@ -126,6 +122,10 @@ std::unique_ptr<Driver> open_driver(const std::string& path) {
 }
 
 }  // namespace
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
 std::string Driver::describe(CUresult result, const std::string& doing) const {
   const char* name = nullptr;

@@ -39,6 +39,9 @@ using BatchCopy13 = CUresult (*)(CUdeviceptr*, CUdeviceptr*, std::size_t*, std::
                                  CUmemcpyAttributes*, std::size_t*, std::size_t, CUstream);
 using BatchCopy12 = PFN_cuMemcpyBatchAsync_v12080;
 
+// "12.8" for 12080.
+std::string version_text(int version);
+
 // The functions used, each in the version whose type stands here. The names are the driver's.
 // Immutable after loading; shared by all movers of the process and never unloaded, because threads
 // of the driver may outlive every mover.

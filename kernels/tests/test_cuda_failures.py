@@ -25,6 +25,7 @@ from kernels.tests.fake_cuda.fake_driver import (
     INVALID_VALUE,
     LAUNCH_FAILED,
     OUT_OF_MEMORY,
+    UNSUPPORTED_PTX,
     FakeCuda,
     FakeStream,
 )
@@ -179,6 +180,17 @@ def test_a_mover_that_cannot_be_made_leaves_nothing_behind(
     with pytest.raises(ValueError, match=r"CUDA_ERROR_FAKE \(2\)|does not see the arena"):
         world.cuda_mover(fake.options(mode=CudaMode.DMA))
     assert fake.live == live
+
+
+def test_a_driver_older_than_the_compiler_says_what_to_update(
+    make_fake: MakeFake, world: World
+) -> None:
+    fake = make_fake(version=12040, batches=False)
+    fake.fail("cuModuleLoadData", UNSUPPORTED_PTX)
+    with pytest.raises(
+        ValueError, match=r"of CUDA 12\.4, does not take .* nvcc 1[23]\.\d: update the driver, or"
+    ):
+        world.cuda_mover(fake.options(mode=CudaMode.DMA))
 
 
 @pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])

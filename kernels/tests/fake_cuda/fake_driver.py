@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import re
 import shlex
@@ -24,6 +25,7 @@ _LIBRARY = "libfakecuda.so"
 # Of CUresult.
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+UNSUPPORTED_PTX = 222
 ILLEGAL_ADDRESS = 700
 LAUNCH_FAILED = 719
 
@@ -81,11 +83,15 @@ def _digest() -> str:
 
 
 def _cuda_include(folder: Path) -> Path:
-    """The folder of cuda.h, beside nvcc."""
+    """The folder of cuda.h: beside nvcc, or where PyPI's nvidia-cuda-runtime is."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if nvcc is None:
-        pytest.skip("no nvcc, and so no cuda.h to build the fake CUDA driver with")
+        package = importlib.util.find_spec("nvidia")
+        for place in [] if package is None else package.submodule_search_locations or []:
+            for header in Path(place).glob("cu*/include/cudaTypedefs.h"):
+                return header.parent
+        pytest.skip("no nvcc and no nvidia-cuda-runtime, and so no cuda.h for the fake CUDA driver")
     source = folder / "nothing.cu"
     source.touch()
     dry_run = subprocess.run(
