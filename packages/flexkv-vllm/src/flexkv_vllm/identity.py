@@ -7,11 +7,9 @@ Blocks on disk outlive the engine. They are found again only if all of this is t
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +17,14 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
+from flexkv.adapter.weights import digest, file_stamps, weight_files, weights_in
+
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
-
-_STAMP_BYTES = 16
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
-"""What vLLM's loaders read weights from."""
 
 
 def model_identity(vllm_config: VllmConfig) -> list[str]:
@@ -44,7 +40,7 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
         str(model.revision),
         str(model.dtype),
         str(model.quantization),
-        _digest([model.hf_config.to_json_string()]),
+        digest([model.hf_config.to_json_string()]),
         _weights(vllm_config),
         str(cache.cache_dtype),
         str(cache.block_size),
@@ -55,7 +51,7 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
 def outlives_process(vllm_config: VllmConfig) -> bool:
     """Whether blocks on disk mean the same to the next process. If not, logs why, once."""
     model = vllm_config.model_config
-    if not _weight_files(model) and not _is_dummy(vllm_config):
+    if not weight_files(model.model, model.revision) and not _is_dummy(vllm_config):
         logger.warning(
             "FlexKV finds no weights of %r on this machine, neither in a directory nor in the "
             "Hugging Face cache, and cannot tell when they change: no block is kept on disk",
@@ -82,9 +78,9 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _stamp(name: str, path: str) -> bytes:
     # Weights that are nowhere on this machine are not known to be the same in the next process.
-    files = _weights_in(Path(path)) if Path(path).exists() else []
-    known = _file_stamps(files) or [secrets.token_hex()]
-    return bytes.fromhex(_digest([name, path, *known]))
+    files = weights_in(Path(path)) if Path(path).exists() else []
+    known = file_stamps(files) or [secrets.token_hex()]
+    return bytes.fromhex(digest([name, path, *known]))
 
 
 def adapter_stamp(adapter: LoRARequest) -> bytes:
@@ -101,44 +97,14 @@ def request_stamp(request: Request) -> bytes:
 
 def _weights(vllm_config: VllmConfig) -> str:
     """Digest of names, sizes and times of the model's files."""
-    load = vllm_config.load_config
-    stamps = _file_stamps(_weight_files(vllm_config.model_config))
-    seed = [str(vllm_config.model_config.seed)] if _is_dummy(vllm_config) else []
-    return _digest([str(load.load_format), *seed, *stamps])
+    load, model = vllm_config.load_config, vllm_config.model_config
+    stamps = file_stamps(weight_files(model.model, model.revision))
+    seed = [str(model.seed)] if _is_dummy(vllm_config) else []
+    return digest([str(load.load_format), *seed, *stamps])
 
 
 def _is_dummy(vllm_config: VllmConfig) -> bool:
     return str(vllm_config.load_config.load_format) == "dummy"
-
-
-def _weight_files(model: ModelConfig) -> list[Path]:
-    """Files with the model's weights; empty if there are none on this machine."""
-    path = Path(model.model)
-    if not path.exists():
-        try:
-            from huggingface_hub import try_to_load_from_cache
-
-            found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-        except (ImportError, ValueError):
-            return []
-        if not isinstance(found, str):
-            return []
-        path = Path(found).parent
-    return _weights_in(path)
-
-
-def _weights_in(path: Path) -> list[Path]:
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
-
-
-def _file_stamps(files: Iterable[Path]) -> list[str]:
-    """Name, size and time of change of each file, links followed."""
-    stamps = []
-    for file in files:
-        status = os.stat(file)
-        stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
-    return stamps
 
 
 def _cpu_traits(vllm_config: VllmConfig) -> list[str]:
@@ -148,11 +114,3 @@ def _cpu_traits(vllm_config: VllmConfig) -> list[str]:
     flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     amx = " amx_tile" in flags
     return [torch.backends.cpu.get_cpu_capability(), f"amx {amx}"]
-
-
-def _digest(parts: Iterable[str]) -> str:
-    digest = hashlib.blake2b(digest_size=_STAMP_BYTES)
-    for part in parts:
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights a model or a LoRA adapter has, told by its files, without reading them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_DIGEST_BYTES = 16
+_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
+"""What engines read weights from."""
+
+
+def weight_files(model: str, revision: str | None) -> list[Path]:
+    """Files with the weights of a model; empty if there are none on this machine.
+
+    Args:
+        model: a path, or a name in the Hugging Face cache.
+        revision: of the name; None for the newest.
+    """
+    path = Path(model)
+    if not path.exists():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(model, "config.json", revision=revision)
+        except (ImportError, ValueError):
+            return []
+        if not isinstance(found, str):
+            return []
+        path = Path(found).parent
+    return weights_in(path)
+
+
+def weights_in(path: Path) -> list[Path]:
+    """Files with weights in a directory, or the file itself."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [file for file in files if file.suffix in _SUFFIXES]
+
+
+def file_stamps(files: Iterable[Path]) -> list[str]:
+    """Name, size and time of change of each file, links followed."""
+    stamps = []
+    for file in files:
+        status = os.stat(file)
+        stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    return stamps
+
+
+def digest(parts: Iterable[str]) -> str:
+    """One name for all `parts`, in their order; 32 hex digits."""
+    made = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        data = part.encode()
+        made.update(len(data).to_bytes(8, "little") + data)
+    return made.hexdigest()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flexkv.adapter.weights import digest, file_stamps, weight_files
+
+
+def test_parts_of_a_digest_do_not_run_together() -> None:
+    assert digest(["ab", "c"]) != digest(["a", "bc"])
+
+
+def test_only_files_with_weights_count(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    weights = [tmp_path / "a.safetensors", tmp_path / "part" / "b.gguf"]
+    for file in (*weights, tmp_path / "config.json"):
+        file.touch()
+    assert weight_files(str(tmp_path), None) == weights
+
+
+def test_a_file_that_changes_has_another_stamp(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"1")
+    before = file_stamps([file])
+    os.utime(file, ns=(1, 1))
+    assert file_stamps([file]) != before
+
+
+def test_a_model_that_is_nowhere_has_no_files() -> None:
+    assert weight_files("nobody/nothing", None) == []
