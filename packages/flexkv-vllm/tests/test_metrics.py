@@ -89,7 +89,10 @@ def test_each_link_has_its_own_directions() -> None:
 
 
 def test_names_tell_their_units() -> None:
-    units = ("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length")
+    units = (
+        *("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length"),
+        *("openings", "circuits"),
+    )
     assert all(metric.name.endswith(units) for metric in METRICS)
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.text.endswith(".") for metric in METRICS)

@@ -17,8 +17,10 @@ from disk_blocks import (
 from faults.faulty_files import Fault, FaultyFiles, HangingFiles
 from faults.test_runs import BadPlaces
 
-from flexkv.tiers.disk import drive, health
+from flexkv.tiers import circuit
+from flexkv.tiers.disk import drive
 from flexkv.tiers.job import Outcome, Priority
+from packages.conftest import Clock
 
 DONE = Outcome.DONE
 
@@ -111,17 +113,20 @@ def test_a_broken_disk_is_left_alone_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, act: Callable[[Client, int], object]
 ) -> None:
     files = FaultyFiles(1, 0.0, Fault.EIO)
-    monkeypatch.setattr(health, "PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(circuit, "PAUSE_SECONDS", 3600.0)
     with opened(tmp_path, files=files) as client:
         client.write(names(40))
         (one,) = client.tier.drives
         files.rate = 1.0
-        for i in range(health.FAILURES):
+        for i in range(circuit.FAILURES):
             assert one.readable
             assert one.may_write(SLOT)
             act(client, i)
         client.settle()
         assert one.readable is (kind == "writes")
+        figures = client.tier.figures
+        open_ = (figures.open_reads, figures.open_writes, figures.openings)
+        assert open_ == ((1, 0, 1) if kind == "reads" else (0, 1, 1))
         assert one.may_write(SLOT) is (kind == "reads")
         if kind == "reads":
             assert not client.tier.drives[0].readable
@@ -135,10 +140,45 @@ def test_a_broken_disk_is_left_alone_for_a_while(
         assert client.read(found) == [DONE] * len(found)
 
 
+def test_a_drive_that_is_too_slow_is_left_alone(tmp_path: Path, clock: Clock) -> None:
+    with opened(tmp_path, stall_seconds=1e-9) as client:
+        (one,) = client.tier.drives
+        for i in range(circuit.FAILURES):
+            assert one.may_write(SLOT)
+            client.write(names(1, first=i))
+        client.settle()
+        assert not one.may_write(SLOT)
+        assert one.readable
+
+
+def test_a_drive_that_works_again_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setattr(circuit, "time", clock)
+    files = FaultyFiles(1, 0.0, Fault.EIO)
+    with opened(tmp_path, files=files) as client:
+        client.write(names(40))
+        (one,) = client.tier.drives
+        files.rate = 1.0
+        for i in range(circuit.FAILURES):
+            client.read(names(1, first=i))
+        assert client.found(names(40)) == []
+        clock.skip(circuit.PAUSE_SECONDS)
+        left = names(40)[circuit.FAILURES :]
+        assert client.found(names(40)) == left
+        assert client.read(left[:1]) == [Outcome.FAILED]
+        assert not one.readable
+        files.rate = 0.0
+        clock.skip(circuit.PAUSE_SECONDS)
+        assert client.read(left[1:2]) == [DONE]
+        assert client.read(left[1:]) == [DONE] * len(left[1:])
+        assert client.tier.figures.open_reads == 0
+
+
 def test_a_job_counts_once_however_many_blocks_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(circuit, "PAUSE_SECONDS", 3600.0)
     files = FaultyFiles(1, 0.0, Fault.EIO)
     with opened(tmp_path, files=files) as client:
         client.write(names(60))
@@ -156,8 +196,8 @@ def test_a_job_that_got_something_done_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bad place in every run, on a disk that works otherwise."""
-    monkeypatch.setattr(health, "FAILURES", 2)
-    monkeypatch.setattr(health, "PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(circuit, "FAILURES", 2)
+    monkeypatch.setattr(circuit, "PAUSE_SECONDS", 3600.0)
     with opened(tmp_path, files=(files := BadPlaces())) as client:
         client.write(names(60))
         for first in range(0, 60, 4):
@@ -173,7 +213,7 @@ def test_a_job_that_was_dropped_says_nothing_about_the_disk(tmp_path: Path) -> N
     with opened(tmp_path, files=files) as client:
         (one,) = client.tier.drives
         files.rate = 1.0
-        for i in range(health.FAILURES):
+        for i in range(circuit.FAILURES):
             client.tier.cancel(client.begin_write(names(1, first=1000)))
             client.settle()
             assert one.may_write(SLOT)

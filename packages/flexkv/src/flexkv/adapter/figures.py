@@ -161,6 +161,7 @@ class CacheFigures:
                 sample("stored_blocks", tier): figures.written_blocks,
                 sample("dropped_blocks", tier): counters.dropped_demotions,
                 sample("evicted_blocks", tier): figures.evicted_blocks,
+                sample("circuit_openings", tier): figures.openings,
                 sample("failures", "read"): counters.failed_fetches - counters.damaged_fetches,
                 sample("failures", "damaged"): counters.damaged_fetches,
                 sample("failures", "stalled"): counters.stalled_fetches,
@@ -187,5 +188,7 @@ class CacheFigures:
                 sample("capacity_bytes", tier): figures.slots * size,
                 sample("queue_length", tier): figures.queued_blocks,
                 "queue_bytes": figures.queued_bytes,
+                sample("open_circuits", tier, "read"): figures.open_reads,
+                sample("open_circuits", tier, "write"): figures.open_writes,
             }
         return gauges

@@ -55,6 +55,7 @@ def sample(name: str, *labels: str) -> str:
 
 
 _TIERS = (("tier", ("host", "disk")),)
+_BELOW = (("tier", ("disk",)),)
 _LINKS = (("link", ("device", "disk")), ("direction", ("load", "store", "read", "write")))
 _WAYS = (("device", "load"), ("device", "store"), ("disk", "read"), ("disk", "write"))
 CAUSES = ("load", "store", "read", "damaged", "stalled", "write", "internal")
@@ -103,6 +104,12 @@ METRICS = (
         "What went wrong, by cause; none of it reached a request but as a miss or a failed load.",
         (("cause", CAUSES),),
     ),
+    Metric(
+        "circuit_openings",
+        Kind.COUNTER,
+        "Times that a drive of the tier was given no more reads, or writes, after failures.",
+        _BELOW,
+    ),
     Metric("resets", Kind.COUNTER, "Times that all blocks were forgotten on demand."),
     Metric(
         "ignored_parameters",
@@ -126,6 +133,12 @@ METRICS = (
         (("link", ("device", "disk")),),
     ),
     Metric("queue_bytes", Kind.GAUGE, "Bytes that wait for the disks."),
+    Metric(
+        "open_circuits",
+        Kind.GAUGE,
+        "Drives of the tier that are given no reads, or writes, after failures, or are tried.",
+        (*_BELOW, ("direction", ("read", "write"))),
+    ),
 )
 GAUGES = frozenset(
     sample(metric.name, *labels)

@@ -61,6 +61,9 @@ class TierFigures:
         evicted_blocks: since the start.
         queued_blocks: to be read or written, those under way included, now.
         queued_bytes: that wait, now.
+        open_reads: devices that are given no reads now, or are only tried; see `Circuit`.
+        open_writes: the same of writes.
+        openings: times that a circuit opened, since the start.
         traffic: since the start.
     """
 
@@ -70,6 +73,9 @@ class TierFigures:
     evicted_blocks: int
     queued_blocks: int
     queued_bytes: int
+    open_reads: int
+    open_writes: int
+    openings: int
     traffic: Traffic
 
 

@@ -33,6 +33,7 @@ class Link:
     Attributes:
         name: as given.
         queue_bytes: as given.
+        stall_seconds: as given.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Link:
         stall_seconds: float,
     ) -> None:
         self.name = name
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
         self._write_bytes = write_bytes
         self.queue_bytes = queue_bytes
         self._queue = LinkQueue(queue_bytes)
@@ -75,7 +76,7 @@ class Link:
             return False
         with self._work:
             oldest = next(iter(self._running), None)
-        return oldest is not None and time.monotonic() - oldest.begun > self._stall_seconds
+        return oldest is not None and time.monotonic() - oldest.begun > self.stall_seconds
 
     def submit(self, *jobs: Job) -> None:
         """Queue jobs. A full queue drops jobs: `poll` returns them as DROPPED."""

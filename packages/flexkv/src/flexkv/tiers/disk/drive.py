@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+from flexkv.tiers import circuit
 from flexkv.tiers.base import Traffic
-from flexkv.tiers.disk.health import PAUSE_SECONDS, Health
+from flexkv.tiers.circuit import Circuit
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.runs import (
     READ_RUN_BYTES,
@@ -82,6 +83,8 @@ class Drive:
     Attributes:
         link: where its jobs run.
         traffic: of blocks.
+        reads: counts the jobs that read; what takes longer than the link's stall time has failed.
+        writes: counts the jobs that write.
     """
 
     def __init__(self, store: DiskStore, link: Link, day_bytes: int | None) -> None:
@@ -95,8 +98,8 @@ class Drive:
         self._unsent_bytes = 0
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._unerased: set[int] = set()
-        self._reads = Health()
-        self._writes = Health()
+        self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
+        self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self._write_rate = _FIRST_RATE
         self._last_write = time.monotonic()
         self._measures = False
@@ -117,14 +120,14 @@ class Drive:
     @property
     def readable(self) -> bool:
         """Whether reads are worth asking for now."""
-        return self._reads.good and not self.link.stalled
+        return self.reads.allows and not self.link.stalled
 
     def may_write(self, size: int) -> bool:
         """Whether writes are worth asking for now, have room in the queue, and are within the
         budget."""
         waiting = self.link.queued_bytes + self._unsent_bytes
         return (
-            self._writes.good
+            self.writes.allows
             and not self.link.stalled
             and waiting + size <= self.link.queue_bytes
             and self._store.ledger.may_write(size, self._day_bytes)
@@ -143,18 +146,17 @@ class Drive:
         """Begin to read blocks that the index has."""
         slots = [slot for key in keys if (slot := self.index.lease(key)) is not None]
         assert len(slots) == len(keys)
-        return self._begin(
-            (
-                self._reading(
-                    [slots[i] for i in run],
-                    [keys[i] for i in run],
-                    [buffers[i] for i in run],
-                    priority,
-                ),
-                run,
+        runs = self._runs(slots, READ_RUN_BYTES)
+        jobs = [
+            self._reading(
+                [slots[i] for i in run],
+                [keys[i] for i in run],
+                [buffers[i] for i in run],
+                priority,
             )
-            for run in self._runs(slots, READ_RUN_BYTES)
-        )
+            for run in runs
+        ]
+        return self._begin(self.reads, jobs, runs)
 
     def reserve(self, key: bytes, behind: int | None) -> int | None:
         """A slot for a block that the index does not have, to be given to `write`; see
@@ -176,18 +178,17 @@ class Drive:
         self._generation += len(slots)
         latest = self._generation
         self._unsent_bytes = 0
-        return self._begin(
-            (
-                self._writing(
-                    [slots[i] for i in run],
-                    [keys[i] for i in run],
-                    [latest - i for i in run],
-                    [buffers[i] for i in run],
-                ),
-                run,
+        runs = self._runs(slots, WRITE_RUN_BYTES)
+        jobs = [
+            self._writing(
+                [slots[i] for i in run],
+                [keys[i] for i in run],
+                [latest - i for i in run],
+                [buffers[i] for i in run],
             )
-            for run in self._runs(slots, WRITE_RUN_BYTES)
-        )
+            for run in runs
+        ]
+        return self._begin(self.writes, jobs, runs)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix that are here as used, over restarts too."""
@@ -315,10 +316,12 @@ class Drive:
         self._running[job] = running
         return job
 
-    def _begin(self, begun: Iterable[Begun]) -> list[Begun]:
-        begun = list(begun)
-        self.link.submit(*(job for job, _ in begun))
-        return begun
+    def _begin(
+        self, device: Circuit, jobs: Sequence[Job], runs: Iterable[list[int]]
+    ) -> list[Begun]:
+        device.begin(len(jobs))
+        self.link.submit(*jobs)
+        return list(zip(jobs, runs, strict=True))
 
     @property
     def _is_outdated(self) -> bool:
@@ -371,11 +374,20 @@ class Drive:
         self._upkeep.erase(slot)
 
     def _note(self, job: Job, writes: bool) -> None:
-        """Let the health of the device know of a job: it failed if it got nothing done at all. One
-        bad place costs one block, and says nothing of the others."""
+        """Let the circuit know of a job: it failed if it got nothing done at all. One bad place
+        costs one block, and says nothing of the others."""
+        device, what = (self.writes, "writes to") if writes else (self.reads, "reads from")
         if Outcome.DROPPED in job.outcomes:
+            device.drop()
             return
         failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
-        health, what = (self._writes, "written") if writes else (self._reads, "read")
-        if health.note(failed):
-            logger.error("%s cannot be %s: left alone for %g s", self.path, what, PAUSE_SECONDS)
+        if device.end(failed, job.seconds):
+            logger.error(
+                "%d %s %s in a row failed or took longer than %g s: none for %g s, then one is "
+                "tried; check the drive",
+                circuit.FAILURES,
+                what,
+                self.path,
+                self.link.stall_seconds,
+                circuit.PAUSE_SECONDS,
+            )
