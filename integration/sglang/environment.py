@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_CHOSEN = "FLEXKV_SGLANG_PYTHON"
+_CHOSEN = "SGLANG_PYTHON"
 _NOX = "NOX_CURRENT_SESSION"
 
 
@@ -16,7 +16,7 @@ class EnvironmentMissingError(RuntimeError):
 
 
 def python() -> Path:
-    """The Python of `nox -s engine-sglang`, or the one that FLEXKV_SGLANG_PYTHON names.
+    """The Python of `nox -s engine-sglang`, or the one that SGLANG_PYTHON names.
 
     Raises:
         EnvironmentMissingError: there is none.

@@ -11,15 +11,15 @@ from integration.sglang import environment
 def test_the_variable_chooses_a_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.touch()
-    monkeypatch.setenv("FLEXKV_SGLANG_PYTHON", str(python))
+    monkeypatch.setenv("SGLANG_PYTHON", str(python))
     assert environment.python() == python
 
 
 def test_a_python_that_is_not_there_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("FLEXKV_SGLANG_PYTHON", str(tmp_path / "python"))
-    with pytest.raises(environment.EnvironmentMissingError, match=f"{tmp_path}.*FLEXKV_SGLANG"):
+    monkeypatch.setenv("SGLANG_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(environment.EnvironmentMissingError, match=f"{tmp_path}.*SGLANG_PYTHON"):
         environment.python()
 
 
