@@ -11,10 +11,14 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 
 from integration.harness.config import forked_environment
+
+# Bytes of its log that an error shows.
+_LOG_TAIL = 4000
 
 
 class ForkedProcess:
@@ -47,11 +51,14 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (open until `close`)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "integration.harness.forker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C is for the process that made it.
                 start_new_session=True,
@@ -73,7 +80,10 @@ class ForkServer:
             except (BrokenPipeError, ConnectionResetError):
                 answer, descriptors = b"", []
         if not answer:
-            raise RuntimeError(f"the fork server has ended (status {self._process.wait()})")
+            status = self._process.wait()
+            self._log.seek(-min(_LOG_TAIL, self._log.seek(0, os.SEEK_END)), os.SEEK_END)
+            said = self._log.read().decode(errors="replace")
+            raise RuntimeError(f"the fork server has ended (status {status}); its log:\n{said}")
         return ForkedProcess(int(answer), *descriptors)
 
     @property
@@ -85,6 +95,7 @@ class ForkServer:
         """End the server; drivers end with their command pipes."""
         self._control.close()
         self._process.wait()
+        self._log.close()
 
 
 @functools.cache
