@@ -40,13 +40,13 @@ def install(folder: Path, orders: Path, python_path: str) -> dict[str, str]:
 
 def register() -> None:
     """Put the faults between FlexKV and its mover and files. Once in each process."""
-    start: Any = importlib.import_module("flexkv_vllm.start")
+    pages: Any = importlib.import_module("flexkv_kernels.host_memory").HostMemory
     tiers: Any = importlib.import_module("flexkv.adapter.start")
 
-    if getattr(start.make_mover, "steered", False):
+    if getattr(pages.make_mover, "steered", False):
         return  # vLLM loads plugins again where a process makes several engines
     steering = Steering(Path(os.environ[_FOLDER]))
-    make_mover, open_disk_tier = start.make_mover, tiers.open_disk_tier
+    make_mover, open_disk_tier = pages.make_mover, tiers.open_disk_tier
 
     def make_steered_mover(*args: Any, **kwargs: Any) -> Any:
         from integration.campaign.steered_mover import SteeredMover
@@ -64,7 +64,7 @@ def register() -> None:
         return open_disk_tier(*args, **kwargs, files=SteeredFiles(steering))
 
     make_steered_mover.steered = True  # type: ignore[attr-defined]
-    start.make_mover = make_steered_mover
+    pages.make_mover = make_steered_mover
     tiers.open_disk_tier = open_steered_tier
 
 

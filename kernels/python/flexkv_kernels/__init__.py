@@ -9,6 +9,7 @@ from flexkv_kernels.cuda_calibration import calibrated_crossovers
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
 from flexkv_kernels.cuda_options import Crossover, Crossovers, CudaMode, CudaOptions
+from flexkv_kernels.host_memory import HostMemory
 
 __all__ = [
     "CpuMover",
@@ -20,6 +21,7 @@ __all__ = [
     "CudaMover",
     "CudaOptions",
     "Direction",
+    "HostMemory",
     "Status",
     "available_kernels",
     "calibrated_crossovers",

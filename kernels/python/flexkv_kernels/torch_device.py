@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that the engine's pages are on: what copies them, and what copies wait for."""
+"""The device that torch's tensors are on: what copies them, and what copies wait for."""
 
 from __future__ import annotations
 
@@ -12,21 +12,55 @@ from flexkv.host.arena import Arena
 from flexkv.host.numa import node_of_device
 from flexkv.layout import PlacedPlane
 from flexkv.mover import Mover
-from flexkv_kernels import (
-    CpuMover,
-    CudaMover,
-    CudaOptions,
-    calibrated_crossovers,
-    cuda_device,
-    cuda_unavailable,
-)
+from flexkv_kernels.cuda_calibration import calibrated_crossovers
+from flexkv_kernels.cuda_device import cuda_device, cuda_unavailable
+from flexkv_kernels.cuda_mover import CudaMover
+from flexkv_kernels.cuda_options import CudaOptions
+from flexkv_kernels.host_memory import HostMemory
 
 _LEGACY_STREAM = 1
 """CU_STREAM_LEGACY of cuda.h: CUDA's default stream, whose own handle is 0, which to a mover means
 that there is nothing to wait for."""
 
 
-def device_of(kv_caches: Mapping[str, torch.Tensor]) -> torch.device:
+class CudaMemory:
+    """Pages on a CUDA device of torch. A `Device` of the adapters.
+
+    Args:
+        device: of torch; the current one if it has no number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._number = torch.cuda.current_device() if device.index is None else device.index
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node that the GPU is attached to; None if it is not known."""
+        return node_of_device(cuda_device(self._number).pci_bus_id)
+
+    def make_mover(
+        self,
+        planes: Sequence[PlacedPlane],
+        stored: range,
+        num_blocks: int,
+        arena: Arena,
+        threads: int,
+    ) -> Mover:
+        """See `Device.make_mover`. On a GPU of a kind that is new here, its copies are first
+        checked and measured, which takes some tenths of a second."""
+        size = arena.spec.total_bytes
+        options = CudaOptions(crossovers=calibrated_crossovers(self._number))
+        return CudaMover(
+            planes, num_blocks, arena.address, size, self._number, options, store=stored
+        )
+
+    def work_so_far(self) -> int:
+        """The work that this thread has given to the current stream."""
+        return torch.cuda.current_stream(self._device).cuda_stream or _LEGACY_STREAM
+
+
+def device_of(kv_caches: Mapping[str, torch.Tensor]) -> HostMemory | CudaMemory:
     """The one device of all tensors.
 
     Raises:
@@ -51,46 +85,4 @@ def device_of(kv_caches: Mapping[str, torch.Tensor]) -> torch.device:
         raise LayoutError(
             f"KV cache {devices[device]!r} is on device {device}; allowed: cpu ({reason})"
         )
-    return device
-
-
-def make_mover(  # noqa: PLR0917 - called in one place
-    device: torch.device,
-    planes: Sequence[PlacedPlane],
-    stored: range,
-    num_blocks: int,
-    arena: Arena,
-    threads: int,
-) -> Mover:
-    """What copies between the pages of `device` and the arena; see the movers of flexkv-kernels.
-    On a GPU of a kind that is new here, its copies are first checked and measured, which takes some
-    tenths of a second.
-
-    Raises:
-        ValueError: it refuses them.
-    """
-    size = arena.spec.total_bytes
-    if device.type == "cuda":
-        number = _number_of(device)
-        options = CudaOptions(crossovers=calibrated_crossovers(number))
-        return CudaMover(planes, num_blocks, arena.address, size, number, options, store=stored)
-    return CpuMover(planes, num_blocks, arena.address, size, threads, store=stored)
-
-
-def numa_node_of(device: torch.device) -> int | None:
-    """The NUMA node that a GPU is attached to; None for others, or if it is not known."""
-    if device.type != "cuda":
-        return None
-    return node_of_device(cuda_device(_number_of(device)).pci_bus_id)
-
-
-def work_so_far(device: torch.device) -> int:
-    """What a copy submitted now must wait for, as `Mover.submit` takes it: on a GPU, the work that
-    this thread has given to the current stream."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
-
-
-def _number_of(device: torch.device) -> int:
-    return int(torch.cuda.current_device()) if device.index is None else device.index
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()

@@ -6,7 +6,6 @@ Everything that can be wrong is found here, and raised: at run time nothing is.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -18,15 +17,16 @@ from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.keys import BlockKeys
-from flexkv.adapter.layers import split_layers
 from flexkv.adapter.load_choice import LoadChooser, LoadMode
-from flexkv.adapter.start import copy_cpus, make_cache, meet, running_on
+from flexkv.adapter.pages import RankPages
+from flexkv.adapter.start import closed_on_error, make_cache
+from flexkv.adapter.start_worker import start_worker
 from flexkv.adapter.worker import WorkerSide
 from flexkv.config import configure_logging
 from flexkv.config_sources import log_ignored_variables
-from flexkv.host.session import Session, Shard, attach
-from flexkv.layout import choose_engine_blocks, fingerprint, share_of
-from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of, work_so_far
+from flexkv.host.session import Session, attach
+from flexkv.layout import choose_engine_blocks
+from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.core import (
     binds_pool,
     check_version,
@@ -108,44 +108,16 @@ def make_worker_side(
             stages.total_bytes(layout.block_bytes * sharding.parts, place.stage),
             config.block_tokens,
         )
-    identity = [*model_identity(vllm_config), groups.describe(), *stages.describe(cached)]
-    rank = place.stage * sharding.ranks + place.rank
-    shard = Shard(
-        rank,
-        fingerprint(identity, layout, engine_blocks, sharding),
-        engine_blocks,
-        layout.shard_bytes(engine_blocks),
-        sharding.replicas,
-        numa_node_of(device),
-        stage=place.stage,
-    )
-    replica = place.rank % sharding.replicas
-    planes, stored = share_of(layout.place(engine_blocks), replica, sharding.replicas)
-    cpus = copy_cpus()
-    threads = config.copy_threads or min(4, len(cpus))
-    with running_on(cpus):
-        ranks = stages.count * sharding.ranks
-        session = meet(config, _engine_id(vllm_config), shard, ranks, threads)
-        arena = session.arena
-        try:
-            mover = make_mover(device, planes, stored, layout.num_blocks, arena, threads)
-        except ValueError as error:
-            session.close()
-            raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-    side = WorkerSide(
-        session,
-        mover,
-        rank,
-        block_step=layout.head_bytes,
-        plane_bytes=[plane.page_bytes for plane in planes],
-        stored=stored,
-        parts=split_layers(planes, layout.starts),
-        work_so_far=functools.partial(work_so_far, device),
+    pages = RankPages(layout, engine_blocks, sharding, place.rank, place.stage, stages.count)
+    return start_worker(
+        config,
+        _engine_id(vllm_config),
+        pages,
+        device,
+        identity=[*model_identity(vllm_config), groups.describe(), *stages.describe(cached)],
         edge=edge,
         fails_by_request=not groups.plain,
     )
-    side.calibrate(layout.num_blocks)
-    return side
 
 
 def make_scheduler_side(
@@ -173,7 +145,8 @@ def make_scheduler_side(
     spec = session.arena.spec
     groups = _read_groups(vllm_config, kv_cache_config, spec.format.engine_blocks)
     keys = BlockKeys(groups, request_stamp)
-    cache = make_cache(config, session, keeps_on_disk=_keeps_on_disk(config, vllm_config))
+    with closed_on_error(session):
+        cache = make_cache(config, session, keeps_on_disk=_keeps_on_disk(config, vllm_config))
     if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
         logger.info(
             "vLLM's --shutdown-timeout is 0: a server ends at once at SIGTERM, and blocks that "

@@ -8,17 +8,17 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import CacheConfig, KVLayout, LayoutError
+from flexkv import CacheConfig, KVLayout
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.start import copy_cpus, make_cache, meet, running_on
+from flexkv.adapter.pages import Device
+from flexkv.adapter.start import closed_on_error, make_cache, open_rank
 from flexkv.host.arena import Arena
 from flexkv.host.session import Shard, attach
 from flexkv.layout import PlacedPlane
-from flexkv_kernels.torch_device import device_of, make_mover, numa_node_of
+from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.offloading import offer_only_what_was_computed, worker_config
 from flexkv_vllm.identity import outlives_process
@@ -52,18 +52,15 @@ def make_worker(
         name_blocks(config, vllm_config, layouts),
         chunk,
         max(layout.shard_bytes(chunk) for layout in layouts),
-        numa_node=numa_node_of(device),
+        numa_node=device.numa_node,
         durable=settings.ssd_cache_gb is None or _is_durable(vllm_config),
     )
-    cpus = copy_cpus()
-    threads = settings.copy_threads or min(4, len(cpus))
-    with running_on(cpus):
-        session = meet(settings, config.engine_id, shard, config.parallel.world_size, threads)
-        try:
-            groups = _make_movers(device, layouts, chunk, session.arena, threads)
-        except ValueError as error:
-            session.close()
-            raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
+
+    def start(arena: Arena, threads: int) -> list[GroupMover]:
+        return _make_movers(device, layouts, chunk, arena, threads)
+
+    ranks = config.parallel.world_size
+    session, groups = open_rank(settings, config.engine_id, shard, ranks, start)
     return FlexKVOffloadingWorker(session, groups, rank, device, edge)
 
 
@@ -79,7 +76,8 @@ def make_manager(
     warn_if_newer()
     offer_only_what_was_computed()
     session = attach(settings.session_root, config.engine_id)
-    cache = make_cache(settings, session, keeps_on_disk=session.info.durable)
+    with closed_on_error(session):
+        cache = make_cache(settings, session, keeps_on_disk=session.info.durable)
     spec = session.arena.spec
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
@@ -91,7 +89,7 @@ def make_manager(
 
 
 def _make_movers(
-    device: torch.device, layouts: Sequence[KVLayout], chunk: int, arena: Arena, threads: int
+    device: Device, layouts: Sequence[KVLayout], chunk: int, arena: Arena, threads: int
 ) -> list[GroupMover]:
     """A mover for each group; groups that have the same pages share one."""
     movers: dict[tuple[PlacedPlane, ...], GroupMover] = {}
@@ -100,7 +98,7 @@ def _make_movers(
         planes = tuple(layout.place(chunk))
         if planes not in movers:
             stored = range(len(planes))
-            mover = make_mover(device, planes, stored, layout.num_blocks, arena, threads)
+            mover = device.make_mover(planes, stored, layout.num_blocks, arena, threads)
             movers[planes] = GroupMover(mover, layout.head_bytes)
         groups.append(movers[planes])
     return groups

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -19,9 +18,9 @@ from vllm.v1.kv_offload.base import (
 from flexkv import Mover
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.offsets import SlotOffsets
+from flexkv.adapter.pages import Device
 from flexkv.host.session import Session
 from flexkv.mover import Direction, Status
-from flexkv_kernels.torch_device import work_so_far
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
 
@@ -80,7 +79,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         session: Session,
         groups: Sequence[GroupMover],
         rank: int,
-        device: torch.device,
+        device: Device,
         edge: Edge,
     ) -> None:
         self._session = session
@@ -185,7 +184,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         Raises:
             ValueError: vLLM's blocks do not match the slots; nothing is copied then.
         """
-        after = work_so_far(self._device)
+        after = self._device.work_so_far()
         for group, blocks, offsets in self._plan(job, pages, slots):
             ticket = group.mover.submit(job.direction, blocks, offsets, after)
             job.copies.append((group.mover, ticket))

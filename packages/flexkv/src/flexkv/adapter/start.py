@@ -6,17 +6,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from flexkv.admission import ADMISSIONS
 from flexkv.cache import KVCache
 from flexkv.config import GIB, CacheConfig
-from flexkv.errors import FlexKVError
+from flexkv.errors import LayoutError
 from flexkv.eviction import POLICIES
-from flexkv.host.arena import plan_arena
-from flexkv.host.session import Session, Shard, join, lead
+from flexkv.host.arena import Arena, ArenaSpec, plan_arena
+from flexkv.host.session import Session, Shard, alone, join, lead
+from flexkv.layout import BlockFormat
 from flexkv.tiers.base import LowerTier
 from flexkv.tiers.disk import open_disk_tier
+
+Movers = TypeVar("Movers")
+"""What copies of one rank: a mover, or several."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,27 +29,25 @@ _QUEUE_SHARE = 2
 """Writes that wait for a disk hold at most half of the arena: what waits cannot be evicted, and new
 blocks need room."""
 
+_COPY_THREADS = 4
+"""Default of `copy_threads` where there are as many processors."""
+
 
 def make_cache(config: CacheConfig, session: Session, *, keeps_on_disk: bool) -> KVCache:
     """The cache over the arena of `session`, with the lower tiers that the settings name.
 
     Args:
         config: of the engine.
-        session: attached; closed if this raises, else the caller's.
+        session: attached; the caller's.
         keeps_on_disk: whether blocks on disk mean the same to the next process.
 
     Raises:
         DiskError: a cache directory cannot be used.
     """
-    try:
-        tiers = open_tiers(config, session) if keeps_on_disk else []
-    except FlexKVError:
-        session.close()
-        raise
     return KVCache(
         session.arena,
         POLICIES[config.eviction_policy](),
-        tiers,
+        open_tiers(config, session) if keeps_on_disk else [],
         ADMISSIONS[config.ssd_admission],
         config.ssd_timeout_seconds,
         pin_seconds=config.pin_seconds,
@@ -83,31 +86,66 @@ def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:
     return [tier]
 
 
-def meet(config: CacheConfig, engine_id: str, shard: Shard, ranks: int, threads: int) -> Session:
-    """Meet the other ranks; rank 0 makes the arena.
+def open_rank(
+    config: CacheConfig,
+    engine_id: str | None,
+    shard: Shard,
+    ranks: int,
+    start: Callable[[Arena, int], Movers],
+) -> tuple[Session, Movers]:
+    """Meet the other ranks, and start what copies between this rank's pages and the arena.
 
     Args:
         config: of the engine.
-        engine_id: its name for the session.
+        engine_id: its name for the session; None if this process is all there is of it.
         shard: this rank's.
         ranks: of the engine.
-        threads: that fill the arena.
+        start: makes the movers, for an arena and a number of threads. May raise ValueError.
+
+    Returns:
+        The session, to be closed after the movers, and what `start` returned.
 
     Raises:
-        ArenaError: they do not come, disagree, or the memory is not there.
+        ArenaError: the ranks do not come, disagree, or the memory is not there.
+        LayoutError: `start` refuses the pages.
     """
-    if shard.rank > 0:
+    cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
+    threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
+    with running_on(cpus):
+        session = meet(config, engine_id, shard, ranks, threads)
+        with closed_on_error(session):
+            try:
+                return session, start(session.arena, threads)
+            except ValueError as error:
+                raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
+
+
+def meet(
+    config: CacheConfig, engine_id: str | None, shard: Shard, ranks: int, threads: int
+) -> Session:
+    """Meet the other ranks; rank 0 makes the arena. See `open_rank`."""
+    if shard.rank > 0 and engine_id is not None:
         session = join(config.session_root, engine_id, shard)
-        session.arena.populate(threads)
+        with closed_on_error(session):
+            session.arena.populate(threads)
         return session
-    return lead(
-        config.session_root,
-        engine_id,
-        shard,
-        ranks,
-        lambda block_format: plan_arena(block_format, config.cpu_cache_gb),
-        threads=threads,
-    )
+
+    def plan(block_format: BlockFormat) -> ArenaSpec:
+        return plan_arena(block_format, config.cpu_cache_gb)
+
+    if engine_id is None:
+        return alone(shard, plan, threads=threads)
+    return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads)
+
+
+@contextlib.contextmanager
+def closed_on_error(session: Session) -> Iterator[None]:
+    """Close `session` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        session.close()
+        raise
 
 
 def copy_cpus() -> set[int]:

@@ -15,7 +15,7 @@ new workers, which make a new arena.
 the messages.
 """
 
-from flexkv.host.session.meet import MEET_SECONDS, Session, attach, join, lead
+from flexkv.host.session.meet import MEET_SECONDS, Session, alone, attach, join, lead
 from flexkv.host.session.wire import SessionInfo, Shard
 
-__all__ = ["MEET_SECONDS", "Session", "SessionInfo", "Shard", "attach", "join", "lead"]
+__all__ = ["MEET_SECONDS", "Session", "SessionInfo", "Shard", "alone", "attach", "join", "lead"]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of an engine call to meet: rank 0 leads, the others join or attach."""
+"""What the processes of an engine call to meet: rank 0 leads, the others join or attach. A process
+that is the whole engine is alone."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from flexkv.errors import ArenaError
@@ -70,18 +71,40 @@ def lead(
     server = Server(root, name, ranks)
     try:
         shards = server.gather(mine, patience)
-        parts = tuple(shard.shard_bytes for shard in shards[:: mine.replicas])
-        block_format = BlockFormat(mine.engine_blocks, parts, mine.replicas)
-        nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
-        arena = Arena.create(plan(block_format), threads, nodes)
+        info, arena = _make_arena(shards, plan, threads)
     except BaseException as error:
         server.refuse(str(error) or type(error).__name__)
         server.close()
         raise
-    stages = {shard.stage: shard.fingerprint for shard in shards}
-    info = SessionInfo(join_stages(list(stages.values())), arena.spec, mine.durable)
     server.hand_out(info, arena.fd)
     return Session(info, arena, server)
+
+
+def alone(mine: Shard, plan: Callable[[BlockFormat], ArenaSpec], *, threads: int) -> Session:
+    """The session of a process that is its own scheduler and only rank: no other can join it.
+
+    Args:
+        mine: its shard.
+        plan: sizes the arena; may raise.
+        threads: threads that fill the arena.
+
+    Raises:
+        ArenaError: the memory is not there.
+    """
+    return Session(*_make_arena([mine], plan, threads))
+
+
+def _make_arena(
+    shards: Sequence[Shard], plan: Callable[[BlockFormat], ArenaSpec], threads: int
+) -> tuple[SessionInfo, Arena]:
+    """The arena for the shards of all ranks, and what is to be known of it."""
+    first = shards[0]
+    parts = tuple(shard.shard_bytes for shard in shards[:: first.replicas])
+    block_format = BlockFormat(first.engine_blocks, parts, first.replicas)
+    nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
+    arena = Arena.create(plan(block_format), threads, nodes)
+    stages = {shard.stage: shard.fingerprint for shard in shards}
+    return SessionInfo(join_stages(list(stages.values())), arena.spec, first.durable), arena
 
 
 def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank brings to its engine's cache: its pages, and the device that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flexkv.host.arena import Arena
+from flexkv.host.session import Shard
+from flexkv.layout import KVLayout, PlacedPlane, Sharding, fingerprint, share_of
+from flexkv.mover import Mover
+
+
+class Device(Protocol):
+    """Where pages are. flexkv-kernels has one for host memory and one for CUDA devices."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node that it is attached to; None if there is none, or it is not known."""
+        ...
+
+    def make_mover(
+        self,
+        planes: Sequence[PlacedPlane],
+        stored: range,
+        num_blocks: int,
+        arena: Arena,
+        threads: int,
+    ) -> Mover:
+        """What copies between pages on this device and an arena.
+
+        Args:
+            planes: of the pages.
+            stored: numbers of the planes that stores copy.
+            num_blocks: engine blocks in each plane.
+            arena: attached; must stay so until the mover is closed.
+            threads: that copy, where processors do it.
+
+        Raises:
+            ValueError: it refuses the planes.
+        """
+        ...
+
+    def work_so_far(self) -> int:
+        """What a copy submitted now must wait for, as `Mover.submit` takes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """The pages of one rank, and which part of the engine's blocks they hold.
+
+    Attributes:
+        layout: of the pages.
+        engine_blocks: engine blocks of a FlexKV block.
+        sharding: of a block over the ranks of a stage.
+        number: of this rank among those of its stage.
+        stage: of the pipeline.
+        stages: that the engine has.
+    """
+
+    layout: KVLayout
+    engine_blocks: int
+    sharding: Sharding
+    number: int = 0
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the engine."""
+        return self.stage * self.sharding.ranks + self.number
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.stages * self.sharding.ranks
+
+    def shard(self, identity: Sequence[str], numa_node: int | None) -> Shard:
+        """What the rank tells the others.
+
+        Args:
+            identity: what makes the bytes of a block what they are; see `fingerprint`.
+            numa_node: of the pages' device.
+        """
+        return Shard(
+            self.rank,
+            fingerprint(identity, self.layout, self.engine_blocks, self.sharding),
+            self.engine_blocks,
+            self.layout.shard_bytes(self.engine_blocks),
+            self.sharding.replicas,
+            numa_node,
+            stage=self.stage,
+        )
+
+    def place(self) -> tuple[list[PlacedPlane], range]:
+        """All planes with their places in a shard, and the numbers of those that this rank stores,
+        where several hold the same."""
+        replicas = self.sharding.replicas
+        return share_of(self.layout.place(self.engine_blocks), self.number % replicas, replicas)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of a worker side: from a rank's pages to copies that the scheduler side can order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.layers import split_layers
+from flexkv.adapter.pages import Device, RankPages
+from flexkv.adapter.start import open_rank
+from flexkv.adapter.worker import WorkerSide
+from flexkv.config import CacheConfig
+from flexkv.host.arena import Arena
+from flexkv.mover import Mover
+
+
+def start_worker(
+    config: CacheConfig,
+    engine_id: str,
+    pages: RankPages,
+    device: Device,
+    *,
+    identity: Sequence[str],
+    edge: Edge,
+    fails_by_request: bool = False,
+) -> WorkerSide:
+    """Meet the other ranks, start the mover, and measure what a load takes.
+
+    Args:
+        config: of the engine.
+        engine_id: its name for the session.
+        pages: of this rank; kept by the engine until the worker side is closed.
+        device: that they are on.
+        identity: what makes the bytes of a block what they are; see `fingerprint`.
+        edge: where run-time errors end.
+        fails_by_request: see `WorkerSide`.
+
+    Raises:
+        ArenaError: the ranks do not come, disagree, or the memory is not there.
+        LayoutError: the mover refuses the pages.
+    """
+    layout = pages.layout
+    planes, stored = pages.place()
+
+    def start(arena: Arena, threads: int) -> Mover:
+        return device.make_mover(planes, stored, layout.num_blocks, arena, threads)
+
+    shard = pages.shard(identity, device.numa_node)
+    session, mover = open_rank(config, engine_id, shard, pages.ranks, start)
+    side = WorkerSide(
+        session,
+        mover,
+        pages.rank,
+        block_step=layout.head_bytes,
+        plane_bytes=[plane.page_bytes for plane in planes],
+        stored=stored,
+        parts=split_layers(planes, layout.starts),
+        work_so_far=device.work_so_far,
+        edge=edge,
+        fails_by_request=fails_by_request,
+    )
+    side.calibrate(layout.num_blocks)
+    return side
