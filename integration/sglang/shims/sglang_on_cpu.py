@@ -7,7 +7,7 @@ torchvision themselves are imported.
 
 - torchvision's build for GPUs defines two operators that its Python files describe; without them
   `import torchvision` fails.
-- HiCache registers its host pool with CUDA.
+- HiCache pins its host pools for CUDA.
 - HiCache copies between its host pool and the KV cache by functions of `sgl_kernel`, which it does
   not import on CPUs.
 """
@@ -86,13 +86,18 @@ def _after_host_pool(module: ModuleType) -> None:
         setattr(module, function.__name__, function)
 
 
-def _after_allocation(module: ModuleType) -> None:
-    module._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+def _after_base(module: ModuleType) -> None:
+    make = module.HostKVCache.__init__
+
+    def unpinned(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **{**options, "pin_memory": False})
+
+    module.HostKVCache.__init__ = unpinned
 
 
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
-    f"{_HOST_POOLS}.common": _after_allocation,
+    f"{_HOST_POOLS}.base": _after_base,
     f"{_HOST_POOLS}.mha": _after_host_pool,
     f"{_HOST_POOLS}.mla": _after_host_pool,
 }
