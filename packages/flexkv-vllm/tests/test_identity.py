@@ -57,6 +57,15 @@ def test_files_of_another_time_are_another_model(config: VllmConfig, tmp_path: P
     assert identity.model_identity(config) != before
 
 
+def test_another_model_whose_files_look_alike_is_another_model(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    before = identity.model_identity(config)
+    shutil.copytree(tmp_path / "model", tmp_path / "other")  # with their times
+    config.model_config.model = str(tmp_path / "other")
+    assert identity.model_identity(config) != before
+
+
 def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -> None:
     before = identity.model_identity(config)
     config.model_config.hf_config.rope_theta = 123.0
