@@ -28,7 +28,7 @@ from integration.harness.engine import Completion, Engine, Generation
 from integration.harness.prompts import random_tokens
 
 QUEUED = 3
-LONG = 4096
+LONG = 2048
 CONVERSATION = 1024
 NEW_TOKENS = 64
 IDLE_HIT = 8192
