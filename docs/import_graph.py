@@ -60,7 +60,13 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
         Room("cli", "flexkv stat, verify, clear", _of(CORE, "cli", "__main__")),
     ),
-    (Room("flexkv", "the public names", (CORE,)),),
+    (
+        Room(
+            "flexkv",
+            "open_cache, the public names",
+            (CORE, *_of(CORE, "standalone", "page_cache", "page_copies")),
+        ),
+    ),
     (
         Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),
         Room("kernels", "native copies", ("flexkv_kernels",)),

@@ -20,6 +20,9 @@ from flexkv.errors import (
 )
 from flexkv.layout import KVLayout, TensorView
 from flexkv.mover import Mover
+from flexkv.page_cache import PageCache
+from flexkv.page_copies import PageCopy
+from flexkv.standalone import open_cache
 from flexkv.version import __version__
 
 __all__ = [
@@ -33,7 +36,10 @@ __all__ = [
     "KVLayout",
     "LayoutError",
     "Mover",
+    "PageCache",
+    "PageCopy",
     "TensorView",
     "__version__",
     "load_config",
+    "open_cache",
 ]

@@ -5,6 +5,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,3 +268,45 @@ def test_where_heads_lie_makes_no_other_geometry() -> None:
     ]
     assert [layout.by_head for layout in layouts] == [True, True]
     assert layouts[0].geometry == layouts[1].geometry
+
+
+def test_an_arrays_view_has_its_address_strides_and_owner() -> None:
+    array = np.zeros((6, 4, 8), np.float16).transpose(1, 0, 2)
+    view = TensorView.of("kv", array, head_dim=2)
+    assert view == TensorView("kv", array.ctypes.data, (4, 6, 8), (8, 32, 1), 2, 2)
+    assert view.owner is array
+    dense = TensorView.of("kv", np.zeros((3, 5), np.uint32))
+    assert (dense.stride, dense.itemsize) == ((5, 1), 4)
+
+
+def test_a_layout_keeps_the_owners_of_its_tensors() -> None:
+    arrays = [np.zeros((2, 64), np.uint8) for _ in range(2)]
+    views = [TensorView.of(str(number), array) for number, array in enumerate(arrays)]
+    for head_dim in (None, 1):
+        layout = KVLayout.from_tensors((replace(view, head_dim=head_dim) for view in views), 2)
+        assert [owner is array for owner, array in zip(layout.owners, arrays, strict=True)] == [
+            True,
+            True,
+        ]
+
+
+READ_ONLY = np.zeros(4, np.uint8)
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        ([1, 2], "tensor 'kv' is a list; allowed: a numpy array, or what has __array_interface__"),
+        (READ_ONLY, "tensor 'kv' has elements of type |u1 and is read-only; allowed: a writable"),
+        (np.array([{}]), "tensor 'kv' has elements of type |O; allowed: a writable array of num"),
+        (
+            np.zeros(4, [("a", "u2"), ("b", "u1")])["a"],
+            "tensor 'kv' has strides of (3,) bytes; allowed: multiples of the 2 bytes of an elem",
+        ),
+    ],
+)
+def test_what_is_no_array_of_numbers_has_no_view(array: object, said: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        TensorView.of("kv", array)
+    assert said in str(raised.value)

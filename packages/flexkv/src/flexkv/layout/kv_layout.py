@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexkv.errors import LayoutError
@@ -44,7 +44,8 @@ class KVLayout:
     """The pages of one rank's KV cache.
 
     Block b of the engine consists of the pages of b in every plane of every head, in this order.
-    The addresses are valid as long as the engine keeps its tensors; the layout owns nothing.
+    The addresses are valid as long as the engine keeps its tensors; the layout keeps only those
+    whose views name an owner.
 
     Attributes:
         heads: the planes of each KV head of this rank, all heads alike; a single entry with all
@@ -54,6 +55,7 @@ class KVLayout:
         geometry: what the bytes of one head mean. Equal geometries hold the same at the same
             places.
         starts: by the name of each tensor, where its pieces of block 0 begin, of all heads.
+        owners: of the tensors' memory; see `TensorView`.
     """
 
     heads: tuple[tuple[Plane, ...], ...]
@@ -61,6 +63,7 @@ class KVLayout:
     by_head: bool
     geometry: tuple[tuple[int, ...], ...]
     starts: Mapping[str, frozenset[int]]
+    owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def head_bytes(self) -> int:
@@ -117,7 +120,9 @@ class KVLayout:
         own: list[TensorView] = []
         names: dict[Plane, str] = {}
         starts: dict[str, frozenset[int]] = {}
+        owners: list[object] = []
         for view in views:
+            owners.append(view.owner)
             planes = opaque_planes(view, num_blocks)
             own_planes = [plane for plane in planes if plane not in names]
             if own_planes:
@@ -133,9 +138,10 @@ class KVLayout:
         heads = _by_head(own, num_blocks) if len(pages) == len(names) else None
         if heads is not None:
             geometry = tuple(head_geometry(view, num_blocks) for view in own)
-            return cls(heads, num_blocks, True, geometry, starts)
+            return cls(heads, num_blocks, True, geometry, starts, tuple(owners))
         geometry = tuple(opaque_geometry(view, num_blocks) for view in own)
-        return cls((_merge_adjacent(pages),), num_blocks, False, geometry, starts)
+        merged = (_merge_adjacent(pages),)
+        return cls(merged, num_blocks, False, geometry, starts, tuple(owners))
 
 
 def _longest(names: dict[Plane, str]) -> dict[Plane, str]:

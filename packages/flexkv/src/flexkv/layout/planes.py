@@ -9,8 +9,8 @@ every number of heads beside it. Opaque: as the bytes lie in memory, whatever th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexkv.errors import LayoutError
@@ -20,6 +20,9 @@ MAX_PLANES = 65_536
 
 MIN_ROW_BYTES = 16
 """Heads whose rows are shorter are not taken apart: a row is what one access of a GPU copies."""
+
+_NUMBERS = "biufcV"
+"""Kinds of elements that are bytes and nothing else; V is what numpy has no type for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class TensorView:
         itemsize: bytes of one element.
         head_dim: the dimension that counts this rank's KV heads; None if there is none, or if what
             it counts cannot be told apart.
+        owner: of the memory, which lives as long as the view and layouts made of it; None if the
+            caller sees to that.
     """
 
     name: str
@@ -42,6 +47,43 @@ class TensorView:
     stride: tuple[int, ...]
     itemsize: int
     head_dim: int | None = None
+    owner: object = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, array: object, head_dim: int | None = None) -> TensorView:
+        """The view of a numpy array, or of another object with `__array_interface__`, which it
+        keeps alive.
+
+        Args:
+            name: what to call it in an error.
+            array: of numbers, in host memory, writable.
+            head_dim: see `TensorView`.
+
+        Raises:
+            LayoutError: it is not such an array.
+        """
+        about = getattr(array, "__array_interface__", None)
+        if not isinstance(about, Mapping):
+            raise LayoutError(
+                f"tensor {name!r} is a {type(array).__name__}; allowed: a numpy array, or what has "
+                f"__array_interface__"
+            )
+        address, read_only = about["data"]
+        if about["typestr"][1] not in _NUMBERS or read_only:
+            raise LayoutError(
+                f"tensor {name!r} has elements of type {about['typestr']}"
+                f"{' and is read-only' if read_only else ''}; allowed: a writable array of numbers"
+            )
+        itemsize = int(about["typestr"][2:])
+        shape = tuple(about["shape"])
+        strides = about.get("strides") or _dense_strides(shape, itemsize)
+        if any(stride % itemsize for stride in strides):
+            raise LayoutError(
+                f"tensor {name!r} has strides of {strides} bytes; allowed: multiples of the "
+                f"{itemsize} bytes of an element"
+            )
+        stride = tuple(each // itemsize for each in strides)
+        return cls(name, address, shape, stride, itemsize, head_dim, array)
 
     def __str__(self) -> str:
         return f"KV cache tensor {self.name!r} of shape {self.shape} and strides {self.stride}"
@@ -67,6 +109,11 @@ class Dim(NamedTuple):
 
     size: int
     stride: int
+
+
+def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Strides of an array without gaps, in bytes."""
+    return [itemsize * math.prod(shape[number + 1 :]) for number in range(len(shape))]
 
 
 def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:

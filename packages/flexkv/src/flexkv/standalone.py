@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache without an engine: one call opens it, `with` closes it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Mapping, Sequence
+
+from flexkv.adapter.pages import Device, RankPages
+from flexkv.adapter.start import closed_on_error, make_cache, open_rank
+from flexkv.config import CacheConfig
+from flexkv.config_sources import load_config
+from flexkv.errors import ConfigError, FlexKVError
+from flexkv.host.arena import Arena
+from flexkv.layout import KVLayout, Sharding
+from flexkv.mover import Mover
+from flexkv.page_cache import PageCache, open_caches
+
+FLUSH_SECONDS = 30.0
+"""How long `PageCache.close` lets lower tiers write what waits: a full queue on a slow SSD."""
+
+
+def open_cache(
+    config: CacheConfig | Mapping[str, object] | None,
+    layout: KVLayout,
+    *,
+    identity: str | Sequence[str] = (),
+    device: Device | None = None,
+    flush_seconds: float = FLUSH_SECONDS,
+) -> PageCache:
+    """Open a cache for the pages of this process.
+
+    Args:
+        config: the settings: a mapping, which wins over the settings file and the environment, or
+            all of them as `load_config` returns them. None takes file and environment.
+        layout: of the pages, which must not move as long as the cache is open. Arrays that
+            `TensorView.of` describes are kept alive.
+        identity: what makes the bytes of a block what they are apart from key and shape: model,
+            revision, dtype and the like. Only blocks of the same identity are found on disk.
+        device: that the pages are on; None for host memory.
+        flush_seconds: how long disks may write what waits when the cache is closed.
+
+    Raises:
+        ConfigError: a setting is not allowed, or blocks on disk have no identity.
+        ArenaError: the host memory cannot be had.
+        DiskError: a cache directory cannot be used.
+        LayoutError: the pages cannot be copied.
+    """
+    config = _read_config(config)
+    parts = [identity] if isinstance(identity, str) else list(identity)
+    if config.ssd_cache_gb is not None and not any(parts):
+        raise ConfigError(
+            f"identity is empty and ssd_cache_gb is {config.ssd_cache_gb:g}; allowed with a disk: "
+            f"texts that change if equal keys come to mean other bytes (model, revision, dtype)"
+        )
+    where = _host_memory() if device is None else device
+    pages = RankPages(layout, 1, Sharding(1))
+    planes, stored = pages.place()
+
+    def start(arena: Arena, threads: int) -> Mover:
+        return where.make_mover(planes, stored, layout.num_blocks, arena, threads)
+
+    shard = pages.shard(["pages", *parts], where.numa_node)
+    session, mover = open_rank(config, None, shard, 1, start)
+    with closed_on_error(session):
+        try:
+            cache = make_cache(config, session, keeps_on_disk=True)
+        except BaseException:
+            mover.close()
+            raise
+    _close_at_exit()
+    return PageCache(session, cache, mover, layout, where, flush_seconds)
+
+
+def _read_config(config: CacheConfig | Mapping[str, object] | None) -> CacheConfig:
+    if config is not None and not isinstance(config, CacheConfig | Mapping):
+        raise TypeError(
+            f"config is a {type(config).__name__}; allowed: a mapping of settings, a CacheConfig "
+            f"or None"
+        )
+    read = config if isinstance(config, CacheConfig) else load_config(config, "open_cache")
+    if not read.enable:
+        raise ConfigError(
+            "enable is false (ENABLE_FLEXKV); allowed: true, or a program that opens no cache"
+        )
+    return read
+
+
+def _host_memory() -> Device:
+    try:
+        from flexkv_kernels.host_memory import HostMemory
+    except ImportError as error:
+        raise FlexKVError(
+            f"what copies pages is not installed ({error}); allowed: pip install flexkv-kernels, "
+            f"or a device of your own"
+        ) from None
+    return HostMemory()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Close what is open when the interpreter ends: before the movers, which were loaded earlier
+    and end their copies later."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for cache in list(open_caches):
+        cache.close()
