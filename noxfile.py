@@ -55,6 +55,7 @@ LINTERS = [
     "check-jsonschema==0.39.0",
 ]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
+DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 TYPED = [
     "packages/flexkv/src",
     "packages/flexkv-vllm/src",
@@ -211,7 +212,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the site into site/; `-- --write` first writes the settings page from the code."""
-    session.install("mkdocs-material==9.8.1", "packaging>=24", "-e", "./packages/flexkv")
+    session.install(*DOCS, "packaging>=24", "-e", "./packages/flexkv")
     session.run("python", "docs/settings_page.py", "--write" if session.posargs else "--check")
     _compat_ci(session, "report", "--check")
     quiet = {"NO_MKDOCS_2_WARNING": "1"}

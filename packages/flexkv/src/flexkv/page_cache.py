@@ -124,11 +124,10 @@ class PageCache:
         keys = _checked_keys(keys)
         numbers = self._checked_pages(keys, pages)
         chain = keys if after is None else _checked_keys([after, *keys])
-        begins = (0,) if after is None else ()
         with self._copier.use() as cache:
             self._copier.advance()
             absent = cache.missing(chain, len(chain) - len(keys))
-            transfer = cache.store(chain, absent, begins) if absent else None
+            transfer = cache.store(chain, absent) if absent else None
             cache.touch(keys)
             return PageStore(self._copier, transfer, dict(zip(keys, numbers, strict=True)))
 
