@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
-from flexkv.tiers.base import LowerTier, TierFigures
+from flexkv.tiers.base import BlockResult, TierFigures
 from flexkv.tiers.job import Outcome, Priority
 
 BUFFER_BYTES = 64 << 20
@@ -36,6 +36,29 @@ _NONE = math.inf
 
 _Submit: TypeAlias = Callable[[Sequence[int], Sequence[memoryview]], int]
 """Begins to read or write the blocks at some positions of a call; returns the ticket."""
+
+
+class Blocks(Protocol):
+    """What is used of a lower tier; see `LowerTier`."""
+
+    @property
+    def figures(self) -> TierFigures: ...
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+    def read(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority
+    ) -> int: ...
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int: ...
+
+    def clear(self) -> None: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def poll(self) -> list[BlockResult]: ...
+
+    def close(self, flush_seconds: float = 0.0) -> bool: ...
 
 
 class _Buffers:
@@ -107,7 +130,7 @@ class BlockingTier:
     """
 
     def __init__(
-        self, tier: LowerTier, slot_bytes: int, quiet_seconds: float, call_seconds: float
+        self, tier: Blocks, slot_bytes: int, quiet_seconds: float, call_seconds: float
     ) -> None:
         self._tier = tier
         self._quiet_seconds = quiet_seconds

@@ -115,6 +115,11 @@ def lock_folder(path: str) -> Folder | None:
     return folder
 
 
+def path_of(root: str, fingerprint: str, number: int) -> str:
+    """The folder of the first engine with blocks of this kind, or of a later one."""
+    return os.path.join(root, f"{fingerprint}-{number}" if number else fingerprint)
+
+
 def claim(root: str, fingerprint: str, share: bool) -> Folder:
     """Own the folder of `fingerprint` below `root`, made if need be.
 
@@ -131,9 +136,8 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         os.makedirs(root, mode=0o700, exist_ok=True)
         _refuse_others(root, os.stat(root), stat.S_IWOTH)
         for number in range(MAX_OWNERS if share else 1):
-            name = f"{fingerprint}-{number}" if number else fingerprint
             # With `share` there is another folder to have at once.
-            folder = _make(os.path.join(root, name), 1 if share else _TRIES)
+            folder = _make(path_of(root, fingerprint, number), 1 if share else _TRIES)
             if folder is None:
                 continue
             try:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier that reads what other processes of this machine write: for ranks that hold the same blocks
+as one that owns the folder."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from flexkv.tiers.base import BlockResult, TierFigures, Traffic
+from flexkv.tiers.disk import directory
+from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS
+from flexkv.tiers.disk.files import Files, OsFiles, reason_of
+from flexkv.tiers.disk.followed import FollowedFolder
+from flexkv.tiers.disk.inspect import Record
+from flexkv.tiers.disk.table import disk_key
+from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.link import Link
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+"""Between two looks at what others have written. A table of 100,000 blocks is compared in 5 ms."""
+CLOSE_SECONDS = 5.0
+"""How long reads may take to end."""
+
+
+class FollowerTier:
+    """Reads the folders of one kind of blocks, whoever owns them; see `blocking.Blocks`.
+
+    A block is found a moment after its owner has written it. Nothing that is asked to be written
+    is: all of it is dropped.
+
+    Args:
+        roots: cache directories; folders may appear in them later.
+        fingerprint: hexadecimal, of the blocks.
+        slot_bytes: bytes of a block.
+        stall_seconds: while a read takes longer, nothing is found.
+        files: the system calls; the real ones if None.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[str],
+        fingerprint: str,
+        slot_bytes: int,
+        *,
+        stall_seconds: float,
+        files: Files | None = None,
+    ) -> None:
+        self._roots = list(roots)
+        self._fingerprint = fingerprint
+        self._slot_bytes = slot_bytes
+        self._files = files or OsFiles()
+        self._link = Link("flexkv-follower", THREADS, 0, QUEUE_BYTES, stall_seconds)
+        self._folders: dict[str, FollowedFolder] = {}
+        self._refused: set[str] = set()
+        self._next_look = 0.0
+        self._tickets = itertools.count(1)
+        self._jobs: dict[Job, tuple[int, int, FollowedFolder, Record]] = {}
+        self._results: list[BlockResult] = []
+        self._traffic = Traffic()
+
+    @property
+    def figures(self) -> TierFigures:
+        blocks = sum(map(len, self._folders.values()))
+        waiting = self._link.queued_bytes
+        return TierFigures(blocks, blocks, 0, 0, len(self._jobs), waiting, 0, 0, 0, self._traffic)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._link.stalled:
+            return [False] * len(keys)
+        found = [self._find(key) is not None for key in keys]
+        if not all(found) and time.monotonic() >= self._next_look:
+            self._look()
+            found = [self._find(key) is not None for key in keys]
+        return found
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+        ticket = next(self._tickets)
+        jobs = []
+        for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            place = self._find(key)
+            if place is None:
+                self._results.append(BlockResult(ticket, position, Outcome.MISSING))
+                continue
+            folder, record = place
+            job = Job(priority, len(buffer), partial(_read, folder, record, buffer))
+            self._jobs[job] = (ticket, position, folder, record)
+            jobs.append(job)
+        self._link.submit(*jobs)
+        return ticket
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        ticket = next(self._tickets)
+        positions = range(len(keys))
+        self._results += [BlockResult(ticket, each, Outcome.DROPPED) for each in positions]
+        return ticket
+
+    def clear(self) -> None:
+        """Nothing: what is there is its owner's to clear, who is asked as well."""
+
+    def cancel(self, ticket: int) -> None:
+        self._link.cancel([job for job, (of, *_) in self._jobs.items() if of == ticket])
+
+    def poll(self) -> list[BlockResult]:
+        for job in self._link.poll():
+            ticket, position, folder, record = self._jobs.pop(job)
+            (outcome,) = job.outcomes
+            if outcome is Outcome.DONE:
+                self._traffic.add(job.size, job.seconds, writes=False)
+            elif outcome is not Outcome.DROPPED:
+                folder.drop(record)
+            self._results.append(BlockResult(ticket, position, outcome))
+        results, self._results = self._results, []
+        return results
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        ended = self._link.close(CLOSE_SECONDS)
+        if ended:
+            for folder in self._folders.values():
+                folder.close()
+        self._folders.clear()
+        return ended
+
+    def _find(self, key: bytes) -> tuple[FollowedFolder, Record] | None:
+        name = disk_key(key)
+        for folder in self._folders.values():
+            record = folder.find(name)
+            if record is not None:
+                return folder, record
+        return None
+
+    def _look(self) -> None:
+        """Take in what owners have written since the last look."""
+        for root in self._roots:
+            for number in range(directory.MAX_OWNERS):
+                path = directory.path_of(root, self._fingerprint, number)
+                if path not in self._folders and not os.path.isdir(path):
+                    break
+                self._look_at(path)
+        self._next_look = time.monotonic() + LOOK_SECONDS
+
+    def _look_at(self, path: str) -> None:
+        try:
+            if path not in self._folders:
+                self._folders[path] = FollowedFolder(path, self._slot_bytes, self._files)
+            there = self._folders[path].look()
+        except OSError as error:
+            if path not in self._refused:
+                reason = reason_of(error)
+                logger.warning("cannot read %s: %s; blocks in it are computed", path, reason)
+            self._refused.add(path)
+            there = False
+        if not there and path in self._folders and not self._jobs:
+            self._folders.pop(path).close()
+
+
+def _read(folder: FollowedFolder, record: Record, buffer: memoryview) -> list[Outcome]:
+    return [folder.read(record, buffer)]
