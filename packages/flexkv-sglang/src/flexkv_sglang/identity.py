@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes the bytes of a block what they are, apart from its key: model, weights, engine.
+
+Blocks on disk outlive the engine. They are found again only if all of this is the same. SGLang's
+page hashes stand for the tokens and, by `extra_key` and `cache_salt`, for the tenant and the LoRA
+adapter; they know nothing of what is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexkv.adapter.weights import digest, file_stamps, weight_files, weights_in
+
+logger = logging.getLogger("flexkv.sglang")
+
+_NAMED = (
+    "model_path",
+    "revision",
+    "dtype",
+    "quantization",
+    "load_format",
+    "kv_cache_dtype",
+    "quantization_param_path",
+    "torchao_config",
+    "attention_backend",
+    "prefill_attention_backend",
+    "page_size",
+)
+"""Settings of SGLang that decide the bytes of a page."""
+
+
+def model_identity(settings: Any, model: Any, version: str) -> list[str]:
+    """What goes into the fingerprint. Reads names and times of the model's files, not them.
+
+    Args:
+        settings: of SGLang, as resolved.
+        model: SGLang's configuration of the model.
+        version: of SGLang: the inner layout of a page is its own, and may change.
+    """
+    stamps = file_stamps(weight_files(str(settings.model_path), settings.revision))
+    seed = [str(settings.random_seed)] if _is_dummy(settings) else []
+    return [
+        "sglang",
+        version,
+        *(f"{name} {getattr(settings, name, None)}" for name in _NAMED),
+        *_cpu_traits(settings),
+        digest([model.hf_config.to_json_string()]),
+        digest([*seed, *stamps]),
+        digest(_adapters(settings.lora_paths or ())),
+    ]
+
+
+def outlives_process(settings: Any) -> bool:
+    """Whether blocks on disk mean the same to the next process. If not, logs why."""
+    if _is_dummy(settings) or weight_files(str(settings.model_path), settings.revision):
+        return True
+    logger.warning(
+        "FlexKV finds no weights of %r on this machine, neither in a directory nor in the "
+        "Hugging Face cache, and cannot tell when they change: no block is kept on disk",
+        settings.model_path,
+    )
+    return False
+
+
+def _adapters(references: Iterable[Any]) -> list[str]:
+    """What tells LoRA adapters of the command line from others of their names and paths: SGLang
+    derives their ids from these, so that an adapter trained anew would have the old one's blocks.
+    An adapter that is loaded later has an id of its own."""
+    parts = []
+    for reference in references:
+        path = Path(str(reference.lora_path))
+        # Weights that are nowhere on this machine are not known to be the same in the next process.
+        files = weights_in(path) if path.exists() else []
+        known = file_stamps(files) or [secrets.token_hex()]
+        parts += [str(reference.lora_name), str(path), *known]
+    return parts
+
+
+def _is_dummy(settings: Any) -> bool:
+    return str(settings.load_format) == "dummy"
+
+
+def _cpu_traits(settings: Any) -> list[str]:
+    """SGLang's CPU kernels may choose by the instructions that there are."""
+    return [torch.backends.cpu.get_cpu_capability()] if settings.device == "cpu" else []
