@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HiCache's host pools: where the bytes of a page are, and what they are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from flexkv.errors import LayoutError
+from flexkv.layout.block_format import SLOT_ALIGNMENT
+
+_GEOMETRY = (
+    "layout",
+    "dtype",
+    "page_size",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "storage_format_tag",
+)
+"""What SGLang's pools say of themselves, those that have it."""
+
+
+class HostPool(Protocol):
+    """What is used of SGLang's `HostKVCache`.
+
+    Attributes:
+        page_size: tokens of a page.
+        layout: such as `page_first`.
+    """
+
+    page_size: int
+    layout: str
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of the pieces of pages, given by the indices of all their tokens:
+        as many pieces for each page, one page after the other."""
+        ...
+
+
+class PagePool:
+    """The pages of one pool.
+
+    Args:
+        name: SGLang's.
+        pool: borrowed; its memory stays where it is.
+
+    Attributes:
+        name: as given.
+        page_tokens: tokens of a page.
+        page_bytes: bytes of a page, all pieces together.
+        slot_bytes: bytes of a block that holds a page.
+        traits: what the bytes of a page mean, apart from the model and the rank.
+
+    Raises:
+        LayoutError: the pool does not say where its pages are.
+    """
+
+    def __init__(self, name: str, pool: HostPool) -> None:
+        self.name = name
+        self._pool = pool
+        self.page_tokens = int(pool.page_size)
+        self._pieces = self._describe()
+        self.page_bytes = sum(self._pieces)
+        self.slot_bytes = -(-self.page_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.traits = [
+            name,
+            type(pool).__name__,
+            *(f"{trait} {getattr(pool, trait, None)}" for trait in _GEOMETRY),
+            f"pieces {self._pieces}",
+        ]
+
+    def at(self, indices: torch.Tensor, pages: int) -> Pages:
+        """Where `pages` pages are, given by the indices of all their tokens.
+
+        Raises:
+            ValueError: there are more or fewer of them, or their pieces have other sizes.
+        """
+        if indices.numel() != pages * self.page_tokens:
+            raise ValueError(
+                f"{indices.numel()} indices for {pages} pages of {self.page_tokens} tokens"
+            )
+        addresses, sizes = self._pool.get_page_buffer_meta(indices)
+        if tuple(sizes) != self._pieces * pages:
+            raise ValueError(f"pages of {self.name} have pieces of other sizes than at the start")
+        count = len(self._pieces)
+        starts = range(0, len(addresses), count)
+        return Pages([addresses[start : start + count] for start in starts], self._pieces)
+
+    def _describe(self) -> tuple[int, ...]:
+        """Sizes of the pieces of a page."""
+        first = torch.arange(self.page_tokens, dtype=torch.int64)
+        allowed = "allowed: a layout by which HiCache finds pages, such as page_first"
+        where = f"HiCache's pool {self.name!r} ({type(self._pool).__name__}, {self._pool.layout})"
+        try:
+            found: Any = self._pool.get_page_buffer_meta(first)
+        except (AttributeError, NotImplementedError, ValueError) as error:
+            raise LayoutError(f"{where} cannot be stored: {error}; {allowed}") from None
+        if not found or not found[0] or sum(found[1]) == 0:
+            raise LayoutError(f"{where} has no pages of its own; {allowed}")
+        return tuple(map(int, found[1]))
+
+
+class Pages:
+    """Some pages of a pool; copies them to and from blocks.
+
+    Args:
+        addresses: of the pieces of each page.
+        sizes: of the pieces of a page, in bytes.
+    """
+
+    def __init__(self, addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        self._addresses = addresses
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        self._pieces = [(begin, end - begin) for begin, end in pairwise([0, *ends])]
+
+    def copy_out(self, page: int, block: memoryview) -> None:
+        """Copy a page into a block; what lies behind it there stays."""
+        base = _address_of(block)
+        for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
+            ctypes.memmove(base + offset, address, size)
+
+    def copy_in(self, page: int, block: memoryview) -> None:
+        """Copy a block into a page."""
+        base = _address_of(block)
+        for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
+            ctypes.memmove(address, base + offset, size)
+
+
+def _address_of(block: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))

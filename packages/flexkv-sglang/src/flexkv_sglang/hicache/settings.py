@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's settings as `--hicache-storage-backend-extra-config` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flexkv.config import CacheConfig
+from flexkv.config_sources import load_config
+from flexkv.errors import ConfigError
+
+_SOURCE = "--hicache-storage-backend-extra-config"
+_PAGES = "interface_v1"
+_OF_SGLANG = {"backend_name", "module_path", "class_name", _PAGES, "allocator"}
+
+
+def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None) -> CacheConfig:
+    """The settings in force.
+
+    Args:
+        extra: what SGLang's command line gives the backend: its own keys, and settings.
+        environ: the environment; `os.environ` if None.
+
+    Raises:
+        ConfigError: a setting is not allowed, or SGLang would not ask by pages.
+    """
+    if not extra.get(_PAGES):
+        raise ConfigError(
+            f"{_PAGES} is {extra.get(_PAGES)!r} in {_SOURCE}; allowed: 1, by which HiCache says "
+            f"where its pages are"
+        )
+    values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+    return load_config(values, _SOURCE, environ)

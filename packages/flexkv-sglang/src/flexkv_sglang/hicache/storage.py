@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage backend that SGLang loads by name:
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "flexkv", "interface_v1": 1,
+      "module_path": "flexkv_sglang.hicache.storage", "class_name": "FlexKVStorage"}'
+
+Further keys of that JSON are FlexKV's settings. SGLang calls from its scheduler and from threads
+of its own, and waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from flexkv.adapter.guard import Edge
+from flexkv.config import GIB, configure_logging
+from flexkv.config_sources import log_ignored_variables
+from flexkv_sglang.hicache.engine import (
+    check_engine,
+    engine_copies,
+    keeps_on_disk,
+    model_traits,
+)
+from flexkv_sglang.hicache.hits import Hit, Need, PoolPages, find_hit, leading
+from flexkv_sglang.hicache.place import Place
+from flexkv_sglang.hicache.settings import read_settings
+from flexkv_sglang.hicache.stores import PoolStores
+
+_KV = str(PoolName.KV)
+_MOST_CALLS = 1024
+"""Calls whose figures wait for SGLang to fetch them."""
+
+
+class FlexKVStorage(HiCacheStorage):
+    """Keeps HiCache's pages on disk. After the start nothing is raised: a failure is a miss.
+
+    Args:
+        config: HiCache's own: ranks, and `extra_config` with FlexKV's settings.
+        options: of SGLang's loader; none are known.
+
+    Raises:
+        FlexKVError: a setting, SGLang's version or the way in which it shares out pages is not
+            allowed.
+    """
+
+    def __init__(self, config: HiCacheStorageConfig, options: dict[str, Any]) -> None:
+        settings = read_settings(config.extra_config or {}, None)
+        configure_logging(settings)
+        log_ignored_variables()
+        check_engine()
+        self._edge = Edge()
+        self._counts = bool(config.enable_storage_metrics)
+        self._reads: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
+        self._writes: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
+        self._stores: PoolStores | None = None
+        if settings.enable and keeps_on_disk():
+            place = Place.of(config, engine_copies())
+            self._stores = PoolStores(settings, place, model_traits(), self._edge)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, _KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._stores is not None:
+            self._stores.add(str(host_pool_name), host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Releases from 0.5.23 on say when all pools are known. Others begin to ask."""
+        if self._stores is not None:
+            self._stores.open()
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        return leading(self._contains(_KV, keys))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        hit = Hit(0, {}, [])
+        with self._edge.guard("batch_exists_v2", "pages count as missing"):
+            others = {
+                str(transfer.name): PoolPages(
+                    Need(transfer.hit_policy.value),
+                    self._contains(str(transfer.name), keys),
+                    max(1, len(transfer.keys or ())),
+                )
+                for transfer in pool_transfers or ()
+            }
+            hit = find_hit(_KV, self._contains(_KV, keys), others)
+        return PoolTransferResult(hit.pages, dict(hit.by_pool), hit.restorable)
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._get(_KV, keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._set(_KV, keys, host_indices)
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {
+            each.name: self._get(str(each.name), each.keys or [], each.host_indices)
+            for each in transfers
+        }
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return {
+            each.name: self._set(str(each.name), each.keys or [], each.host_indices)
+            for each in transfers
+        }
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Nothing: `interface_v1`, which is demanded at start, has HiCache ask by pages."""
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Nothing, as `get`."""
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Keeps nothing, as `get` finds nothing."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Keeps nothing, as `get` finds nothing."""
+        return False
+
+    def clear(self) -> None:
+        if self._stores is not None:
+            self._stores.clear()
+
+    def close(self) -> None:
+        """Write what waits, and give the folders back."""
+        if self._stores is not None:
+            self._stores.close()
+
+    def get_stats(self) -> Any:
+        """SGLang's `StorageMetrics`: pages and GiB/s of each call since the last time."""
+        if not self._counts:
+            return None
+        reads = [self._reads.popleft() for _ in range(len(self._reads))]
+        writes = [self._writes.popleft() for _ in range(len(self._writes))]
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in reads],
+            prefetch_bandwidth=[rate for _, rate in reads],
+            backup_pgs=[pages for pages, _ in writes],
+            backup_bandwidth=[rate for _, rate in writes],
+        )
+
+    def _contains(self, pool: str, keys: Sequence[str]) -> list[bool]:
+        if self._stores is None:
+            return [False] * len(keys)
+        return self._stores.contains(pool, keys)
+
+    def _get(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        if self._stores is None:
+            return [False] * len(keys)
+        begin = time.monotonic()
+        read = self._stores.get(pool, keys, indices)
+        self._count(self._reads, pool, leading(read), begin)
+        return read
+
+    def _set(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        if self._stores is None:
+            return [False] * len(keys)
+        begin = time.monotonic()
+        written = self._stores.set(pool, keys, indices)
+        self._count(self._writes, pool, leading(written), begin)
+        return written
+
+    def _count(self, calls: deque[tuple[int, float]], pool: str, pages: int, begin: float) -> None:
+        if self._counts and pages and self._stores is not None:
+            size = pages * self._stores.page_bytes(pool)
+            calls.append((pages, size / GIB / max(time.monotonic() - begin, 1e-9)))

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of host pools over real files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
+
+from flexkv.adapter.guard import Edge
+from flexkv.config import CacheConfig
+from flexkv.errors import ConfigError, DiskError
+from flexkv_sglang.hicache.place import Place
+from flexkv_sglang.hicache.stores import PoolStores
+
+ONE = Place(tp=(0, 1), pp=(0, 1), cp=(0, 1), replicated=False, copies=1)
+MODEL = ("a model",)
+KEYS = [f"{number:064x}" for number in range(PAGES)]
+
+
+def rank(number: int, replicated: bool = False) -> Place:
+    return Place(tp=(number, 2), pp=(0, 1), cp=(0, 1), replicated=replicated, copies=1)
+
+
+@contextmanager
+def stores(
+    root: Path, pool: Any, place: Place = ONE, model: Any = MODEL, **others: Any
+) -> Iterator[PoolStores]:
+    """Stores with 1 MiB for each pool, all of one size."""
+    pools = {"kv": pool, **others}
+    gib = len(pools) * place.owners("kv") / 1024
+    config = CacheConfig(
+        ssd_cache_gb=gib, ssd_cache_dir=(str(root),), ssd_timeout_seconds=60.0, ssd_in_use="error"
+    )
+    made = PoolStores(config, place, model, Edge())
+    for name, each in pools.items():
+        made.add(name, each)
+    made.open()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.01)
+
+
+def full(kind: str = "page_first", seed: int = 0) -> Any:
+    pool = MAKERS[kind]()
+    fill(pool, seed)
+    return pool
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_pages_come_back_after_a_restart_to_other_places(tmp_path: Path, kind: str) -> None:
+    before, after = full(kind), MAKERS[kind]()
+    with stores(tmp_path, before) as first:
+        assert first.set("kv", KEYS[:3], tokens_of(4, 7, 2)) == [True] * 3
+    with stores(tmp_path, after) as second:
+        assert second.contains("kv", KEYS[:4]) == [True, True, True, False]
+        assert second.get("kv", KEYS[:3], tokens_of(0, 1, 9)) == [True] * 3
+    for there, here in ((0, 4), (1, 7), (9, 2)):
+        assert torch.equal(after.page(there), before.page(here))
+    assert after.page(3).count_nonzero() == 0
+
+
+def test_a_read_stops_at_the_first_page_that_is_missing(tmp_path: Path) -> None:
+    pool = full()
+    with stores(tmp_path, pool) as kept:
+        kept.set("kv", [KEYS[0]], tokens_of(0))
+        kept.set("kv", [KEYS[2]], tokens_of(2))
+        assert kept.get("kv", KEYS[:3], tokens_of(3, 4, 5)) == [True, False, False]
+
+
+@pytest.mark.parametrize("changed", ["data", "table"])
+def test_a_wrong_byte_on_disk_is_a_miss(tmp_path: Path, changed: str) -> None:
+    pool, after = full(), MhaPool("page_first")
+    with stores(tmp_path, pool) as first:
+        first.set("kv", KEYS, tokens_of(*range(PAGES)))
+    (path,) = tmp_path.rglob("slab-00000" if changed == "data" else "table")
+    content = bytearray(path.read_bytes())
+    spots = range(100, len(content), 4096) if changed == "data" else range(8192, len(content), 64)
+    for spot in spots:
+        content[spot] ^= 1
+    path.write_bytes(content)
+    with stores(tmp_path, after) as second:
+        assert second.get("kv", KEYS, tokens_of(*range(PAGES))) == [False] * PAGES
+        assert second.contains("kv", KEYS) == [False] * PAGES
+    assert after.kv_buffer.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": ("another model",)},
+        {"pool": MhaPool("layer_first")},
+        {"place": rank(0)},
+    ],
+)
+def test_other_pages_are_not_found(tmp_path: Path, change: dict[str, Any]) -> None:
+    with stores(tmp_path, full()) as first:
+        first.set("kv", KEYS[:1], tokens_of(1))
+    with stores(tmp_path, change.pop("pool", full()), **change) as second:
+        assert second.contains("kv", KEYS[:1]) == [False]
+
+
+def test_ranks_keep_their_pages_beside_each_other(tmp_path: Path) -> None:
+    pools = [full(seed=number) for number in (1, 2)]
+    back = [MhaPool("page_first") for _ in pools]
+    with stores(tmp_path / "alone", full()) as alone:
+        slots = alone.figures()["kv"].slots
+    with stores(tmp_path, pools[0], rank(0)) as zero, stores(tmp_path, pools[1], rank(1)) as one:
+        for kept in (zero, one):
+            assert kept.set("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
+            assert kept.figures()["kv"].slots == slots  # of twice the space in all
+    for number, pool in enumerate(back):
+        with stores(tmp_path, pool, rank(number)) as kept:
+            assert kept.get("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
+        assert torch.equal(pool.page(1), pools[number].page(1))
+
+
+def test_ranks_with_the_same_pages_read_what_one_has_written(tmp_path: Path) -> None:
+    written, read = full("mla"), MlaPool()
+    with (
+        stores(tmp_path, written, rank(0, replicated=True)) as zero,
+        stores(tmp_path, read, rank(1, replicated=True)) as one,
+    ):
+        assert one.contains("kv", KEYS[:1]) == [False]
+        assert one.set("kv", KEYS[:1], tokens_of(0)) == [False]
+        assert zero.set("kv", KEYS[:2], tokens_of(3, 4)) == [True, True]
+        until(lambda: one.contains("kv", KEYS[:2]) == [True, True])
+        assert one.get("kv", KEYS[:2], tokens_of(1, 0)) == [True, True]
+    assert torch.equal(read.page(1), written.page(3))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_two_engines_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (
+        stores(tmp_path, full()),
+        pytest.raises(DiskError, match="in use by process"),
+        stores(tmp_path, full()),
+    ):
+        pass
+
+
+def test_copies_of_an_engine_have_folders_of_their_own(tmp_path: Path) -> None:
+    copy = Place(tp=(0, 1), pp=(0, 1), cp=(0, 1), replicated=False, copies=2)
+    with stores(tmp_path, full(), copy) as one, stores(tmp_path, full(), copy) as two:
+        assert one.set("kv", KEYS[:1], tokens_of(0)) == [True]
+        assert two.contains("kv", KEYS[:1]) == [False]
+
+
+def test_pools_have_their_own_pages_under_one_key(tmp_path: Path) -> None:
+    kv, state = full(), full("page_head", seed=5)
+    with stores(tmp_path, kv, mamba=state) as kept:
+        assert kept.set("kv", KEYS[:1], tokens_of(0)) == [True]
+        assert kept.contains("mamba", KEYS[:1]) == [False]
+        assert kept.set("mamba", KEYS[:1], tokens_of(3)) == [True]
+        assert kept.get("mamba", KEYS[:1], tokens_of(4)) == [True]
+    assert torch.equal(state.page(4), state.page(3))
+
+
+def test_a_full_disk_keeps_within_its_bound(tmp_path: Path) -> None:
+    pool = full()
+    with stores(tmp_path, pool) as kept:
+        slots = kept.figures()["kv"].slots
+        for number in range(slots + 20):
+            assert kept.set("kv", [f"{number:064x}"], tokens_of(number % PAGES)) == [True]
+        figures = kept.figures()["kv"]
+        assert (figures.blocks, figures.evicted_blocks) == (slots, 20)
+        assert kept.contains("kv", [f"{19:064x}", f"{20:064x}"]) == [False, True]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_blocks * 512 for path in files) <= 1 << 20
+
+
+def test_cleared_pages_are_gone_after_a_restart_too(tmp_path: Path) -> None:
+    with stores(tmp_path, full()) as first:
+        first.set("kv", KEYS[:1], tokens_of(0))
+        first.clear()
+        assert first.contains("kv", KEYS[:1]) == [False]
+    with stores(tmp_path, full()) as second:
+        assert second.contains("kv", KEYS[:1]) == [False]
+
+
+def test_nothing_is_found_once_it_is_closed(tmp_path: Path) -> None:
+    with stores(tmp_path, full()) as kept:
+        kept.set("kv", KEYS[:1], tokens_of(0))
+        kept.close()
+        kept.close()
+        assert kept.contains("kv", KEYS[:1]) == [False]
+        assert kept.get("kv", KEYS[:1], tokens_of(1)) == [False]
+        assert kept.set("kv", KEYS[:1], tokens_of(1)) == [False]
+        kept.clear()
+
+
+def test_a_pool_that_comes_late_misses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with stores(tmp_path, full()) as kept:
+        kept.add("mamba", MlaPool())
+        assert kept.set("mamba", KEYS[:1], tokens_of(0)) == [False]
+        assert kept.set("kv", KEYS[:1], tokens_of(0)) == [True]
+    assert "'mamba' came too late" in caplog.text
+
+
+def test_what_goes_wrong_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with stores(tmp_path, full()) as kept:
+        assert kept.set("kv", KEYS[:2], tokens_of(0)) == [False, False]
+        assert kept.get("kv", KEYS[:2], tokens_of(0)) == [False, False]
+        assert kept.get("kv", KEYS[:2], None) == [False, False]
+        assert kept.contains("kv", KEYS[:1]) == [False]
+    assert "indices for 2 pages" in caplog.text
+
+
+def test_a_folder_that_cannot_be_opened_later_is_a_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    config = CacheConfig(ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "file"),))
+    kept = PoolStores(config, ONE, MODEL, Edge())
+    kept.add("kv", full())
+    for _ in range(2):
+        assert kept.set("kv", KEYS[:1], tokens_of(0)) == [False]
+    assert caplog.text.count("error in set") == 1
+
+
+def test_a_backend_without_a_disk_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ssd_cache_gb and ssd_cache_dir are not set; allowed"):
+        PoolStores(CacheConfig(), ONE, MODEL, Edge())
