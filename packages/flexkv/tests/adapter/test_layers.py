@@ -71,3 +71,16 @@ def test_layers_are_spread_evenly() -> None:
     assert [len(part) for part in split.planes] == [2, 3, 2, 3, 2, 3, 2, 3]
     assert split.last["l0"] == 0
     assert split.last["l19"] == 7
+
+
+def test_a_layer_of_two_tensors_has_all_when_the_second_is_there() -> None:
+    def tensor(layer: int, base: int) -> TensorView:
+        return TensorView(f"layer{layer}", base, (BLOCKS, 64), (64, 1), 1)
+
+    views = [
+        tensor(layer, 4096 * (1 + 2 * layer + part)) for layer in range(3) for part in range(2)
+    ]
+    layout = KVLayout.from_tensors(views, BLOCKS)
+    split = split_layers(layout.place(1), layout.starts)
+    assert split.planes == (range(2), range(2, 4), range(4, 6))
+    assert split.last == {"layer0": 0, "layer1": 1, "layer2": 2}

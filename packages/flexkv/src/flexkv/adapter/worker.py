@@ -95,6 +95,11 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
 
+    @property
+    def session(self) -> Session:
+        """As given; whoever has the cache in the same process needs it. Closed by `close`."""
+        return self._session
+
     def calibrate(self, engine_blocks: int) -> None:
         """See `RankCopies.calibrate`."""
         self._copies.calibrate(engine_blocks)
@@ -107,6 +112,11 @@ class WorkerSide:
                 continue
             status = self._copies.wait_for_end(ticket, "a store of a preempted request's blocks")
             self._figures.end(ticket, status)
+
+    def drain(self) -> None:
+        """Wait until nothing that was ordered reads or writes the engine's blocks any more."""
+        self._layerwise.end()
+        self.fence(StepOrders(fences=list(self._stores)))
 
     def stop_copying(self) -> None:
         """In place of `fence`, which failed: copies end, now and for good. Once one of them has

@@ -54,7 +54,7 @@ class KVLayout:
         by_head: whether `heads` are KV heads.
         geometry: what the bytes of one head mean. Equal geometries hold the same at the same
             places.
-        starts: by the name of each tensor, where its pieces of block 0 begin, of all heads.
+        starts: by the name of the tensors, where their pieces of block 0 begin, of all heads.
         owners: of the tensors' memory; see `TensorView`.
     """
 
@@ -108,7 +108,8 @@ class KVLayout:
             views: one view per layer (or per packed group of layers), in the engine's order. A
                 tensor that several layers share may appear several times and counts once. So do
                 pages of different kinds of layers that begin at the same addresses, of which a
-                block holds one or the other: they are as long as the longest, and opaque.
+                block holds one or the other: they are as long as the longest, and opaque. Tensors
+                of one name belong to one layer.
             num_blocks: blocks that the engine hands out. One dimension of every tensor has this
                 extent, or a multiple of it where the engine's kernels use smaller blocks.
 
@@ -130,7 +131,8 @@ class KVLayout:
                 names |= dict.fromkeys(own_planes, view.name)
             heads_of_view = head_planes(view, num_blocks) or ()
             pieces = (piece for head in (planes, *heads_of_view) for piece in head)
-            starts[view.name] = frozenset(piece.base for piece in pieces)
+            begins = frozenset(piece.base for piece in pieces)
+            starts[view.name] = starts.get(view.name, frozenset()) | begins
         if not own:
             raise LayoutError("the engine registered no KV cache tensors; allowed: 1 or more")
         pages = _longest(names)
