@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes that waiting requests need and a lower tier reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexkv import KVCache
+from flexkv.transfer.fetch import Fetch
+
+
+class AwaitedPrefixes:
+    """The fetches of one engine's requests, one at most for each.
+
+    Args:
+        cache: of the engine.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._fetches: dict[str, Fetch] = {}
+
+    def begin(self, rid: str, keys: Sequence[bytes], found: int) -> None:
+        """Have lower tiers read what they have of a prefix, unless they do so already.
+
+        Args:
+            rid: the request.
+            keys: that it looks for.
+            found: how many of them are in host memory, from the first on.
+        """
+        if found == len(keys) or rid in self._fetches or not self._cache.has_lower_tiers:
+            return
+        fetch = self._cache.fetch(keys)
+        if fetch is not None:
+            self._fetches[rid] = fetch
+
+    def held(self, rids: Sequence[str]) -> list[bool]:
+        """Which of these requests wait for something that may still come; all others that have
+        waited are gone."""
+        for rid in self._fetches.keys() - set(rids):
+            self.end(rid)
+        fetches = self._fetches
+        return [rid in fetches and not fetches[rid].done for rid in rids]
+
+    def count(self, rid: str, keys: Sequence[bytes]) -> int:
+        """How many of these blocks a lower tier has read for the request."""
+        fetch = self._fetches.get(rid)
+        return 0 if fetch is None else len(set(fetch.awaited).intersection(keys))
+
+    def end(self, rid: str) -> None:
+        """The request has what it wanted, or wants nothing any more. Idempotent."""
+        fetch = self._fetches.pop(rid, None)
+        if fetch is not None:
+            self._cache.end_fetch(fetch)
+
+    def end_all(self) -> None:
+        """No request waits any more."""
+        for rid in list(self._fetches):
+            self.end(rid)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which SGLang this is, and what FlexKV uses of it. Imports nothing of SGLang by itself."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+from flexkv.errors import EngineVersionError
+
+OLDEST = (0, 5, 23)
+NEWEST = (0, 5, 23)
+"""Releases with which the external linker has run."""
+
+_USED = {
+    "sglang.srt.arg_groups.resolution_hooks": ("register_resolution_hook",),
+    "sglang.srt.arg_groups.overrides": ("declare_resolution", "resolving_view"),
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker": (
+        "UnifiedCacheLinker.lookup",
+        "UnifiedCacheLinker.load",
+        "UnifiedCacheLinker.start_layer_wise_loading",
+        "UnifiedCacheLinker.finish_layer_wise_loading",
+        "UnifiedCacheLinker.cancel_queued_load",
+        "UnifiedCacheLinker.offload",
+        "UnifiedCacheLinker.num_completed_offloads",
+        "UnifiedCacheLinker.pop_completed_offload",
+    ),
+    "sglang.srt.managers.scheduler": ("Scheduler._get_new_batch_prefill_raw",),
+}
+"""Names that FlexKV calls or replaces, by module."""
+
+
+def sglang_version() -> str:
+    """SGLang's own version string."""
+    version: str = importlib.import_module("sglang").__version__
+    return version
+
+
+def check_version(allow_untested: bool, version: str) -> None:
+    """Refuse an SGLang that is older than the supported range, or newer and lacks what FlexKV uses.
+
+    Args:
+        allow_untested: the setting `allow_untested_engine`.
+        version: SGLang's own.
+
+    Raises:
+        EngineVersionError: names the version, what is missing, the range, and how to override.
+    """
+    release = _release(version)
+    if allow_untested or OLDEST <= release <= NEWEST:
+        return
+    missing = missing_names() if release > NEWEST else []
+    if release > NEWEST and not missing:
+        return
+    lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+    oldest = ".".join(map(str, OLDEST))
+    raise EngineVersionError(
+        f"SGLang {version} is installed; allowed with --enable-flexkv: {oldest}, a newer one that "
+        f"has all that FlexKV uses, or with allow_untested_engine=true "
+        f"(FLEXKV_ALLOW_UNTESTED_ENGINE=1) any that has an external linker{lacks}"
+    )
+
+
+def missing_names() -> list[str]:
+    """Names of SGLang that FlexKV uses and this one lacks."""
+    missing = []
+    for module, names in _USED.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            missing.append(module)
+            continue
+        for name in names:
+            holder: object = found
+            for part in name.split("."):
+                holder = getattr(holder, part, None)
+            if holder is None:
+                missing.append(f"{module}.{name}")
+    return missing
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major, minor and patch number; zeros if there are none."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else (0, 0, 0)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FlexKV adds to SGLang's own classes, in the scheduler's process and once a linker runs.
+
+SGLang's linker has no word for "not yet". A request whose prefix is on disk would be computed while
+the disk reads. So it is kept out of sight of the scheduler until the blocks are in host memory;
+other requests are scheduled meanwhile. SGLang does the same for its own storage backends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from flexkv.adapter.guard import Edge
+from flexkv_sglang.side import RankSide
+
+logger = logging.getLogger("flexkv.sglang")
+
+_LOOKAHEAD = 64
+"""Waiting requests that are looked up before it is their turn, so that disks read for them while
+others compute: more than a batch of prompts, few enough to cost a step little."""
+
+_ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATES = ("disk", "distributed", "tensor", "ipc")
+
+_sides: list[RankSide] = []
+_edge = Edge()
+
+
+def serve(side: RankSide) -> None:
+    """Have SGLang's classes ask this side. Idempotent for the classes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not _sides:
+        HookRegistry.register(_ADMISSION, schedule, HookType.AROUND)
+        for source in _UPDATES:
+            name = f"{_UPDATER}.update_weights_from_{source}"
+            HookRegistry.register(name, update_weights, HookType.AROUND)
+        HookRegistry.apply_hooks()
+    _sides.append(side)
+
+
+def leave(side: RankSide) -> None:
+    """Ask this side no more."""
+    if side in _sides:
+        _sides.remove(side)
+
+
+def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang looks for prompts to compute: keep those out of its sight that wait for a disk."""
+    side = next((each for each in _sides if each.may_wait), None)
+    if side is None:
+        return original(scheduler, *args, **kwargs)
+    queue = scheduler.waiting_queue
+    held: list[bool] = []
+    with _edge.guard("waiting for a disk", "requests are computed without"):
+        held = _held(side, scheduler)
+    if not any(held):
+        return original(scheduler, *args, **kwargs)
+    waiting = {id(request) for request, waits in zip(queue, held, strict=True) if waits}
+    scheduler.waiting_queue = [each for each in queue if id(each) not in waiting]
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        left = {id(request) for request in scheduler.waiting_queue}
+        known = {id(request) for request in queue}
+        # In SGLang's order; what it put back into its queue comes last, as it does there.
+        scheduler.waiting_queue = [
+            *(each for each in queue if id(each) in waiting or id(each) in left),
+            *(each for each in scheduler.waiting_queue if id(each) not in known),
+        ]
+
+
+def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model gets other weights: what is stored was computed by the old ones."""
+    try:
+        return original(updater, *args, **kwargs)
+    finally:
+        for side in _sides:
+            side.weights_changed()
+
+
+def _held(side: RankSide, scheduler: Any) -> list[bool]:
+    """Which requests of the queue wait. New ones are looked up here, which begins to read."""
+    queue = scheduler.waiting_queue
+    for request in queue[:_LOOKAHEAD]:
+        if side.is_new(request.rid):
+            request.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    return side.held([request.rid for request in queue])

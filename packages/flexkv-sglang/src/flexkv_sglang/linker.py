@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's external linker: its KV pool beside FlexKV's host memory, with no second host tier.
+
+SGLang makes one in each of its schedulers. What it does is in `side`; here are SGLang's types and
+calls, and nothing here raises once it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from flexkv import ConfigError, LayoutError
+from flexkv.config import configure_logging
+from flexkv.config_sources import log_ignored_variables
+from flexkv_sglang import hooks
+from flexkv_sglang.compat import check_version, sglang_version
+from flexkv_sglang.layer_counter import LayerCounter
+from flexkv_sglang.pages import describe_pages
+from flexkv_sglang.ranks import ranks_of
+from flexkv_sglang.settings import read_settings
+from flexkv_sglang.side import RankSide
+from flexkv_sglang.start import Engine, start_rank
+from flexkv_sglang.support import check_cache, check_settings
+
+logger = logging.getLogger("flexkv.sglang")
+
+FLUSH_SECONDS = 2.5
+"""How long blocks that wait for a disk may be written when SGLang ends on its own."""
+
+
+class FlexKVLinker(UnifiedCacheLinker):
+    """FlexKV behind SGLang's interface; see there for what each method is called for.
+
+    Raises:
+        FlexKVError: a setting, SGLang's version, its configuration or its pools are not allowed.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: set[Any],
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        config = read_settings(extra_config or {})
+        if not config.enable:
+            raise ConfigError("enable is False (ENABLE_FLEXKV); allowed with FlexKV's linker: True")
+        configure_logging(config)
+        log_ignored_variables()
+        settings, model = resolving_view(server_args), model_config_of(server_args)
+        version = sglang_version()
+        check_version(config.allow_untested_engine, version)
+        check_settings(settings)
+        check_cache(components, params)
+        self.forward_stream = forward_stream
+        self._page_size: int = params.page_size
+        ranks = ranks_of(params.attn_tp_cache_group or params.tp_cache_group)
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        heads = 1 if model.attention_arch == AttentionArch.MLA else model.get_total_num_kv_heads()
+        pages = describe_pages(pool, self._page_size, heads=heads, ranks=ranks.count)
+        self.side: RankSide = start_rank(
+            config,
+            Engine(settings, model, version, self._page_size, bool(params.is_eagle)),
+            pages,
+            ranks,
+        )
+        self.pools = {PoolName.KV: pool}
+        self.layer_done_counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
+        device = next(iter(pages.tensors.values())).device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        hooks.serve(self.side)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        return self.side.lookup(rid, _of_kv(transfers).keys)
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        transfer = _of_kv(transfers)
+        pages = self._pages(transfer.device_indices)
+        return pages is not None and self.side.load(rid, transfer.keys, pages)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self.side.cancel(rid)
+
+    def start_layer_wise_loading(self) -> int:
+        with self._after_forward():
+            return self.side.start_batch()
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self.side.finish_batch()
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        transfer = _of_kv(transfers)
+        pages = self._pages(transfer.device_indices)
+        if pages is None:
+            return False
+        with self._after_forward():
+            self.side.offload(transfer.keys, pages)
+        return True
+
+    def num_completed_offloads(self) -> int:
+        return self.side.ended_offloads()
+
+    def pop_completed_offload(self) -> bool:
+        return self.side.take_offload()
+
+    def reset(self) -> None:
+        self.side.reset()
+
+    def close(self) -> None:
+        hooks.leave(self.side)
+        self.side.close(FLUSH_SECONDS)
+
+    def _pages(self, slots: torch.Tensor) -> list[int] | None:
+        """The pages of token slots; None if they are no whole pages. The same on all ranks, whose
+        allocators go in step."""
+        size = self._page_size
+        rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
+        steps = torch.arange(size, device=slots.device)
+        if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):
+            logger.error("SGLang named %d slots that are no whole pages: skipped", slots.numel())
+            return None
+        pages: list[int] = (rows[:, 0] // size).tolist()
+        return pages
+
+    def _after_forward(self) -> AbstractContextManager[object]:
+        """Within, copies wait for all work that SGLang has given to the device so far: it may still
+        write what is stored, or read what the loaded pages held before."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self.forward_stream is not None:
+            self._stream.wait_stream(self.forward_stream)
+        after: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return after
+
+
+def _of_kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
+    """The transfer of full attention's pages, the only ones that there are; see `check_cache`."""
+    (transfer,) = transfers
+    if transfer.name != PoolName.KV:
+        raise LayoutError(f"SGLang names pages of {transfer.name}; allowed: kv")
+    return transfer

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang's KV pools look like, and which part of a page each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexkv.errors import LayoutError
+from flexkv.layout import KVLayout, Sharding, TensorView
+
+_INDEXER = "index_k_with_scale_buffer"
+"""Where SGLang's pools for sparse attention (DSA) keep the keys of their index: one row a page."""
+_TOKEN_ROWS = "nhd"
+_HEAD_DIM = {"nhd": 2, "paged_nhd": 2, "hnd": 1}
+"""The dimension of KV heads once the first one counts pages, by SGLang's name of the order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of one rank.
+
+    Attributes:
+        layout: where they are; its layers are named as SGLang counts them while it computes.
+        sharding: how a block is shared out to ranks.
+        tensors: by name; kept alive by SGLang until it ends.
+        traits: what the bytes mean beside the layout's geometry.
+    """
+
+    layout: KVLayout
+    sharding: Sharding
+    tensors: Mapping[str, torch.Tensor]
+    traits: tuple[str, ...]
+
+
+def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Pages:
+    """The pages of SGLang's KV pool, by head if possible.
+
+    Args:
+        pool: what SGLang's allocator gives out slots of.
+        page_size: tokens of a page.
+        heads: KV heads of the model over all ranks; 1 with latent attention (MLA), where every
+            rank holds the same.
+        ranks: that share out a page.
+
+    Raises:
+        LayoutError: the pool cannot be cached right.
+    """
+    infos = _infos(pool)
+    pages = pool.size // page_size + 1  # page 0 is padding
+    sharding = Sharding.by_head(heads, ranks)
+    local = None if sharding is None else heads // sharding.parts
+    first = int(getattr(pool, "start_layer", 0) or 0)
+    tensors: dict[str, torch.Tensor] = {}
+    views: list[TensorView] = []
+    for layer, name, tensor, head_dim in _tensors(pool, infos, pages, page_size):
+        tensors[name] = tensor
+        by_head = head_dim is not None and tensor.shape[head_dim] == local
+        views.append(
+            TensorView(
+                str(layer - first),
+                tensor.data_ptr(),
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.element_size(),
+                head_dim if by_head else None,
+            )
+        )
+    layout = KVLayout.from_tensors(views, pages)
+    if sharding is None or not layout.by_head:
+        sharding = Sharding(ranks)
+    traits = tuple(sorted({str(tensor.dtype) for tensor in tensors.values()}))
+    return Pages(layout, sharding, tensors, (*traits, str(getattr(pool, "dtype", ""))))
+
+
+def _infos(pool: Any) -> list[Any]:
+    """SGLang's description of a pool that has nothing beside it.
+
+    Raises:
+        LayoutError: there is no such description.
+    """
+    kind = type(pool).__name__
+    allowed = "allowed: one pool of MHA, MLA or DSA without scales"
+    try:
+        infos = list(pool.get_device_pool_infos())
+        declared = {str(each.pool_name.value) for each in pool.host_pool_decls()}
+    except (AttributeError, NotImplementedError):
+        raise LayoutError(f"SGLang does not describe its KV pool {kind}; {allowed}") from None
+    unknown = declared - {"kv", "indexer"}
+    if hasattr(pool, _INDEXER) != ("indexer" in declared):
+        unknown.add("indexer")
+    if unknown or len(infos) != 1:
+        raise LayoutError(f"the KV pool {kind} has parts {sorted(unknown)}; {allowed}")
+    info = infos[0].buffer_info
+    if getattr(info, "scales", None) is not None:
+        raise LayoutError(f"the KV pool {kind} keeps scales beside its pages; {allowed}")
+    if getattr(info, "transfer_buffers", None) is not None:
+        raise LayoutError(f"the KV pool {kind} moves its pages while it runs; {allowed}")
+    return infos
+
+
+def _tensors(
+    pool: Any, infos: list[Any], pages: int, page_size: int
+) -> Iterator[tuple[int, str, torch.Tensor, int | None]]:
+    """The tensors of a pool in the order of the layers: layer, name, tensor whose first dimension
+    counts pages, dimension of its KV heads."""
+    (info,) = infos
+    buffers = info.buffer_info.buffers
+    for number, layer in enumerate(info.layer_ids):
+        if isinstance(buffers, tuple):
+            paged = _by_page(buffers[number], pages, page_size)
+            yield layer, f"{layer} kv", paged, 2
+            if hasattr(pool, _INDEXER):
+                index = getattr(pool, _INDEXER)[number][:pages]
+                yield layer, f"{layer} index", index.reshape(pages, 1, -1), 1
+            continue
+        order = getattr(buffers, "layout", None)
+        if order is None:
+            raise LayoutError(f"the KV pool {type(pool).__name__} splits its pages; allowed: MLA")
+        for part in ("k", "v"):
+            tensor = getattr(buffers, part)[number]
+            if order.value == _TOKEN_ROWS:
+                tensor = _by_page(tensor, pages, page_size)
+            yield layer, f"{layer} {part}", tensor[:pages], _HEAD_DIM.get(order.value)
+
+
+def _by_page(tensor: torch.Tensor, pages: int, page_size: int) -> torch.Tensor:
+    """A tensor of rows that are tokens, with a dimension of pages before them."""
+    return tensor[: pages * page_size].unflatten(0, (pages, page_size))

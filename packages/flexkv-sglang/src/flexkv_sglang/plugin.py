@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `sglang.srt.plugins` entry point: SGLang calls `register` in each of its processes.
+
+`--enable-flexkv` then stands for the external linker of this package. SGLang has a file of its own
+behind that flag, which finds one tenant's prefixes for another and returns wrong tokens when three
+requests of a batch hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flexkv_sglang.compat import check_version, sglang_version
+from flexkv_sglang.settings import linker_config, read_settings
+from flexkv_sglang.support import check_settings
+
+_STEP = "handle_hicache_ratio_default"
+"""The first of SGLang's steps from its command line to its configuration that is about caches."""
+_FACTORY = "sglang.srt.mem_cache.registry.default_radix_cache_factory"
+
+
+def register() -> None:
+    """Take `--enable-flexkv` over, or have SGLang refuse it with one message."""
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    except ImportError:
+        _refuse_later()
+        return
+    register_resolution_hook(_STEP)(resolve)
+
+
+def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Turn `--enable-flexkv` into the flags of the external linker, and check all settings before
+    SGLang reads a weight.
+
+    Raises:
+        FlexKVError: a setting or SGLang's version is not allowed.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    settings = resolving_view(server_args)
+    if settings.enable_flexkv:
+        made = linker_config(settings.flexkv_config_file)
+        config = read_settings(made["linker_extra_config"])
+        chosen: dict[str, Any] = {"enable_flexkv": False}
+        if config.enable:
+            check_version(config.allow_untested_engine, sglang_version())
+            check_settings(settings)
+            chosen |= {
+                "enable_unified_cache_external_linker": True,
+                "unified_cache_external_linker_backend": "dynamic",
+                "unified_cache_external_linker_config": made,
+            }
+        declare_resolution(server_args, "flexkv_sglang", **chosen)
+    previous(server_args)
+
+
+def _refuse_later() -> None:
+    """This SGLang has no external linker for others: refuse to start where FlexKV is chosen."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def refuse(original: Callable[..., Any], context: Any) -> Any:
+        if getattr(context.server_args, "enable_flexkv", False):
+            check_version(False, sglang_version())
+        return original(context)
+
+    HookRegistry.register(_FACTORY, refuse, HookType.AROUND)

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank does for SGLang: looks up, loads, stores. Knows no module of SGLang.
+
+SGLang runs one scheduler beside each rank, and they go in step. Rank 0 has the cache and decides;
+what it decides is agreed on within the same call, so that no rank acts on a decision of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv import KVCache
+from flexkv.adapter.figures import CacheFigures
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.metrics import Samples, add
+from flexkv.adapter.orders import CopyOrder, StepOrders
+from flexkv.adapter.worker import WorkerSide
+from flexkv.mover import Status
+from flexkv.transfer.copies import Transfer
+from flexkv_sglang.awaited import AwaitedPrefixes
+from flexkv_sglang.ranks import Ranks
+
+_NO_BATCH = -1
+"""SGLang's number for a batch that waits for no load."""
+_EPOCH_BYTES = 16
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A load that begins with the next batch."""
+
+    order: CopyOrder
+    transfer: Transfer | None
+
+
+@dataclass(slots=True)
+class _Offload:
+    """A store that SGLang is to be told the end of, in the order of its calls.
+
+    Attributes:
+        transfer: under way; None if nothing is copied, and on ranks that do not decide.
+        stored: whether all of it is in the cache, or will be once `transfer` has ended well.
+    """
+
+    transfer: Transfer | None
+    stored: bool
+
+
+class RankSide:
+    """All that SGLang calls on one rank. Single-threaded; nothing raises for a single request.
+
+    Args:
+        worker: copies this rank's shard.
+        ranks: of the engine.
+        cache: of the engine, on rank 0; None on the others.
+        page_size: tokens of a page, which is a block.
+        min_load_tokens: shorter hits are computed.
+        may_wait: whether a request may have to wait for what a lower tier reads.
+        edge: where errors of single requests end.
+
+    Attributes:
+        may_wait: as given; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerSide,
+        ranks: Ranks,
+        cache: KVCache | None,
+        *,
+        page_size: int,
+        min_load_tokens: int,
+        may_wait: bool,
+        edge: Edge,
+    ) -> None:
+        self.may_wait = may_wait
+        self._worker = worker
+        self._ranks = ranks
+        self._cache = cache
+        self._page_size = page_size
+        self._least_pages = -(-min_load_tokens // page_size)
+        self._edge = edge
+        self._epoch = b""
+        self._queued: dict[str, _Queued] = {}
+        self._pending: deque[_Offload] = deque()
+        self._seen: set[str] = set()
+        self._batch = _NO_BATCH
+        self._awaited = None if cache is None else AwaitedPrefixes(cache)
+        self._figures = None if cache is None else CacheFigures(cache, edge, lambda: 0)
+
+    # Requests that SGLang is about to schedule.
+
+    def lookup(self, rid: str, hashes: Sequence[str]) -> list[int]:
+        """Lengths, in pages, of prefixes that can be loaded. SGLang takes the longest that all
+        ranks name, so that those that do not decide name all.
+
+        Args:
+            rid: the request.
+            hashes: SGLang's of the pages that it does not have itself, in order.
+        """
+        if self._cache is None:
+            return list(range(1, len(hashes) + 1))
+        with self._edge.guard("lookup", "it is a miss"):
+            keys = self._keys(hashes)
+            found = self._cache.lookup(keys)
+            if self._awaited is not None:
+                self._awaited.begin(rid, keys, found)
+            if self._figures is not None and not found:
+                self._figures.asked(len(hashes) * self._page_size, 0, 0)
+            if found >= self._least_pages:
+                return list(range(1, found + 1))
+        return []
+
+    def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
+        """Queue a load for the next batch; False if it is a miss by now. All ranks answer the same.
+
+        Args:
+            rid: the request.
+            hashes: of the pages to load.
+            pages: SGLang's, which it has allocated for them.
+        """
+        transfer = None
+        if self._cache is not None:
+            with self._edge.guard("ordering a load", "it is a miss"):
+                transfer = self._lease(rid, hashes)
+        slots = [0] * len(pages) if transfer is None else transfer.slots
+        number, cell, *slots = self._agree(transfer, slots)
+        if not number:
+            return False
+        self._queued[rid] = _Queued(CopyOrder(number, cell, list(pages), slots), transfer)
+        return True
+
+    def cancel(self, rid: str) -> bool:
+        """Forget a load that has not begun; False if there is none."""
+        queued = self._queued.pop(rid, None)
+        if queued is None:
+            return False
+        if self._cache is not None and queued.transfer is not None:
+            with self._edge.guard("cancelling a load", "its blocks stay in host memory"):
+                self._cache.cancel(queued.transfer)
+        return True
+
+    def is_new(self, rid: str) -> bool:
+        """Whether this waiting request was not asked for before, since it last began to wait."""
+        new = rid not in self._seen
+        self._seen.add(rid)
+        return new
+
+    def held(self, rids: Sequence[str]) -> list[bool]:
+        """Which of the waiting requests are not to be scheduled yet, since a lower tier reads what
+        they need. All ranks answer the same.
+
+        Args:
+            rids: of all waiting requests. What others have waited for is given up.
+        """
+        self._seen.intersection_update(rids)
+        held = [False] * len(rids)
+        if self._awaited is not None:
+            with self._edge.guard("waiting for a disk", "what has come is all"):
+                held = self._awaited.held(rids)
+        return list(map(bool, self._ranks.agree(list(map(int, held)), len(rids))))
+
+    def forget(self, rid: str) -> None:
+        """SGLang has done with a request, or lets it go."""
+        if self._awaited is not None:
+            self._awaited.end(rid)
+
+    # The batch that needs them.
+
+    def start_batch(self) -> int:
+        """Begin all queued loads. Returns the number of the batch; -1 if there are none."""
+        if not self._queued:
+            return _NO_BATCH
+        orders = StepOrders(layerwise=[each.order for each in self._queued.values()])
+        self._queued.clear()
+        self._batch += 1
+        with self._edge.guard("starting loads", "they count as failed"):
+            self._worker.start_loads(orders)
+            return self._batch
+        self._worker.fail_loads(orders)
+        return self._batch
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let the forward go on with a layer only when what it looks at is loaded."""
+        self._worker.wait_for_layer(str(layer))
+
+    def finish_batch(self) -> bool:
+        """Wait until nothing writes to pages of the batch any more. True if all loads succeeded."""
+        orders = StepOrders(has_forward=True)
+        with self._edge.guard("ending loads", "copies end, now and for good"):
+            self._worker.finished(orders)
+            failed = self._worker.take_bad_blocks()
+            self._poll()
+            return not failed
+        self._worker.poll_later(orders)
+        self._worker.take_bad_blocks()
+        return False
+
+    # Pages that SGLang has computed.
+
+    def offload(self, hashes: Sequence[str], pages: Sequence[int]) -> None:
+        """Store pages. SGLang keeps them until `take_offload` has told the end.
+
+        Args:
+            hashes: of the pages, each of which builds on the one before.
+            pages: SGLang's.
+        """
+        transfer, stored, slots = None, False, [-1] * len(pages)
+        if self._cache is not None:
+            with self._edge.guard("storing blocks", "they are not cached"):
+                keys = self._keys(hashes)
+                transfer = self._cache.store(keys, range(len(keys)))
+                stored = not self._cache.missing(keys)
+                if transfer is not None:
+                    given = {block.key: block.slot for block in transfer.blocks}
+                    slots = [given.get(key, -1) for key in keys]
+        number, cell, *slots = self._agree(transfer, slots)
+        if number:
+            chosen = [(page, slot) for page, slot in zip(pages, slots, strict=True) if slot >= 0]
+            order = CopyOrder(
+                number, cell, [page for page, _ in chosen], [slot for _, slot in chosen]
+            )
+            self._store(order)
+        self._pending.append(_Offload(transfer, stored))
+
+    def ended_offloads(self) -> int:
+        """How many of the oldest offloads have ended. SGLang takes the least of all ranks, so that
+        those that do not decide name all."""
+        with self._edge.guard("polling copies", "they are polled in the next step"):
+            self._worker.finished(StepOrders(has_forward=True))
+            self._poll()
+        ended = 0
+        for offload in self._pending:
+            if offload.transfer is not None and offload.transfer.status is Status.PENDING:
+                break
+            ended += 1
+        return ended
+
+    def take_offload(self) -> bool:
+        """Whether the oldest offload is stored; it must have ended."""
+        offload = self._pending.popleft()
+        failed = offload.transfer is not None and offload.transfer.status is not Status.DONE
+        return self._cache is None or (offload.stored and not failed)
+
+    # The engine.
+
+    def reset(self) -> None:
+        """SGLang forgets all pages: nothing reads or writes them when this returns. What is stored
+        stays, and so does what is on its way from them, which is complete by then."""
+        for rid in list(self._queued):
+            self.cancel(rid)
+        self._pending.clear()
+        with self._edge.guard("ending copies", "copies end, now and for good"):
+            self._worker.drain()
+            self._worker.take_bad_blocks()
+            self._poll()
+            return
+        self._worker.stop_copying()
+
+    def weights_changed(self) -> None:
+        """From now on nothing that was stored before is found, nor by a later process what this one
+        stores, whose files still have the old weights."""
+        self._epoch = secrets.token_bytes(_EPOCH_BYTES)
+
+    def close(self, flush_seconds: float) -> None:
+        """End all copies and the cache. Idempotent."""
+        self.reset()
+        if self._awaited is not None:
+            self._awaited.end_all()
+        unused = self._cache is None or self._cache.close(flush_seconds)
+        if unused:
+            self._worker.close()
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether `take_samples` may have something."""
+        figures = self._figures
+        return self._worker.has_samples or (figures is not None and figures.active)
+
+    def take_samples(self) -> Samples:
+        """What this rank counted since the last call."""
+        samples = self._worker.take_samples()
+        if self._figures is not None:
+            add(samples, self._figures.take())
+        return samples
+
+    def _keys(self, hashes: Sequence[str]) -> list[bytes]:
+        """SGLang's hashes, which cover the prefix, the tenant and the adapter, as keys."""
+        epoch = self._epoch
+        return [bytes.fromhex(each) + epoch for each in hashes]
+
+    def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
+        """The transfer of a load, if all of it is in host memory."""
+        assert self._cache is not None
+        assert self._awaited is not None
+        keys = self._keys(hashes)
+        transfer = self._cache.load(keys)
+        if transfer is not None and self._figures is not None:
+            self._cache.record(keys)
+            tokens = len(keys) * self._page_size
+            self._figures.asked(tokens, tokens, self._awaited.count(rid, keys) * self._page_size)
+        self._awaited.end(rid)
+        return transfer
+
+    def _agree(self, transfer: Transfer | None, slots: Sequence[int]) -> list[int]:
+        """A transfer as rank 0 made it: its id, its cell, a slot for each page; zeros if it made
+        none."""
+        ids = [0, 0] if transfer is None else [transfer.id, transfer.cell]
+        return self._ranks.agree([*ids, *slots], len(slots) + 2)
+
+    def _store(self, order: CopyOrder) -> None:
+        orders = StepOrders(stores=[order])
+        with self._edge.guard("starting stores", "the blocks are not cached"):
+            self._worker.start_stores(orders)
+            return
+        self._worker.fail_stores(orders)
+
+    def _poll(self) -> None:
+        if self._cache is None or not self._cache.busy:
+            return
+        self._cache.poll()
+        if self._figures is not None:
+            self._figures.note_activity()

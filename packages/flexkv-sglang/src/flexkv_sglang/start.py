@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of one rank: from SGLang's configuration and pools to what it calls.
+
+Everything that can be wrong is found here, and raised: at run time nothing is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv import CacheConfig
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.pages import RankPages
+from flexkv.adapter.start import make_cache
+from flexkv.adapter.start_worker import start_worker
+from flexkv.host.session import Session
+from flexkv_kernels.torch_device import device_of
+from flexkv_sglang.identity import model_identity, outlives_process
+from flexkv_sglang.pages import Pages
+from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.side import RankSide
+
+logger = logging.getLogger("flexkv.sglang")
+
+_ONE_PAGE = 1
+"""Pages of a block. SGLang stores and looks up any run of pages and does not say where in the
+prompt it begins, so that larger blocks could not be told apart."""
+_SMALL_BLOCK = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What of SGLang a rank's start needs.
+
+    Attributes:
+        settings: SGLang's, as resolved.
+        model: SGLang's configuration of the model.
+        version: SGLang's.
+        page_size: tokens of a page.
+        is_bigram: whether the hashes are of pairs of tokens.
+    """
+
+    settings: Any
+    model: Any
+    version: str
+    page_size: int
+    is_bigram: bool
+
+
+def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) -> RankSide:
+    """Meet the other ranks and start the mover; rank 0 makes the arena and the cache.
+
+    Args:
+        config: FlexKV's settings.
+        engine: of SGLang.
+        pages: of this rank.
+        ranks: of the engine.
+
+    Raises:
+        FlexKVError: the pages cannot be copied, or the arena or a disk cannot be had.
+    """
+    identity = [
+        *model_identity(engine.settings, engine.model, engine.version),
+        *pages.traits,
+        f"page {engine.page_size} pairs {engine.is_bigram}",
+    ]
+    edge = Edge()
+    worker = start_worker(
+        config,
+        _engine_id(ranks),
+        RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank),
+        device_of(pages.tensors),
+        identity=identity,
+        edge=edge,
+    )
+    cache = None
+    if ranks.rank == 0:
+        keeps = config.ssd_cache_gb is not None and outlives_process(engine.settings)
+        with contextlib.ExitStack() as undo:
+            undo.callback(worker.close)
+            cache = make_cache(config, worker.session, keeps_on_disk=keeps)
+            undo.pop_all()
+        _log_start(worker.session, engine.page_size)
+    (waits,) = ranks.agree([int(cache is not None and cache.has_lower_tiers)], 1)
+    return RankSide(
+        worker,
+        ranks,
+        cache,
+        page_size=engine.page_size,
+        min_load_tokens=config.min_load_tokens,
+        may_wait=bool(waits),
+        edge=edge,
+    )
+
+
+def _engine_id(ranks: Ranks) -> str:
+    """A name for the session of this engine's ranks, which rank 0 draws."""
+    drawn = ranks.agree([secrets.randbits(62) for _ in range(2)], 2)
+    return "sglang-" + "".join(f"{number:016x}" for number in drawn)
+
+
+def _log_start(session: Session, page_size: int) -> None:
+    spec = session.arena.spec
+    logger.info(
+        "FlexKV caches prefixes in host memory: %d blocks of %d tokens, %.2f GiB, fingerprint %s",
+        spec.num_slots,
+        page_size,
+        spec.total_bytes / (1 << 30),
+        session.info.fingerprint,
+    )
+    if spec.format.slot_bytes < _SMALL_BLOCK:
+        logger.warning(
+            "SGLang's pages have %d tokens, and a block of FlexKV %d bytes: each is looked up and "
+            "copied by itself; --page-size 64 makes that cheaper",
+            page_size,
+            spec.format.slot_bytes,
+        )

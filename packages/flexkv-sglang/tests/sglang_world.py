@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of SGLang without SGLang: pools as it has them, and its calls in its order."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flexkv import CacheConfig
+from flexkv_sglang.pages import Pages, describe_pages
+from flexkv_sglang.ranks import OneRank, Ranks
+from flexkv_sglang.side import RankSide
+from flexkv_sglang.start import Engine, start_rank
+
+LAYERS, HEADS, DIM = 3, 2, 16
+PATIENCE_SECONDS = 60.0
+
+
+class Name(enum.Enum):
+    """SGLang's names of pools and of orders of dimensions."""
+
+    KV = "kv"
+    INDEXER = "indexer"
+    MAMBA = "mamba"
+    NHD = "nhd"
+    HND = "hnd"
+
+
+def make_pool(
+    kind: str = "mha",
+    *,
+    page_size: int = 4,
+    pages: int = 12,
+    dtype: torch.dtype = torch.float32,
+    heads: int = HEADS,
+) -> Any:
+    """A pool of SGLang's, by the attributes that describe it.
+
+    Args:
+        kind: mha, hnd (MHA whose rows are pages), mla, or dsa (MLA with an index).
+        page_size: tokens of a page.
+        pages: that SGLang hands out; one more, the first, is padding.
+        dtype: as stored; quantised caches are stored as bytes.
+        heads: of this rank.
+    """
+    rows = (pages + 1) * page_size
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    pool = SimpleNamespace(size=pages * page_size, page_size=page_size, start_layer=0, dtype=dtype)
+    declared = [Name.KV]
+    if kind in {"mha", "hnd"}:
+        shape = (rows, heads, DIM) if kind == "mha" else (pages + 1, heads, page_size, DIM)
+        order = Name.NHD if kind == "mha" else Name.HND
+        k = tuple(made(*shape) for _ in range(LAYERS))
+        v = tuple(made(*shape) for _ in range(LAYERS))
+        pool.tensors = [*k, *v]
+        info = SimpleNamespace(buffers=SimpleNamespace(k=k, v=v, layout=order), scales=None)
+    else:
+        latent = tuple(made(rows, 1, DIM + 8) for _ in range(LAYERS))
+        pool.tensors = list(latent)
+        info = SimpleNamespace(buffers=latent, scales=None)
+    if kind == "dsa":
+        index = [torch.zeros((pages + 1, 72), dtype=torch.uint8) for _ in range(LAYERS)]
+        pool.index_k_with_scale_buffer = index
+        pool.tensors += index
+        declared.append(Name.INDEXER)
+    pool.info = info
+    description = SimpleNamespace(layer_ids=tuple(range(LAYERS)), buffer_info=info)
+    pool.get_device_pool_infos = lambda: (description,)
+    pool.host_pool_decls = lambda: [SimpleNamespace(pool_name=name) for name in declared]
+    return pool
+
+
+def hashes_of(text: str, count: int) -> list[str]:
+    """SGLang's hashes of the pages of a prompt: each covers those before it."""
+    made, last = [], b""
+    for number in range(count):
+        last = hashlib.sha256(last + f"{text} {number}".encode()).digest()
+        made.append(last.hex())
+    return made
+
+
+def make_settings(model: Path, **others: Any) -> Any:
+    """SGLang's settings, as far as FlexKV reads them."""
+    values = {
+        "model_path": str(model),
+        "revision": None,
+        "dtype": "float32",
+        "quantization": None,
+        "load_format": "auto",
+        "kv_cache_dtype": "auto",
+        "page_size": 4,
+        "attention_backend": "torch_native",
+        "random_seed": 0,
+        "lora_paths": None,
+        "device": "cpu",
+    }
+    return SimpleNamespace(**(values | others))
+
+
+def make_model() -> Any:
+    return SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda: '{"layers": 3}'))
+
+
+class Rank:
+    """One rank and its pool.
+
+    Args:
+        folder: for the model, the session and the disk.
+        kind: of the pool; see `make_pool`.
+        heads: of the model over all ranks.
+        ranks: of the engine.
+        pool_heads: of this rank.
+        settings: FlexKV's.
+        pool_options: of `make_pool`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str = "mha",
+        *,
+        heads: int | None = None,
+        ranks: Ranks | None = None,
+        pool_heads: int = HEADS,
+        settings: dict[str, Any] | None = None,
+        **pool_options: Any,
+    ) -> None:
+        weights = folder / "model.safetensors"
+        if not weights.exists():
+            weights.touch()
+            os.utime(weights, (1, 1))  # the same for ranks that start at once
+        self.pool = make_pool(kind, heads=pool_heads, **pool_options)
+        self.ranks = ranks = ranks or OneRank()
+        total = heads if heads is not None else (HEADS if kind in {"mha", "hnd"} else 1)
+        size = self.pool.page_size
+        self.pages: Pages = describe_pages(self.pool, size, heads=total, ranks=ranks.count)
+        config = CacheConfig(
+            **{"cpu_cache_gb": 1 / 256, "runtime_dir": str(folder / "run")} | (settings or {})
+        )
+        engine = Engine(make_settings(folder), make_model(), "0.5.23", size, False)
+        self.side: RankSide = start_rank(config, engine, self.pages, ranks)
+
+    def close(self) -> None:
+        self.side.close(PATIENCE_SECONDS)
+
+    def fill(self, pages: Sequence[int], seed: int) -> list[torch.Tensor]:
+        """Write other bytes to every tensor of these pages; returns them."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.pages.tensors.values():
+            shape = (len(pages), *tensor.shape[1:])
+            numbers = torch.randint(0, 100, shape, generator=generator)
+            tensor[list(pages)] = numbers.to(tensor.dtype)
+        return self.read(pages)
+
+    def read(self, pages: Sequence[int]) -> list[torch.Tensor]:
+        return [tensor[list(pages)].clone() for tensor in self.pages.tensors.values()]
+
+    def store(self, hashes: Sequence[str], pages: Sequence[int]) -> bool:
+        """Offload pages and wait; returns what SGLang is told."""
+        self.side.offload(hashes, pages)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.side.ended_offloads():
+            assert time.monotonic() < deadline
+        return self.side.take_offload()
+
+    def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
+        """Load pages as a batch does that needs all layers; whether SGLang may use them."""
+        if not self.side.load(rid, hashes, pages):
+            return False
+        self.side.start_batch()
+        for layer in range(LAYERS):
+            self.side.wait_for_layer(layer)
+        return self.side.finish_batch()
+
+
+def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that wait for a disk are out of SGLang's sight; nothing else of its queue changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexkv_sglang import hooks
+
+
+class Side:
+    """A side for which these requests wait."""
+
+    may_wait = True
+
+    def __init__(self, *waiting: str) -> None:
+        self.waiting = waiting
+        self.asked: list[str] = []
+        self.weights = 0
+
+    def is_new(self, rid: str) -> bool:
+        return rid not in self.asked
+
+    def held(self, rids: Sequence[str]) -> list[bool]:
+        return [rid in self.waiting for rid in rids]
+
+    def weights_changed(self) -> None:
+        self.weights += 1
+
+
+class Request:
+    def __init__(self, rid: str, side: Side) -> None:
+        self.rid = rid
+        self._side = side
+
+    def init_next_round_input(self, tree_cache: object, cow_mamba: bool) -> None:
+        assert not cow_mamba
+        self._side.asked.append(self.rid)
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> Side:
+    made = Side("b", "d")
+    monkeypatch.setattr(hooks, "_sides", [made])
+    return made
+
+
+def scheduler_of(side: Side, *rids: str) -> Any:
+    return SimpleNamespace(waiting_queue=[Request(rid, side) for rid in rids], tree_cache=None)
+
+
+def rids(queue: Sequence[Request]) -> list[str]:
+    return [request.rid for request in queue]
+
+
+def test_a_request_that_waits_is_out_of_sight_and_keeps_its_place(side: Side) -> None:
+    scheduler = scheduler_of(side, "a", "b", "c", "d", "e")
+    seen: list[list[str]] = []
+
+    def take_two(scheduler: Any) -> str:
+        seen.append(rids(scheduler.waiting_queue))
+        retracted = Request("z", side)
+        scheduler.waiting_queue = [*scheduler.waiting_queue[2:], retracted]
+        return "batch"
+
+    assert hooks.schedule(take_two, scheduler) == "batch"
+    assert seen == [["a", "c", "e"]]
+    assert rids(scheduler.waiting_queue) == ["b", "d", "e", "z"]
+
+
+def test_requests_come_back_when_sglang_raises(side: Side) -> None:
+    scheduler = scheduler_of(side, "a", "b")
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("SGLang's")
+
+    with pytest.raises(RuntimeError, match="SGLang's"):
+        hooks.schedule(fail, scheduler)
+    assert rids(scheduler.waiting_queue) == ["a", "b"]
+
+
+def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:
+    scheduler = scheduler_of(side, "a", "b")
+    for _ in range(2):
+        hooks.schedule(lambda scheduler: None, scheduler)
+    assert side.asked == ["a", "b"]
+
+
+def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:
+    side.may_wait = False
+    scheduler = scheduler_of(side, "a", "b")
+    queue = scheduler.waiting_queue
+    hooks.schedule(lambda scheduler: None, scheduler)
+    assert scheduler.waiting_queue is queue
+    assert side.asked == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_weights_end_what_was_stored(side: Side, fails: bool) -> None:
+    def update(updater: object, request: str) -> str:
+        if fails:
+            raise RuntimeError("half of the weights are there")
+        return request
+
+    if fails:
+        with pytest.raises(RuntimeError):
+            hooks.update_weights(update, object(), "request")
+    else:
+        assert hooks.update_weights(update, object(), "request") == "request"
+    assert side.weights == 1

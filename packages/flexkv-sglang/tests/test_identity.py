@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang_world import make_model, make_settings
+
+from flexkv_sglang.identity import model_identity, outlives_process
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def identity(model: Path, version: str = "0.5.23", **settings: Any) -> list[str]:
+    return model_identity(make_settings(model, **settings), make_model(), version)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("revision", "main"),
+        ("dtype", "bfloat16"),
+        ("quantization", "fp8"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("page_size", 16),
+        ("attention_backend", "triton"),
+        ("quantization_param_path", "scales.json"),
+    ],
+)
+def test_each_setting_that_decides_the_bytes_counts(model: Path, name: str, value: Any) -> None:
+    assert identity(model, **{name: value}) != identity(model)
+
+
+def test_another_version_has_other_pages(model: Path) -> None:
+    assert identity(model, version="0.5.24") != identity(model)
+
+
+def test_other_weights_are_another_model(model: Path) -> None:
+    before = identity(model)
+    (model / "model.safetensors").write_bytes(b"other weights")
+    assert identity(model) != before
+
+
+def test_dummy_weights_are_those_of_their_seed(model: Path) -> None:
+    dummy = {"load_format": "dummy"}
+    assert identity(model, **dummy, random_seed=1) != identity(model, **dummy, random_seed=2)
+    assert identity(model, random_seed=1) == identity(model, random_seed=2)
+
+
+def adapter(path: Path) -> Any:
+    return [SimpleNamespace(lora_name="a", lora_path=str(path))]
+
+
+def test_an_adapter_trained_anew_is_another_one(model: Path) -> None:
+    weights = model / "adapter" / "adapter.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"1")
+    before = identity(model, lora_paths=adapter(weights.parent))
+    assert before == identity(model, lora_paths=adapter(weights.parent))
+    weights.write_bytes(b"12")
+    assert identity(model, lora_paths=adapter(weights.parent)) != before
+
+
+def test_an_adapter_that_is_not_here_is_never_the_same(model: Path) -> None:
+    elsewhere = adapter(model / "elsewhere")
+    assert identity(model, lora_paths=elsewhere) != identity(model, lora_paths=elsewhere)
+
+
+def test_a_model_without_weights_here_is_not_kept_on_disk(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outlives_process(make_settings(model))
+    assert not outlives_process(make_settings(model / "nothing"))
+    assert "cannot tell when they change" in caplog.text

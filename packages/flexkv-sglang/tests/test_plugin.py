@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--enable-flexkv` is taken over, with stand-ins for the few names of SGLang that it needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexkv import ConfigError, EngineVersionError
+from flexkv_sglang import plugin
+from flexkv_sglang.compat import check_version
+from flexkv_sglang.settings import read_settings
+
+
+class SGLang:
+    """What the plugin registered and declared."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, version: str) -> None:
+        self.declared: dict[str, Any] = {}
+        self.steps: dict[str, Callable[..., None]] = {}
+        self.hooks: dict[str, Callable[..., Any]] = {}
+        modules = {
+            "sglang": {"__version__": version},
+            "sglang.srt.arg_groups.overrides": {
+                "declare_resolution": lambda _, __, **chosen: self.declared.update(chosen),
+                "resolving_view": lambda arguments: arguments,
+            },
+            "sglang.srt.plugins.hook_registry": {
+                "HookType": SimpleNamespace(AROUND="around"),
+                "HookRegistry": SimpleNamespace(
+                    register=lambda target, hook, kind: self.hooks.update({target: hook})
+                ),
+            },
+        }
+        if version == "0.5.23":
+            modules["sglang.srt.arg_groups.resolution_hooks"] = {
+                "register_resolution_hook": lambda name: (
+                    lambda step: self.steps.update({name: step})
+                )
+            }
+        for name, names in modules.items():
+            module = ModuleType(name)
+            module.__dict__.update(names)
+            patch.setitem(sys.modules, name, module)
+
+    def start(self, **arguments: Any) -> dict[str, Any]:
+        """Resolve SGLang's arguments; returns what was declared."""
+        given = SimpleNamespace(**{"enable_flexkv": True, "flexkv_config_file": None} | arguments)
+        done = []
+        (step,) = self.steps.values()
+        step(given, done.append)
+        assert done == [given]
+        return self.declared
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> SGLang:
+    made = SGLang(monkeypatch, "0.5.23")
+    plugin.register()
+    return made
+
+
+def test_the_flag_alone_starts_the_linker(sglang: SGLang) -> None:
+    declared = sglang.start()
+    assert declared["enable_flexkv"] is False
+    assert declared["enable_unified_cache_external_linker"] is True
+    assert declared["unified_cache_external_linker_backend"] == "dynamic"
+    assert declared["unified_cache_external_linker_config"] == {
+        "linker": "FlexKVLinker",
+        "linker_module_path": "flexkv_sglang.linker",
+        "linker_extra_config": {},
+    }
+
+
+def test_without_the_flag_nothing_changes(sglang: SGLang) -> None:
+    assert sglang.start(enable_flexkv=False) == {}
+
+
+def test_flexkv_that_is_turned_off_leaves_sglang_alone(
+    sglang: SGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENABLE_FLEXKV", "0")
+    assert sglang.start() == {"enable_flexkv": False}
+
+
+def test_the_settings_file_of_the_flag_is_read(sglang: SGLang, tmp_path: Path) -> None:
+    file = tmp_path / "flexkv.yaml"
+    file.write_text("cpu_cache_gb: 3\n")
+    made = sglang.start(flexkv_config_file=str(file))["unified_cache_external_linker_config"]
+    assert read_settings(made["linker_extra_config"]).cpu_cache_gb == 3
+
+
+def test_a_wrong_setting_stops_sglang_before_it_reads_weights(
+    sglang: SGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "much")
+    with pytest.raises(ConfigError, match="FLEXKV_CPU_CACHE_GB"):
+        sglang.start()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("pp_size", 2, "SGLang's pp_size is 2; allowed with FlexKV: 1"),
+        ("nnodes", 2, "nnodes is 2"),
+        ("attn_cp_size", 2, "attn_cp_size is 2"),
+        ("enable_hierarchical_cache", True, "enable_hierarchical_cache is set"),
+        ("disable_radix_cache", True, "disable_radix_cache is set"),
+        ("dllm_algorithm", "LowConfidence", "dllm_algorithm is 'LowConfidence'"),
+    ],
+)
+def test_what_cannot_be_cached_right_is_refused(
+    sglang: SGLang, name: str, value: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sglang.start(**{name: value})
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.20"])
+def test_an_older_sglang_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    old = SGLang(monkeypatch, version)
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.resolution_hooks", None)
+    plugin.register()
+    (refuse,) = old.hooks.values()
+    chosen = SimpleNamespace(server_args=SimpleNamespace(enable_flexkv=True))
+    with pytest.raises(EngineVersionError, match=rf"SGLang {version} is installed.*0\.5\.23"):
+        refuse(lambda context: "tree", chosen)
+    other = SimpleNamespace(server_args=SimpleNamespace(enable_flexkv=False))
+    assert refuse(lambda context: "tree", other) == "tree"
+
+
+def test_a_newer_sglang_without_a_name_that_is_used_is_refused() -> None:
+    with pytest.raises(EngineVersionError, match="it lacks sglang"):
+        check_version(False, "0.6.0")
+
+
+def test_an_untested_sglang_may_be_allowed() -> None:
+    check_version(True, "0.6.0")

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: what is found, loaded and stored, and what SGLang is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sglang_world import Rank, hashes_of, same
+
+MakeRank = Callable[..., Rank]
+
+
+def test_a_prefix_is_found_up_to_its_first_missing_page(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 6)
+    rank.store(hashes[:2], [1, 2])
+    rank.store(hashes[3:5], [4, 5])
+    assert rank.side.lookup("r", hashes) == [1, 2]
+    assert rank.side.lookup("r", hashes[3:]) == [1, 2]
+    assert rank.side.lookup("r", hashes[2:]) == []
+
+
+def test_what_others_stored_is_a_miss_under_another_hash(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    rank.store(hashes_of("tenant A", 2), [1, 2])
+    assert rank.side.lookup("r", hashes_of("tenant B", 2)) == []
+
+
+def test_eight_loads_of_one_batch_each_get_their_own(make_rank: MakeRank) -> None:
+    rank = make_rank(pages=40)
+    stored = []
+    for number in range(8):
+        pages = [1 + 2 * number, 2 + 2 * number]
+        stored.append(rank.fill(pages, seed=number))
+        rank.store(hashes_of(f"{number}", 2), pages)
+    targets = [[20 + 2 * number, 21 + 2 * number] for number in range(8)]
+    for number, target in enumerate(targets):
+        assert rank.side.load(f"r{number}", hashes_of(f"{number}", 2), target)
+    assert rank.side.start_batch() == 0
+    for layer in range(3):
+        rank.side.wait_for_layer(layer)
+        read = [rank.read(target) for target in targets]
+        # K and V of the layers so far.
+        for found, wanted in zip(read, stored, strict=True):
+            assert same(found[: 2 * (layer + 1)], wanted[: 2 * (layer + 1)])
+    assert rank.side.finish_batch()
+
+
+def test_a_batch_without_loads_waits_for_none(make_rank: MakeRank) -> None:
+    assert make_rank().side.start_batch() == -1
+
+
+def test_a_load_of_what_is_gone_is_refused(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+    assert not rank.side.load("r", hashes_of("a", 3), [3, 4, 5])
+    assert rank.side.start_batch() == -1
+
+
+def test_a_cancelled_load_writes_nothing_and_holds_nothing(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+    before = rank.fill([3, 4], seed=5)
+    assert rank.side.load("r", hashes, [3, 4])
+    assert rank.side.cancel("r")
+    assert not rank.side.cancel("r")
+    assert rank.side.start_batch() == -1
+    assert same(rank.read([3, 4]), before)
+    cache = rank.side._cache
+    assert cache is not None
+    assert cache.transfers_under_way == 0
+
+
+def test_a_load_that_cannot_begin_fails_and_its_blocks_are_dropped(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError("no copies today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rank.side._worker._copies.mover), "submit", refuse)
+        assert not rank.load("r", hashes, [3, 4])
+    assert rank.side.lookup("r", hashes) == []
+    assert rank.store(hashes, [1, 2])
+    assert rank.load("r", hashes, [3, 4])
+
+
+def test_offloads_end_in_the_order_of_their_calls(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 4)
+    rank.store(hashes[:2], [1, 2])
+    rank.side.offload(hashes[:2], [1, 2])  # has ended as soon as it began
+    rank.side.offload(hashes[2:], [3, 4])
+    rank.side.offload(hashes, [1, 2, 3, 4])
+    told = []
+    while len(told) < 3:
+        told += [rank.side.take_offload() for _ in range(rank.side.ended_offloads())]
+    assert told == [True, True, True]
+    assert rank.side.lookup("r", hashes) == [1, 2, 3, 4]
+
+
+def test_what_finds_no_room_is_not_called_stored(make_rank: MakeRank) -> None:
+    rank = make_rank(pages=300)
+    cache = rank.side._cache
+    assert cache is not None
+    count = cache.num_slots + 1
+    assert not rank.store(hashes_of("a", count), [1 + i % 299 for i in range(count)])
+    assert rank.store(hashes_of("b", 2), [1, 2])
+
+
+def test_after_a_reset_nothing_writes_and_the_blocks_are_still_there(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    stored = rank.fill([1, 2], seed=1)
+    rank.side.offload(hashes, [1, 2])
+    rank.side.load("other", hashes, [5, 6])
+    rank.side.reset()
+    assert rank.side.ended_offloads() == 0
+    assert rank.side.start_batch() == -1
+    rank.fill([1, 2], seed=2)  # SGLang uses the pages for others
+    assert rank.load("r", hashes, [3, 4])
+    assert same(rank.read([3, 4]), stored)
+
+
+def test_what_other_weights_computed_is_not_found(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+    rank.side.weights_changed()
+    assert rank.side.lookup("r", hashes) == []
+    rank.store(hashes, [3, 4])
+    assert rank.side.lookup("r", hashes) == [1, 2]
+
+
+def test_short_hits_are_computed(make_rank: MakeRank) -> None:
+    rank = make_rank(settings={"min_load_tokens": 9})
+    rank.store(hashes_of("a", 2), [1, 2])
+    rank.store(hashes_of("b", 3), [1, 2, 3])
+    assert rank.side.lookup("r", hashes_of("a", 2)) == []
+    assert rank.side.lookup("r", hashes_of("b", 3)) == [1, 2, 3]
+
+
+def test_an_error_of_the_cache_is_a_miss(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("a bug")
+
+    for name in ("lookup", "load", "store"):
+        monkeypatch.setattr(type(rank.side._cache), name, fail)
+    assert rank.side.lookup("r", hashes) == []
+    assert not rank.side.load("r", hashes, [3, 4])
+    assert not rank.store(hashes_of("b", 1), [5])
+
+
+def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.side.lookup("r", hashes)
+    rank.store(hashes, [1, 2])
+    rank.side.lookup("s", hashes)
+    rank.load("s", hashes, [3, 4])
+    rank.side.ended_offloads()
+    samples = rank.side.take_samples()
+    assert samples["query_tokens:host"] == 16
+    assert samples["hit_tokens:host"] == 8
+    assert samples["stored_blocks:host"] == 2
+    size = rank.pages.layout.block_bytes
+    assert samples["copied_bytes:device:load"] == 2 * size
+    assert samples["copied_bytes:device:store"] == 2 * size

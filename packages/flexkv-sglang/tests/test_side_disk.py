@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks on disk: requests wait for them out of the scheduler's sight, and restarts find them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
+
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"ssd_cache_gb": 1 / 64, "ssd_cache_dir": (str(tmp_path / "disk"),)}
+
+
+def wait_for(rank: Rank, rid: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while rank.side.held([rid]) != [False]:
+        assert time.monotonic() < deadline
+        rank.side.ended_offloads()
+
+
+def test_a_restart_finds_what_the_last_engine_stored(
+    make_rank: MakeRank, disk: dict[str, Any]
+) -> None:
+    first = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    stored = first.fill([1, 2, 3], seed=1)
+    assert first.store(hashes, [1, 2, 3])
+    first.close()
+
+    second = make_rank(settings=disk)
+    assert second.side.may_wait
+    assert second.side.lookup("r", hashes) == []
+    assert second.side.held(["other", "r"]) == [False, True]
+    wait_for(second, "r")
+    assert second.side.lookup("r", hashes) == [1, 2, 3]
+    assert second.load("r", hashes, [7, 8, 9])
+    assert same(second.read([7, 8, 9]), stored)
+    samples = second.side.take_samples()
+    assert (samples["hit_tokens:disk"], samples.get("hit_tokens:host", 0)) == (12, 0)
+
+
+def test_a_request_that_left_waits_for_nothing(make_rank: MakeRank, disk: dict[str, Any]) -> None:
+    first = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    first.store(hashes, [1, 2, 3])
+    first.close()
+    second = make_rank(settings=disk)
+    second.side.lookup("r", hashes)
+    assert second.side.held([]) == []
+    assert second.side.held(["r"]) == [False]
+
+
+def test_nothing_waits_without_a_disk(make_rank: MakeRank) -> None:
+    assert not make_rank().side.may_wait
+
+
+def test_a_waiting_request_is_new_once(make_rank: MakeRank) -> None:
+    side = make_rank().side
+    assert side.is_new("r")
+    assert not side.is_new("r")
+    side.held(["r"])
+    assert not side.is_new("r")
+    side.held([])  # it was scheduled; retracted, it waits anew
+    assert side.is_new("r")
+
+
+def test_a_model_of_other_weights_finds_nothing(
+    make_rank: MakeRank, disk: dict[str, Any], tmp_path: Path
+) -> None:
+    first = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    first.store(hashes, [1, 2, 3])
+    first.close()
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    second = make_rank(settings=disk)
+    second.side.lookup("r", hashes)
+    assert second.side.held(["r"]) == [False]

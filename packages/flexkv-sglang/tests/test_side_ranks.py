@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks: rank 0 decides, and each copies its own heads."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
+
+Answer = TypeVar("Answer")
+
+
+class Threads:
+    """Ranks that are threads. A rank that calls `agree` alone waits until the test fails."""
+
+    def __init__(self, rank: int, queues: Sequence[queue.Queue[list[int]]]) -> None:
+        self.rank = rank
+        self.count = len(queues)
+        self._queues = queues
+
+    def agree(self, numbers: Sequence[int], count: int) -> list[int]:
+        if self.rank == 0:
+            assert len(numbers) == count
+            for others in self._queues[1:]:
+                others.put(list(numbers))
+            return list(numbers)
+        given = self._queues[self.rank].get(timeout=PATIENCE_SECONDS)
+        assert len(given) == count, "ranks are not in step"
+        return given
+
+
+class Engine:
+    """Two ranks of one engine; every call is made on both at once."""
+
+    def __init__(self, folder: Path, kind: str, heads: int) -> None:
+        queues: list[queue.Queue[list[int]]] = [queue.Queue() for _ in range(2)]
+        self._pool = ThreadPoolExecutor(2)
+        made: list[Rank | None] = [None, None]
+
+        def start(rank: int) -> None:
+            ranks = Threads(rank, queues)
+            made[rank] = Rank(folder, kind, heads=heads, ranks=ranks, pool_heads=heads // 2 or 1)
+
+        list(self._pool.map(start, range(2)))
+        self.ranks = [each for each in made if each is not None]
+
+    def both(self, call: Callable[[Rank], Answer]) -> list[Answer]:
+        return list(self._pool.map(call, self.ranks))
+
+    def close(self) -> None:
+        self.both(Rank.close)
+        self._pool.shutdown()
+
+
+@pytest.fixture(params=[("mha", 2), ("mha", 1), ("mla", 1)], ids=["heads", "replicas", "latent"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path, *request.param)
+    yield made
+    made.close()
+
+
+def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
+    hashes = hashes_of("a", 3)
+    replicas = engine.ranks[0].pages.sharding.replicas
+    stored = engine.both(lambda rank: rank.fill([1, 2, 3], seed=rank.ranks.rank // replicas))
+    assert engine.both(lambda rank: rank.store(hashes, [1, 2, 3])) == [True, True]
+    answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
+    assert set.intersection(*map(set, answers)) == {1, 2, 3}
+    assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, True]
+    for rank, wanted in zip(engine.ranks, stored, strict=True):
+        assert same(rank.read([7, 8, 9]), wanted)
+
+
+def test_a_prefix_that_rank_0_does_not_have_is_nobodys(engine: Engine) -> None:
+    hashes = hashes_of("a", 3)
+    answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
+    assert set.intersection(*map(set, answers)) == set()
+    assert engine.both(lambda rank: rank.side.load("r", hashes, [7, 8, 9])) == [False, False]
+    assert engine.both(lambda rank: rank.side.start_batch()) == [-1, -1]
+
+
+def test_no_rank_is_told_the_end_before_rank_0_knows_all_ends(engine: Engine) -> None:
+    """SGLang takes the least number of all ranks, and then has each forget as many."""
+    hashes = hashes_of("a", 3)
+    engine.both(lambda rank: rank.side.offload(hashes, [1, 2, 3]))
+    assert engine.ranks[1].side.ended_offloads() == 1
+    while not engine.ranks[0].side.ended_offloads():
+        engine.ranks[1].side.ended_offloads()
+    assert engine.both(lambda rank: rank.side.take_offload()) == [True, True]
+
+
+def test_ranks_hold_the_same_requests(engine: Engine) -> None:
+    assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, False]] * 2
+
+
+def test_a_load_that_fails_on_one_rank_is_a_miss_from_then_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = hashes_of("a", 3)
+    engine.both(lambda rank: rank.store(hashes, [1, 2, 3]))
+    worker = engine.ranks[1].side._worker
+
+    def refuse(*_: object) -> None:
+        raise OSError("no copies today")
+
+    monkeypatch.setattr(worker._layerwise, "start", refuse)
+    assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, False]
+    engine.ranks[0].side.ended_offloads()
+    assert engine.ranks[0].side.lookup("r", hashes) == []
