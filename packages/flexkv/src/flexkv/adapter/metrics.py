@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Samples = dict[str, float]
-"""Values by `sample` name. Counters hold what was added since the last time, gauges what is now."""
+"""Values by `sample` name: of a counter its growth since the last report, of a gauge its value."""
 
 
 class Kind(enum.Enum):
@@ -25,9 +25,9 @@ class Metric:
     """A metric and all label values that it can have.
 
     Attributes:
-        name: what follows the prefix of the engine and `flexkv_`.
+        name: without the prefix of the engine and `flexkv_`.
         kind: see `Kind`.
-        text: for whoever reads `/metrics`; gives the unit.
+        text: the help text at `/metrics`; gives the unit.
         labels: label name to its values, beside the engine's own labels; all combinations, or
             those of `only`.
         only: the combinations that exist, if not all.
@@ -66,14 +66,14 @@ METRICS = (
     Metric(
         "query_tokens",
         Kind.COUNTER,
-        "Tokens that the engine did not have itself and that were looked for in the tier.",
+        "Tokens that the engine did not have itself, looked up in the tier.",
         _TIERS,
     ),
-    Metric("hit_tokens", Kind.COUNTER, "Tokens loaded that were found in the tier.", _TIERS),
+    Metric("hit_tokens", Kind.COUNTER, "Tokens found in the tier and loaded.", _TIERS),
     Metric(
         "left_tokens",
         Kind.COUNTER,
-        "Tokens that could have been loaded and were computed all the same, by reason.",
+        "Tokens that could have been loaded and were computed, by reason.",
         (("reason", REASONS),),
     ),
     Metric(
@@ -86,7 +86,7 @@ METRICS = (
     Metric(
         "copy_seconds",
         Kind.COUNTER,
-        "Seconds that the copies over the link took, each counted by itself, waiting not included.",
+        "Seconds that copies over the link took, without waiting; parallel copies add up.",
         _LINKS,
         _WAYS,
     ),
@@ -94,23 +94,23 @@ METRICS = (
     Metric(
         "dropped_blocks",
         Kind.COUNTER,
-        "FlexKV blocks not stored in the tier for want of room, queue or write budget.",
+        "FlexKV blocks not stored in the tier for lack of room, queue or write budget.",
         _TIERS,
     ),
     Metric("evicted_blocks", Kind.COUNTER, "FlexKV blocks evicted from the tier.", _TIERS),
     Metric(
         "failures",
         Kind.COUNTER,
-        "What went wrong, by cause; none of it reached a request but as a miss or a failed load.",
+        "Failures by cause; each one reached requests only as a miss or a failed load.",
         (("cause", CAUSES),),
     ),
     Metric(
         "circuit_openings",
         Kind.COUNTER,
-        "Times that a drive of the tier was given no more reads, or writes, after failures.",
+        "Times that reads or writes on a drive of the tier were disabled after failures.",
         _BELOW,
     ),
-    Metric("resets", Kind.COUNTER, "Times that all blocks were forgotten on demand."),
+    Metric("resets", Kind.COUNTER, "Resets of the whole cache."),
     Metric(
         "ignored_parameters",
         Kind.COUNTER,
@@ -129,14 +129,14 @@ METRICS = (
     Metric(
         "queue_length",
         Kind.GAUGE,
-        "Under way or waiting: transfers to and from the device, blocks to and from the disk.",
+        "Transfers of the device, or reads and writes of blocks on disk, that run or wait.",
         (("link", ("device", "disk")),),
     ),
     Metric("queue_bytes", Kind.GAUGE, "Bytes that wait for the disks."),
     Metric(
         "open_circuits",
         Kind.GAUGE,
-        "Drives of the tier that are given no reads, or writes, after failures, or are tried.",
+        "Drives of the tier whose reads or writes are disabled after failures, or on trial.",
         (*_BELOW, ("direction", ("read", "write"))),
     ),
 )
@@ -150,13 +150,13 @@ GAUGES = frozenset(
 
 
 def add(samples: Samples, later: Mapping[str, float]) -> None:
-    """Add to `samples` what another rank counted, or the same one later."""
+    """Add the counts of another rank, or later counts of the same rank, to `samples`."""
     for name, value in later.items():
         samples[name] = value if name in GAUGES else samples.get(name, 0) + value
 
 
 def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
-    """What a log line says of `samples`: what happened since the last one."""
+    """The content of a log line: the changes since the previous line."""
 
     def total(name: str, *labels: str) -> float:
         return samples.get(sample(name, *labels), 0)
