@@ -26,21 +26,23 @@ HEAD = f"""\
 
 # Settings
 
-FlexKV runs without any. A setting can come from four places; where several give it, the first of
+FlexKV needs no settings. A setting can come from four places; if several give it, the first of
 these wins:
 
 1. `kv_connector_extra_config` in vLLM's `--kv-transfer-config`, for example
    `'{{"kv_connector":"FlexKVConnectorV1","kv_role":"kv_both","kv_connector_extra_config":{{"cpu_cache_gb":64}}}}'`
-2. the YAML or JSON file that `{CONFIG_PATH_VARIABLE}` names, for example with the line
+2. the YAML or JSON file named by `{CONFIG_PATH_VARIABLE}`, for example with the line
    `cpu_cache_gb: 64`
 3. the environment, for example `FLEXKV_CPU_CACHE_GB=64`
 4. the default
 
-In the first two a setting has its own name, in the environment the name of its variable. A name
-that does not exist, in any of the places, stops the start with an error that names the nearest one
-that does; so does a value that is not allowed. An empty variable counts as not set. Variables that
-Kubernetes sets for a Service named `flexkv` (`FLEXKV_SERVICE_HOST`, `FLEXKV_PORT_80_TCP`, ...) are
-ignored, and one line of the log names them.
+In the first two places a setting has its own name, in the environment the name of its variable.
+
+- An unknown name stops the start with an error that names the nearest known one.
+- A value that is not allowed stops the start with an error.
+- An empty variable counts as not set.
+- FlexKV ignores the variables that Kubernetes sets for a Service named `flexkv`
+  (`FLEXKV_SERVICE_HOST`, `FLEXKV_PORT_80_TCP`, ...). One line of the log names them.
 
 | setting | variable | unit | default |
 |---|---|---|---|
@@ -48,7 +50,7 @@ ignored, and one line of the log names them.
 
 
 COMPUTED = "Default: "
-"""How the text of a setting without a plain default tells what it is instead."""
+"""Precedes the default in the help text of a setting whose default is worked out at start."""
 
 
 def page() -> str:
@@ -68,8 +70,8 @@ def _section(field: dataclasses.Field[Any]) -> str:
     default = _plain_default(field) or computed
     if not default:
         raise ValueError(
-            f"setting {field.name!r} says of no default; allowed: a plain one, or a text with "
-            f"{COMPUTED!r} in it"
+            f"setting {field.name!r} has no default; allowed: a plain default, or a help text that "
+            f"contains {COMPUTED!r}"
         )
     return (
         f"\n## {field.name}\n\n"
@@ -82,7 +84,7 @@ def _section(field: dataclasses.Field[Any]) -> str:
 
 
 def _plain_default(field: dataclasses.Field[Any]) -> str:
-    """The default as it would be written in a file, "" where it is worked out at start."""
+    """The default as written in a file, or "" if it is worked out at start."""
     if field.default is None or field.default == ():
         return ""
     if isinstance(field.default, bool):
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.splitlines(), wanted.splitlines(), "the page", "the code", lineterm=""
     )
     print("\n".join(difference))
-    print(f"{PAGE.name} is out of date; `nox -s docs -- --write` writes it anew")
+    print(f"{PAGE.name} is out of date; `nox -s docs -- --write` rewrites it")
     return 1
 
 

@@ -182,7 +182,7 @@ def test_malformed_file_is_one_clear_error(tmp_path: Path, name: str, content: b
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     path = tmp_path / "flexkv.yaml"
     path.write_text("cpu_cache_gb: 1\ncopy_threads: 2\ncpu_cache_gb: 3\n")
-    with pytest.raises(ConfigError, match="'cpu_cache_gb' is there twice"):
+    with pytest.raises(ConfigError, match="duplicate key 'cpu_cache_gb'"):
         load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of FlexKV. `config_sources` reads them from where they may come from."""
+"""The settings of FlexKV. `config_sources` reads their values from all sources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIB = 1 << 30
 _LEAST_GIB = 1e-6
 """About one memory page; tests use caches of some KiB."""
 _MOST_GIB = float(1 << 20)
-"""1 PiB, more than one machine has: a larger number is a mistake, in bytes perhaps."""
+"""1 PiB, more than one machine has: a larger number is a mistake, perhaps in bytes."""
 _SIZE = f"a number from {_LEAST_GIB} to {_MOST_GIB:.0f}"
 _MOST_TOKENS = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
@@ -54,8 +54,10 @@ def _setting(
 
 
 def default_runtime_dir() -> str:
-    """`flexkv` in `XDG_RUNTIME_DIR` if that is this user's alone; else `/dev/shm/flexkv-<uid>`, or
-    the same under the temporary directory where there is no shm."""
+    """`flexkv` in `XDG_RUNTIME_DIR` if that is private to this user; else `/dev/shm/flexkv-<uid>`.
+
+    Without a writable `/dev/shm`, the default is `flexkv-<uid>` in the temporary directory.
+    """
     private = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(private) and _is_private(private):
         return os.path.join(private, "flexkv")
@@ -74,7 +76,7 @@ def _is_private(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """All settings. Build it with `load_config`, which reads and checks every source."""
+    """All settings. `load_config` builds it from all sources and checks every value."""
 
     enable: bool = _setting(
         True,
@@ -89,9 +91,9 @@ class CacheConfig:
         env="FLEXKV_CPU_CACHE_GB",
         unit="GiB",
         help=(
-            "Host memory for cached blocks, in GiB, for all ranks of an engine together. "
-            "Taken and filled at start. Default: 16, or half of the memory that is available "
-            "at start if that is less."
+            "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
+            "allocates and fills it at start. Default: 16, or half of the memory that is "
+            "available at start if that is less."
         ),
         parse=parse_number(_LEAST_GIB, _MOST_GIB),
         allowed=f"{_SIZE}, at most the memory that is available at start",
@@ -101,9 +103,9 @@ class CacheConfig:
         env="FLEXKV_EVICTION_POLICY",
         unit="name",
         help=(
-            "Which blocks leave the host memory first when it is full: `lru`, those used longest "
-            "ago; `s3fifo`, those that no other request has found, so that many prompts that are "
-            "asked once do not push out prompts that are asked often."
+            "Which blocks are evicted first when host memory is full. `lru`: those used longest "
+            "ago. `s3fifo`: those that no other request has found, so that many prompts used once "
+            "do not evict prompts used often."
         ),
         parse=parse_name(POLICIES),
         allowed=", ".join(sorted(POLICIES)),
@@ -114,8 +116,8 @@ class CacheConfig:
         unit="GiB",
         help=(
             "Disk space for cached blocks, in GiB, of all directories in `ssd_cache_dir` together. "
-            "A hard bound on the bytes on disk; allocated at start. Blocks on disk survive the "
-            "engine. Default: no disk is used."
+            "It is a hard bound on the bytes on disk, and allocated at start. Blocks on disk "
+            "survive the engine. Default: no disk is used."
         ),
         parse=parse_number(_LEAST_GIB, _MOST_GIB),
         allowed=f"{_SIZE}, at most the free space of the file systems, and ssd_cache_dir",
@@ -125,9 +127,8 @@ class CacheConfig:
         env="FLEXKV_SSD_CACHE_DIR",
         unit="absolute paths",
         help=(
-            "Directories for cached blocks, several separated by `;`: best each on a local NVMe "
-            "drive of its own, then blocks are spread over them. "
-            "Default: none."
+            "Directories for cached blocks, several separated by `;`. Put each on a local NVMe "
+            "drive of its own; FlexKV distributes blocks over them. Default: none."
         ),
         parse=parse_directories,
         allowed="absolute paths separated by `;` (not `,` or `:`), none twice, and ssd_cache_gb",
@@ -137,9 +138,9 @@ class CacheConfig:
         env="FLEXKV_SSD_ADMISSION",
         unit="name",
         help=(
-            "Which blocks are written to disk: `write_through`, all, once they are in host memory; "
-            "`second_hit`, those that a request finds; `on_evict`, those that are "
-            "about to leave host memory."
+            "Which blocks are written to disk. `write_through`: all, once they are in host memory. "
+            "`second_hit`: those that a request finds. `on_evict`: those about to be evicted from "
+            "host memory."
         ),
         parse=parse_name(ADMISSIONS),
         allowed=", ".join(ADMISSIONS),
@@ -149,8 +150,8 @@ class CacheConfig:
         env="FLEXKV_SSD_WRITE_GB_PER_DAY",
         unit="GiB per 24 hours",
         help=(
-            "What may be written to all directories together in any 24 hours, over restarts too, "
-            "to spare the drives. Blocks beyond it stay in host memory only. Default: no limit."
+            "The most to write to all directories together in any 24 hours, restarts included, to "
+            "spare the drives. Blocks beyond the limit stay in host memory only. Default: no limit."
         ),
         parse=parse_number(_LEAST_GIB, _MOST_GIB),
         allowed=_SIZE,
@@ -160,9 +161,9 @@ class CacheConfig:
         env="FLEXKV_SSD_IN_USE",
         unit="name",
         help=(
-            "What a second engine with the same model does when a directory is in use: `error`, "
-            "refuse to start; `own`, keep a cache of its own there, of `ssd_cache_gb` too (as "
-            "data-parallel engines need it)."
+            "How a second engine with the same model starts if a directory is in use. `error`: it "
+            "refuses to start. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`; "
+            "data-parallel engines need this."
         ),
         parse=parse_name(("error", "own")),
         allowed="error, own",
@@ -172,10 +173,10 @@ class CacheConfig:
         env="FLEXKV_SSD_OTHER_MODELS",
         unit="name",
         help=(
-            "What happens at start to folders of other models in `ssd_cache_dir` that no engine "
-            "uses: `keep` them until the file system lacks room for this model's, those used "
-            "longest ago leave first; or `remove` them all, so that a directory never has more "
-            "than `ssd_cache_gb`."
+            "How a start treats folders of other models in `ssd_cache_dir` that no engine uses. "
+            "`keep`: it removes them only if the file system lacks room for this model's folder, "
+            "those used longest ago first. `remove`: it removes all of them, so that a directory "
+            "never has more than `ssd_cache_gb`."
         ),
         parse=parse_name(("keep", "remove")),
         allowed="keep, remove",
@@ -185,8 +186,8 @@ class CacheConfig:
         env="FLEXKV_SSD_TIMEOUT_SECONDS",
         unit="seconds",
         help=(
-            "How long a disk may take for one read or write. What it does not give by then is "
-            "computed, and it is left out until it answers again."
+            "The time limit for one read or write on disk. Blocks that a disk has not delivered by "
+            "then are computed, and FlexKV skips the disk until it answers again."
         ),
         parse=parse_number(0.001, _DAY_SECONDS),
         allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
@@ -197,9 +198,9 @@ class CacheConfig:
         unit="tokens",
         help=(
             "Tokens of one FlexKV block, the unit of lookup, eviction and copies; a multiple of "
-            "the engine's block size. Default: the smallest multiple whose block over all layers "
-            "and ranks has 2 MiB, but not more than 128 tokens (and never less than one engine "
-            "block): small blocks waste less of a prompt's tail, large ones cost less to manage."
+            "the engine's block size. Small blocks waste less of a prompt's tail; large blocks "
+            "cost less to manage. Default: the smallest multiple whose block over all layers and "
+            "ranks has 2 MiB, at most 128 tokens, at least one engine block."
         ),
         parse=parse_whole(1, _MOST_BLOCK_TOKENS),
         allowed=(
@@ -211,13 +212,13 @@ class CacheConfig:
         env="FLEXKV_LOAD_MODE",
         unit="name",
         help=(
-            "How blocks come back from host memory into the engine: `async`, before the request is "
-            "computed on, while others compute; `layerwise`, beside the forward of the same step, "
-            "which waits for them layer by layer, and all requests of that step with it; `auto`, "
-            "whichever is sooner by what loads were measured to take, and on a GPU not layerwise "
-            "where others would wait longer than for a step. Layer by layer needs vLLM's "
-            "`--no-async-scheduling`, and has vLLM use PIECEWISE CUDA graphs; models with several "
-            "kinds of attention are loaded `async` in any case."
+            "How blocks are loaded from host memory into the engine. `async`: before the request "
+            "computes, while other requests compute. `layerwise`: beside the forward pass of the "
+            "same step, which waits for the blocks layer by layer; all requests of that step wait "
+            "with it. `auto`: the faster of the two by measured load times; on a GPU not layerwise "
+            "if other requests would wait longer than one step. Layerwise loads need vLLM's "
+            "`--no-async-scheduling`, and make vLLM use PIECEWISE CUDA graphs. Models with several "
+            "kinds of attention are always loaded `async`."
         ),
         parse=parse_name(LOAD_MODES),
         allowed=", ".join(LOAD_MODES),
@@ -227,8 +228,8 @@ class CacheConfig:
         env="FLEXKV_MIN_LOAD_TOKENS",
         unit="tokens",
         help=(
-            "Hits of fewer tokens are computed instead. Beside this FlexKV measures how long "
-            "computing and loading take, and loads only what comes sooner than it is computed."
+            "Hits of fewer tokens are computed instead of loaded. In addition, FlexKV measures how "
+            "long computing and loading take, and loads a hit only if that is faster."
         ),
         parse=parse_whole(0, _MOST_TOKENS),
         allowed=f"a whole number from 0 to {_MOST_TOKENS}",
@@ -238,8 +239,8 @@ class CacheConfig:
         env="FLEXKV_PIN_SECONDS",
         unit="seconds",
         help=(
-            "How long the blocks of a request that pins them stay in host memory, unless the "
-            "request says so itself; counted anew from each request that pins them."
+            "How long pinned blocks stay in host memory, unless the request sets a time of its "
+            "own. Each request that pins the blocks again restarts the time."
         ),
         parse=parse_whole(1, MOST_PIN_SECONDS),
         allowed=f"a whole number from 1 to {MOST_PIN_SECONDS}",
@@ -249,8 +250,8 @@ class CacheConfig:
         env="FLEXKV_ALWAYS_LOAD",
         unit="boolean",
         help=(
-            "Load every hit, also one that is expected to take longer than computing it: the "
-            "request waits, but the processor is free for others."
+            "Load every hit, even if the load is expected to take longer than computing. The "
+            "request waits longer, but the processor is free for other requests."
         ),
         parse=parse_bool,
         allowed="1, 0, true, false, yes, no, on, off",
@@ -260,8 +261,8 @@ class CacheConfig:
         env="FLEXKV_COPY_THREADS",
         unit="threads",
         help=(
-            "Threads that copy between the engine's pages and host memory, per worker process, "
-            "where the engine's tensors are in host memory themselves. Default: 4, or the number "
+            "Threads per worker process that copy between the engine's pages and host memory. They "
+            "are used only if the engine's tensors are in host memory. Default: 4, or the number "
             "of usable cores if that is less."
         ),
         parse=parse_whole(1, _MOST_THREADS),
@@ -272,12 +273,12 @@ class CacheConfig:
         env="FLEXKV_RUNTIME_DIR",
         unit="absolute path",
         help=(
-            "Where the processes of one engine find each other: small files, removed at shutdown; "
-            "what a killed engine left is removed by the next start. "
-            "Only this user may be able to write to it, nor may others to a directory above it "
-            "that is neither root's nor sticky. Default: `flexkv` in XDG_RUNTIME_DIR if that is "
-            "this user's with mode 0700, else /dev/shm/flexkv-UID, or the temporary directory "
-            "where there is no /dev/shm."
+            "Directory where the processes of one engine find each other by small files. FlexKV "
+            "removes them at shutdown; the next start removes those of a killed engine. Only this "
+            "user may have the right to write to the directory. Others may not have it for any "
+            "directory above that is neither root's nor sticky. Default: `flexkv` in "
+            "XDG_RUNTIME_DIR if that is this user's with mode 0700, else /dev/shm/flexkv-UID, or "
+            "the temporary directory if there is no /dev/shm."
         ),
         parse=parse_directory,
         allowed="an absolute path of a directory that only this user can write to",
@@ -286,7 +287,7 @@ class CacheConfig:
         "INFO",
         env="FLEXKV_LOG_LEVEL",
         unit="name",
-        help="What FlexKV writes to the engine's log.",
+        help="The lowest level of messages that FlexKV writes to the engine's log.",
         parse=parse_log_level,
         allowed=", ".join(LOG_LEVELS),
     )
@@ -311,7 +312,7 @@ def settings() -> Iterator[dataclasses.Field[Any]]:
 
 
 def configure_logging(config: CacheConfig) -> None:
-    """Give the `flexkv` loggers their level, and a handler if the engine set none up."""
+    """Set the level of the `flexkv` loggers, and add a handler if the engine has set none up."""
     logger = logging.getLogger("flexkv")
     level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level
     logger.setLevel(level)

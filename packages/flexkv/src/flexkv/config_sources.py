@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where settings come from: the engine, a file, the environment.
+"""The sources of settings: the engine, a file, the environment.
 
 Precedence, highest first: the engine's own command line (for vLLM
-`kv_connector_extra_config`), the file that `FLEXKV_CONFIG_PATH` names, the environment, the
-default. A key that does not exist is an error that names the nearest one that does.
+`kv_connector_extra_config`), the file named by `FLEXKV_CONFIG_PATH`, the environment, the
+default. An unknown key is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PREFIX = "FLEXKV_"
 _MOST_FILE_BYTES = 1 << 20
 """All settings together take some KiB."""
 _MOST_SHOWN = 100
-"""Characters of a value that an error repeats."""
+"""Characters of a value that an error prints."""
 _ALLOWED_FILE = f"a YAML or JSON file of at most {_MOST_FILE_BYTES >> 20} MiB, one mapping"
 
 _INJECTED = re.compile(
     r"FLEXKV_([A-Z0-9_]+_)?"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""What Kubernetes sets in every pod for a Service named `flexkv` or `flexkv-...`, see
+"""Variables that Kubernetes sets in every pod for a Service named `flexkv` or `flexkv-...`, see
 https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables."""
 
 
@@ -52,12 +52,12 @@ def load_config(
 
     Args:
         extra: settings from the engine's own command line; they win over everything.
-        extra_source: what to call `extra` in an error.
+        extra_source: the name of `extra` in errors.
         environ: the environment; `os.environ` if None.
 
     Raises:
-        ConfigError: a key is unknown, a value is malformed or out of range, or the file that
-            `FLEXKV_CONFIG_PATH` names cannot be read. Names value, source and what is allowed.
+        ConfigError: a key is unknown, a value is malformed or out of range, or the file named by
+            `FLEXKV_CONFIG_PATH` cannot be read. The error names value, source and what is allowed.
     """
     environ = os.environ if environ is None else environ
     values = _from_environment(environ)
@@ -76,13 +76,13 @@ def load_config(
 
 
 def log_ignored_variables(environ: Mapping[str, str] | None = None) -> None:
-    """Say which variables look like settings but were set by Kubernetes for a Service."""
+    """Log the variables that look like settings but that Kubernetes set for a Service."""
     environ = os.environ if environ is None else environ
     ignored = sorted(name for name in environ if _INJECTED.fullmatch(name))
     if ignored:
         logger.info(
-            "%d environment variables that Kubernetes sets for a Service are no settings and are "
-            "ignored: %s",
+            "%d environment variables set by Kubernetes for a Service are not settings; ignored: "
+            "%s",
             len(ignored),
             _shorten(", ".join(ignored)),
         )
@@ -130,7 +130,7 @@ def _parse(setting: dataclasses.Field[Any], value: object, source: str) -> Any:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that was meant; empty if none is near.
+    """A hint at the nearest known name; empty if none is near.
 
     Case, the prefix and the order of words do not count: `FLEXKV_ENABLE` is `ENABLE_FLEXKV`.
     """
@@ -145,7 +145,7 @@ def _words(name: str) -> str:
 
 
 def _show(value: object) -> str:
-    """A value as an error repeats it."""
+    """A value as errors print it."""
     try:
         return _shorten(repr(value))
     except (ValueError, RecursionError):  # an int of thousands of digits, or deep nesting
@@ -190,7 +190,7 @@ def _read_text(path: str) -> str:
 
     Raises:
         OSError: the file cannot be read, is not a regular file or is too large.
-        ValueError: the file is not UTF-8, or `path` is none.
+        ValueError: the file is not UTF-8, or `path` is not a path.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
@@ -215,13 +215,13 @@ def _without_duplicates(pairs: Iterable[tuple[Hashable, object]]) -> dict[Any, o
     mapping: dict[Any, object] = {}
     for key, value in pairs:
         if key in mapping:
-            raise ValueError(f"the key {key!r} is there twice")
+            raise ValueError(f"duplicate key {key!r}")
         mapping[key] = value
     return mapping
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """YAML forbids two equal keys in a mapping; PyYAML takes the last of them."""
+    """Refuses a mapping with equal keys: YAML forbids them, and PyYAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, object]:
         self.flatten_mapping(node)
@@ -229,6 +229,6 @@ class _UniqueKeysLoader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise ValueError(f"{_show(key)} is no key")
+                raise ValueError(f"{_show(key)} cannot be a key")
             pairs.append((key, self.construct_object(value_node, deep=deep)))
         return _without_duplicates(pairs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of settings, as they are written in files, variables and on command lines.
+"""Parsers of the values of settings in files, variables and command lines.
 
-Every parser takes what a JSON or YAML file, or a string from elsewhere, holds; it returns the value
-or raises ValueError.
+Every parser takes a value from a JSON or YAML file, or a string from elsewhere. It returns the
+parsed value or raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LOAD_MODES = ("async", "layerwise", "auto")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
 
 _OTHER_SEPARATOR = re.compile(r"[,:]\s*/")
-"""Between paths, where other programs take a comma or a colon: one path that looks like this is
-far more often two paths than one of that name."""
+"""Separators of paths in other programs. A path that contains one is far more often two paths than
+a path of that name."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -34,14 +34,14 @@ def parse_bool(value: object) -> bool:
 
 
 def parse_number(least: float, most: float) -> Callable[[object], float]:
-    """A parser that takes a number from `least` to `most`, NaN never."""
+    """A parser that takes a number from `least` to `most`, but never NaN."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
         try:
             number = float(value)
-        except OverflowError:  # of an int with hundreds of digits
+        except OverflowError:  # an int with hundreds of digits
             raise ValueError from None
         if not least <= number <= most:
             raise ValueError
