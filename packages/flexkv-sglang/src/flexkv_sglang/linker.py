@@ -19,6 +19,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 from flexkv import ConfigError, LayoutError
 from flexkv.config import configure_logging
@@ -26,6 +27,7 @@ from flexkv.config_sources import log_ignored_variables
 from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.layer_counter import LayerCounter
+from flexkv_sglang.metrics import Metrics
 from flexkv_sglang.pages import describe_pages
 from flexkv_sglang.ranks import ranks_of
 from flexkv_sglang.settings import read_settings
@@ -81,6 +83,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
         device = next(iter(pages.tensors.values())).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._metrics = Metrics(config, _metric_labels())
         hooks.serve(self.side)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -111,7 +114,9 @@ class FlexKVLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        return self.side.ended_offloads()
+        ended = self.side.ended_offloads()
+        self._metrics.report(self.side)
+        return ended
 
     def pop_completed_offload(self) -> bool:
         return self.side.take_offload()
@@ -145,6 +150,18 @@ class FlexKVLinker(UnifiedCacheLinker):
             self._stream.wait_stream(self.forward_stream)
         after: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return after
+
+
+def _metric_labels() -> dict[str, str] | None:
+    """SGLang's own labels of this engine's metrics; None if it serves none."""
+    observability, parallel = get_observability(), get_parallel()
+    if not observability.enable_metrics:
+        return None
+    labels = {"model_name": str(get_serving().served_model_name)}
+    if parallel.dp_rank is not None:
+        labels["dp_rank"] = str(parallel.dp_rank)
+    others = observability.extra_metric_labels or {}
+    return labels | {name: str(value) for name, value in others.items()}
 
 
 def _of_kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:

@@ -8,6 +8,7 @@ and need no device for it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from flexkv import CacheConfig, load_config
-from flexkv.adapter import info
-from flexkv.adapter.metrics import GAUGES, METRICS, Kind, Metric, Samples, add, sample, summary
+from flexkv import load_config
+from flexkv.adapter.exposition import Exposition
+from flexkv.adapter.metrics import Samples, add, summary
 
 PREFIX = "vllm:flexkv_"
 
@@ -45,8 +46,7 @@ class FlexKVStats(KVConnectorStats):
 
 
 class FlexKVPromMetrics(KVConnectorPromMetrics):
-    """FlexKV's metrics of all engines that a frontend serves. All values exist from the start, so
-    that a rate over the first one is right."""
+    """FlexKV's metrics of all engines that a frontend serves."""
 
     def __init__(
         self,
@@ -57,45 +57,15 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         transfer = vllm_config.kv_transfer_config
-        config = load_config(transfer.kv_connector_extra_config if transfer else None)
-        self._values: dict[tuple[int, str], Any] = {}
-        for metric in METRICS:
-            made = self._make(metric, metric_types, labelnames)
-            for engine, values in per_engine_labelvalues.items():
-                for labels in metric.combinations:
-                    name = sample(metric.name, *labels)
-                    self._values[engine, name] = made.labels(*values, *labels)
-        self._make_info(config, metric_types, labelnames, per_engine_labelvalues)
+        self._exposition = Exposition(
+            PREFIX,
+            metric_types[Counter],
+            functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent"),
+            label_names=labelnames,
+            engines=per_engine_labelvalues,
+            config=load_config(transfer.kv_connector_extra_config if transfer else None),
+        )
 
     def observe(self, transfer_stats_data: Samples, engine_idx: int = 0) -> None:
         """Take in what `FlexKVStats` of an engine has summed up."""
-        for name, value in transfer_stats_data.items():
-            metric = self._values.get((engine_idx, name))
-            if metric is None:
-                continue
-            if name in GAUGES:
-                metric.set(value)
-            else:
-                metric.inc(value)
-
-    @staticmethod
-    def _make(metric: Metric, metric_types: dict[type, type], labelnames: list[str]) -> Any:
-        names = labelnames + metric.label_names
-        if metric.kind is Kind.COUNTER:
-            return metric_types[Counter](PREFIX + metric.name, metric.text, names)
-        return _gauge(metric_types, metric.name, metric.text, names)
-
-    @staticmethod
-    def _make_info(
-        config: CacheConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        made = _gauge(metric_types, info.NAME, info.TEXT, [*labelnames, *info.LABELS])
-        for values in per_engine_labelvalues.values():
-            made.labels(*values, *info.info_labels(config)).set(1)
-
-
-def _gauge(metric_types: dict[type, type], name: str, text: str, labels: list[str]) -> Any:
-    return metric_types[Gauge](PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+        self._exposition.observe(transfer_stats_data, engine_idx)
