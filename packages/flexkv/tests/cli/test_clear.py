@@ -19,7 +19,7 @@ def test_clear_names_and_leaves_a_folder_in_use(flexkv: Flexkv, cache: Cache) ->
             pass
         ended = flexkv("clear", cache.root, "--yes")
         assert ended.code == 1
-        assert f"left {cache.folder}: in use by process {process}\n" in ended.out
+        assert f"skipped {cache.folder}: in use by process {process}\n" in ended.out
         assert f"removed {cache.root / OTHER_FINGERPRINT}, " in ended.out
         assert [path.name for path in cache.root.iterdir()] == [cache.folder.name]
         assert flexkv("stat", cache.root, "--json").json["folders"][0]["owner"] == process

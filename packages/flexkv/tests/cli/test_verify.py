@@ -15,7 +15,7 @@ from flexkv.tiers.disk.inspect import Record
 from packages.flexkv.tests.cli import engine
 from packages.flexkv.tests.cli.stores import Cache, Flexkv, FlexkvOnTerminal
 
-NOT_WRITTEN = "its bytes are not those that were written"
+NOT_WRITTEN = "its bytes do not match its checksum"
 
 
 def check(cache: Cache, files: OsFiles | None = None) -> verify.Report:
@@ -77,7 +77,7 @@ def test_a_truncated_slab_is_found(flexkv: Flexkv, cache: Cache) -> None:
     ended = flexkv("verify", cache.root, "--json")
     assert ended.code == 1
     assert [bad["slot"] for bad in ended.json["bad"]] == slots[2:]
-    assert {bad["reason"] for bad in ended.json["bad"]} == {"slab-00000 ends before it"}
+    assert {bad["reason"] for bad in ended.json["bad"]} == {"slab-00000 ends before this block"}
 
 
 def test_a_missing_slab_is_found(flexkv: Flexkv, cache: Cache) -> None:
@@ -105,7 +105,7 @@ def test_a_damaged_header_is_found(flexkv: Flexkv, cache: Cache) -> None:
     ended = flexkv("verify", cache.root, "--json")
     assert ended.code == 1
     assert [(bad["slot"], bad["key"]) for bad in ended.json["bad"]] == [(None, "")]
-    assert "bad: table  the header of its table is damaged" in flexkv("verify", cache.root).out
+    assert "bad: table  the header of the table is damaged" in flexkv("verify", cache.root).out
 
 
 def test_a_torn_record_is_an_empty_slot(flexkv: Flexkv, cache: Cache) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `flexkv`. Each command is a module here that is listed in `COMMANDS`.
+"""The command `flexkv`. `COMMANDS` lists the modules here, one for each command.
 
-Exit codes: 0 for yes, 1 for no (bad blocks were found, a folder was left or could not be read, the
-output could not be written), 2 for bad use.
+Exit codes: 0 for success, 2 for wrong usage. 1 means that bad blocks were found, a folder was
+skipped or could not be read, or the output could not be written.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ INTERRUPTED = 130
 
 
 class Command(Protocol):
-    """A module with one command. What only this one needs it imports when it runs."""
+    """A module with one command."""
 
     NAME: str
     HELP: str
-    """One line; the module's docstring is shown by `--help`."""
+    """One line; `--help` of the command prints the module's docstring."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's own arguments."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; returns the exit code.
+        """Run the command; returns the exit code.
 
         Raises:
-            FlexKVError: bad use.
+            FlexKVError: wrong usage.
         """
         ...
 
@@ -47,10 +47,13 @@ COMMANDS: tuple[Command, ...] = (stat, verify, clear)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` is that of the process if None. Returns its exit code.
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments; if None, those of the process.
 
     Raises:
-        SystemExit: the arguments make no command, or ask for help.
+        SystemExit: the arguments are not a command, or ask for help.
     """
     _open_standard_streams()
     args = _parser().parse_args(argv)
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Who read the output has enough.
+        # The reader of the output has closed it.
         _drop_output()
         return NO
     except OSError as error:
@@ -75,12 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Give the process the standard streams that it was started without, so that no file which it
-    opens becomes one of them."""
+    """Open the standard streams that the process was started without.
+
+    Without them, the first file that the process opens would become a standard stream.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
-        # The lowest descriptor that is free: those below are open by now.
+        # `os.open` returns the lowest free descriptor; all below it are open by now.
         fd = os.open(os.devnull, os.O_RDWR)
         if fd != number:
             os.dup2(fd, number)
@@ -90,7 +95,7 @@ def _open_standard_streams() -> None:
 
 
 def _drop_output() -> None:
-    """What is left in the buffer of standard output must not fail at exit."""
+    """Discard the buffer of standard output, so that flushing it at exit cannot fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

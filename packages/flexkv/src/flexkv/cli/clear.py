@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove all caches of a directory that no engine owns, and nothing that is not FlexKV's. Asks
-first; where there is no terminal to ask on, it needs --yes. Exit code 0 if all were removed, 1 if
-any is left."""
+"""Remove all caches of a directory that no engine owns. Files that are not FlexKV's stay. The
+command asks first; without a terminal to ask on, it needs --yes. Exit code 0 if all were removed, 1
+if any was skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELP = "remove the caches that no engine owns"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_directory(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="remove without asking")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 def _confirmed(folders: list[str]) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(
-            "--yes is missing on the command line, and there is no terminal to ask on; allowed: "
+            "--yes is missing on the command line, and standard input is not a terminal; allowed: "
             "--yes, or a terminal"
         )
     for path in folders:
@@ -50,11 +50,11 @@ def _confirmed(folders: list[str]) -> bool:
 
 
 def _count(folders: list[str]) -> str:
-    return "this folder" if len(folders) == 1 else f"these {len(folders)} folders"
+    return "1 folder" if len(folders) == 1 else f"{len(folders)} folders"
 
 
 def _remove(path: str) -> bool:
-    """Remove one folder and say so. False if it is left."""
+    """Remove one folder and print the outcome. False if it was skipped."""
     try:
         count = directory.disk_bytes(path)
         removal = remove(path)
@@ -64,9 +64,9 @@ def _remove(path: str) -> bool:
         problem = removal.value
         if removal is Removal.IN_USE:
             problem += f" by process {_owner(path)}"
-        print(f"left {path}: {problem}")
+        print(f"skipped {path}: {problem}")
     except OSError as error:
-        print(f"left {path}: {reason_of(error)}")
+        print(f"skipped {path}: {reason_of(error)}")
     return False
 
 

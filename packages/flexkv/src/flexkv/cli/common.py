@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands on cache directories share."""
+"""Arguments and output that the commands on cache directories share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="?",
         help="a cache directory, or several separated by `;`, as in an engine's ssd_cache_dir; "
-        "default: that setting, from the environment or the file that FLEXKV_CONFIG_PATH names",
+        "default: that setting, from the environment or the file named by FLEXKV_CONFIG_PATH",
     )
 
 
@@ -30,16 +30,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_folders(given: str | None, leftovers: bool = False) -> list[str]:
-    """Absolute paths of the folders of FlexKV in the directories of the command line, or in those
-    of the settings if it names none.
+    """Absolute paths of FlexKV's folders in the given directories, or in those of the settings.
 
     Args:
-        given: DIR.
-        leftovers: also of folders whose removal was cut off.
+        given: DIR of the command line; None for the directories of the settings.
+        leftovers: include folders whose removal was interrupted.
 
     Raises:
         ConfigError: DIR is missing, and the settings name no directory or are wrong.
-        DiskError: a directory is none, cannot be read, or none of them holds a cache.
+        DiskError: a path is not a directory or cannot be read, or no directory holds a cache.
     """
     roots, source = _roots(given)
     found = []
@@ -56,7 +55,7 @@ def cache_folders(given: str | None, leftovers: bool = False) -> list[str]:
 
 
 def _roots(given: str | None) -> tuple[Sequence[str], str]:
-    """The directories, and where they come from."""
+    """The directories, and their source."""
     if given is not None:
         return [part for part in given.split(";") if part] or [given], "DIR on the command line"
     roots = load_config().ssd_cache_dir
@@ -68,7 +67,7 @@ def _roots(given: str | None) -> tuple[Sequence[str], str]:
 
 
 def size(count: int) -> str:
-    """`count` bytes for people."""
+    """`count` bytes with a unit."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -76,7 +75,7 @@ def size(count: int) -> str:
 
 
 def blocks(count: int) -> str:
-    """`count` blocks for people."""
+    """`count` blocks with the noun."""
     return "1 block" if count == 1 else f"{count:,} blocks"
 
 
@@ -87,5 +86,5 @@ def print_json(content: object) -> None:
 def _refusal(root: str, source: str, problem: str) -> str:
     return (
         f"{root!r} from {source} {problem}; allowed: a directory that an engine with FlexKV has "
-        f"used, see its ssd_cache_dir"
+        f"used (see its ssd_cache_dir)"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache directory holds and has done, folder by folder. Changes nothing, and works beside
-engines; their counters are at most some seconds old. Exit code 0, or 1 if a folder cannot be
-read."""
+"""Print the contents and counters of each folder of a cache directory. The command changes nothing
+and works beside running engines; their counters are at most some seconds old. Exit code 0, or 1 if
+a folder cannot be read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flexkv.errors import DiskError
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 
 NAME = "stat"
-HELP = "what a cache directory holds and has done"
+HELP = "print the contents and counters of a cache directory"
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over folders; named as the attributes of `FolderState` are."""
+    """Sums over folders, under the names of `FolderState`."""
 
     folders: int = 0
     slots: int = 0

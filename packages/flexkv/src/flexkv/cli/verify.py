@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read every block of a cache directory and check it. Changes nothing, and works beside engines: a
-block that one replaces meanwhile is not bad. Exit code 0 if all blocks are intact, 1 if not or if a
-folder cannot be read."""
+"""Read every block of a cache directory and verify its checksum. The command changes nothing and
+works beside running engines: a block that an engine replaces meanwhile is not bad. Exit code 0 if
+all blocks are intact, 1 if not or if a folder cannot be read."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
 
 NAME = "verify"
-HELP = "read every block and check it"
+HELP = "read every block and verify its checksum"
 
 _LINES = 10
-"""Bad blocks of a folder that are named one by one, for each reason; more become one line. JSON has
-all of them."""
+"""The most bad blocks of a folder with one reason to print line by line. More become one line; JSON
+lists all of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be read of a folder by those who do not own it, beside the engine that does.
+"""Reads a folder for processes that do not own it, beside the engine that does.
 
 Nothing here writes, and nothing takes the folder's lock, not even shared and for a moment: an
-engine that starts in that moment would find it taken and give up. So all that is read may change
-meanwhile, and who finds something wrong has to look again.
+engine that starts in that moment would find it taken and give up. The contents may therefore change
+while they are read, and a caller that finds an error has to read them again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from flexkv.tiers.disk.ledger import load_ledger
 
 _PART_BYTES = 1 << 20
 _HEADER_READS = 3
-"""A header that is replaced while it is read may look damaged: it is read again so many times."""
+"""Reads of a header: one that is replaced during a read may look damaged."""
 
 
 class Record(NamedTuple):
-    """What a table says of one slot; see `table.encode_record`."""
+    """The table's record of one slot; see `table.encode_record`."""
 
     slot: int
     key: bytes
@@ -46,10 +46,10 @@ class Snapshot:
     """The table of a folder as it was when it was read.
 
     Attributes:
-        header: None if the folder has no table, or one that an engine would make anew.
-        damaged: whether the latter, and the table is not just being made.
-        parts: the bytes behind the header in parts of `_PART_BYTES`, by number; those that are
-            zeros are left out.
+        header: None if the folder has no table, or a table that an engine would replace.
+        damaged: whether an engine would replace the table, and it is not just being created.
+        parts: the bytes behind the header in parts of `_PART_BYTES`, by number; parts of zeros
+            are left out.
     """
 
     header: table.Header | None
@@ -57,7 +57,7 @@ class Snapshot:
     parts: dict[int, bytes]
 
     def records(self) -> Iterator[Record]:
-        """Those that are intact, by slot."""
+        """The intact records, by slot."""
         if self.header is None:
             return
         seal = self.header.seal
@@ -73,12 +73,12 @@ class FolderState:
     Attributes:
         path: of the folder.
         fingerprint: of its blocks, hexadecimal.
-        owner: process id of the engine that owns it, None if none does; see `owner_of`.
+        owner: process id of the engine that owns the folder, None if none does; see `owner_of`.
         block_bytes: bytes of a block; 0 if there is no table.
-        slots: blocks that it has room for.
-        used_slots: blocks that its table names.
+        slots: blocks that the folder has room for.
+        used_slots: blocks in its table.
         disk_bytes: bytes of its files on disk.
-        used_bytes: bytes of the blocks that its table names.
+        used_bytes: bytes of the blocks in its table.
         hit_blocks: read back and intact, by all owners so far.
         damaged_blocks: found damaged by all owners so far.
         written_bytes: by all owners so far.
@@ -100,11 +100,10 @@ class FolderState:
 
 
 def folder_state(path: str) -> FolderState:
-    """The state of the folder `path`. Its counters are those that its owner saved last, at most
-    some seconds ago.
+    """The state of the folder `path`. Its owner saved the counters at most some seconds ago.
 
     Raises:
-        DiskError: it cannot be read.
+        DiskError: the folder cannot be read.
     """
     try:
         folder = open_folder(path)
@@ -137,17 +136,17 @@ def folder_state(path: str) -> FolderState:
 
 
 def unreadable(path: str, error: OSError) -> DiskError:
-    """What to raise for a folder that the system refuses."""
+    """The error for a folder that the system refuses to read."""
     return DiskError(
         f"cannot read {path}: {reason_of(error)}; allowed: a folder that this user can read"
     )
 
 
 def read_table(folder: int, fingerprint: str) -> Snapshot:
-    """The table of the open directory `folder`, which is of `fingerprint`.
+    """The table of the open directory `folder` with blocks of `fingerprint`.
 
     Raises:
-        OSError: as the system says, but not because there is no table.
+        OSError: of the system, except that a missing table is not an error.
     """
     pages = b""
     for _ in range(_HEADER_READS):
@@ -166,7 +165,7 @@ def read_table(folder: int, fingerprint: str) -> Snapshot:
 
 
 def _read_parts(fd: int, num_slots: int) -> dict[int, bytes]:
-    """The records of an open table, no more than there are on disk: a file may claim any size."""
+    """The records of an open table, as far as they have data: a file may claim any size."""
     parts = {}
     end = table.table_bytes(num_slots)
     offset = table.HEADER_BYTES
@@ -189,11 +188,12 @@ def _read_parts(fd: int, num_slots: int) -> dict[int, bytes]:
 def owner_of(folder: int) -> int | None:
     """Process id of the engine that owns the open directory `folder`; None if none does.
 
-    The kernel's list of locks tells it without touching the lock. It names only processes of this
-    process's PID namespace and those below it: an engine in another container is not seen.
+    Reads the kernel's list of locks, which does not touch the lock. The list contains only
+    processes of this process's PID namespace and of those below it: an engine in another container
+    is missing.
 
     Raises:
-        OSError: as the system says, but not because the folder is gone.
+        OSError: of the system, except that a missing folder is not an error.
     """
     try:
         fd = open_regular(folder, directory.LOCK, os.O_RDONLY)
@@ -215,8 +215,8 @@ def owner_of(folder: int) -> int | None:
 class SlotReader:
     """Reads slots of one folder past the page cache. For one thread.
 
-    Borrows the open directory `folder`. Owns a buffer of one slot and one open file: a large cache
-    has more files than a process may open.
+    Borrows the open directory `folder`. Owns a buffer of one slot and one open file, because a
+    large cache has more files than a process may open.
     """
 
     def __init__(self, files: Files, folder: int, slot_bytes: int) -> None:
@@ -229,14 +229,14 @@ class SlotReader:
         self._buffer = memoryview(mmap.mmap(-1, slot_bytes))
 
     def file_of(self, slot: int) -> str:
-        """Name of the file that holds `slot`."""
+        """Name of the file that contains `slot`."""
         return slabs.slab_name(slot // self._slots_per_slab)
 
     def read(self, slot: int) -> memoryview | None:
         """The bytes of `slot`, valid until the next call. None if the file is too short.
 
         Raises:
-            OSError: as the system says.
+            OSError: of the system.
         """
         slab, place = divmod(slot, self._slots_per_slab)
         if slab != self._slab:
@@ -254,8 +254,10 @@ class SlotReader:
 
 
 def _lock_device(fd: int) -> str:
-    """The device of an open file as /proc/locks writes it: its mount's. What stat(2) gives is
-    another one on btrfs, which has one for each subvolume."""
+    """The device of an open file as in /proc/locks: the device of its mount.
+
+    On btrfs stat(2) returns another device, one for each subvolume.
+    """
     device = os.fstat(fd).st_dev
     major, minor = os.major(device), os.minor(device)
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:

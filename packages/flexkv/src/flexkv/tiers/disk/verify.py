@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks every block of a folder, beside the engine that may own it.
 
-A slot that is being replaced looks damaged: its bytes are partly new, its record still the old
-one. So what looks bad is looked at again, with what the table then says, and is bad only if
-neither the record nor the bytes have changed meanwhile. This rests on no lock: it holds also where
-the owner cannot be seen.
+A slot that is being replaced looks damaged: its bytes are partly new, its record is still the old
+one. A suspect slot is therefore checked again against the table at that time. It is bad only if
+neither the record nor the bytes have changed. This needs no lock, so it also works where the owner
+is not visible.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from flexkv.tiers.disk.inspect import (
 from flexkv.tiers.disk.table import checksum_of
 
 THREADS = 8
-"""Reads at once, as an engine does them."""
+"""Parallel reads, as many as an engine's."""
 
 MEMORY = 256 << 20
-"""Bytes of the buffers of all threads at most; one thread has its buffer in any case."""
+"""The most bytes of the buffers of all threads; one thread has its buffer in any case."""
 
 SETTLE_SECONDS = 2.0
-"""Between two looks at what seems bad. A write that has not ended, nor got on, in that time is one
-of a disk that the tier calls stalled."""
+"""Time between two checks of a suspect block. If a write makes no progress in that time, its disk
+counts as stalled for the tier."""
 
 LOOKS = 3
-"""Further looks at most: what is replaced each time is left alone."""
+"""The most further checks; a block that was replaced before each of them is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadBlock:
-    """A block that an engine would find damaged, or a table that it would make anew.
+    """A block that an engine would find damaged, or a table that it would replace.
 
     Attributes:
         folder: path.
@@ -60,13 +60,13 @@ class BadBlock:
 
 @dataclass(slots=True)
 class Report:
-    """What a check of one folder found.
+    """The result of checking one folder.
 
     Attributes:
         folder: path.
-        blocks: that the table named when the check began.
-        bytes: of these.
-        replaced_blocks: of these, those that an engine replaced or removed meanwhile.
+        blocks: in the table when the check began.
+        bytes: of these blocks.
+        replaced_blocks: those of `blocks` that an engine replaced or removed meanwhile.
         bad: sorted by slot.
     """
 
@@ -79,7 +79,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A look at a block that seemed bad; equal if nothing has changed between two looks."""
+    """A check of a suspect block; two checks are equal if nothing has changed between them."""
 
     seal: int
     record: Record
@@ -97,8 +97,8 @@ def verify_folder(
     """Check all blocks of the folder `path`. Takes the memory of its table and of the buffers.
 
     Args:
-        begin: is told the bytes that will be read.
-        advance: is told bytes that were read, by several threads.
+        begin: called with the number of bytes that will be read.
+        advance: called with the number of bytes that were read, by several threads.
 
     Raises:
         DiskError: the table cannot be read.
@@ -138,7 +138,7 @@ class _Verification:
         snapshot = self._read_table()
         report = Report(self._path)
         if snapshot.damaged:
-            reason = "the header of its table is damaged or of other blocks: all of them are lost"
+            reason = "the header of the table is damaged or of another cache: all blocks are lost"
             report.bad.append(BadBlock(self._path, None, "", reason))
         if snapshot.header is None:
             return report
@@ -166,8 +166,7 @@ class _Verification:
     def _look(
         self, snapshot: Snapshot, records: Iterable[Record], advance: Callable[[int], None]
     ) -> dict[int, _Finding]:
-        """Check `records` of `snapshot` in several threads; returns those that seem bad by
-        slot."""
+        """Check `records` of `snapshot` in several threads; returns suspect blocks by slot."""
         header = snapshot.header
         if header is None:
             return {}
@@ -197,7 +196,7 @@ class _Verification:
 
 
 def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
-    """The records of the slots in `seen` that count: of several of one key only the latest does."""
+    """The valid records of the slots in `seen`: of several records of one key, only the latest."""
     records = [record for record in snapshot.records() if record.slot in seen]
     latest = dict.fromkeys((record.key for record in records), 0)
     for record in snapshot.records():
@@ -207,7 +206,7 @@ def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
 
 
 class _Feed:
-    """Hands records out to several threads until it is stopped."""
+    """Distributes records to several threads until it is stopped."""
 
     def __init__(self, records: Iterator[Record]) -> None:
         self._records = records
@@ -215,7 +214,7 @@ class _Feed:
         self._stopped = False
 
     def take(self) -> Record | None:
-        """The next one; None if there is none."""
+        """The next record; None if there is none."""
         with self._lock:
             return None if self._stopped else next(self._records, None)
 
@@ -230,10 +229,10 @@ def _examine(reader: SlotReader, record: Record, seal: int) -> _Finding | None:
     try:
         data = reader.read(record.slot)
         if data is None:
-            reason = f"{name} ends before it"
+            reason = f"{name} ends before this block"
         else:
             found = checksum_of(data, seal, record.key)
-            reason = "its bytes are not those that were written"
+            reason = "its bytes do not match its checksum"
     except FileNotFoundError:
         reason = f"{name} is missing"
     except OSError as error:
