@@ -98,7 +98,7 @@ add_custom_command(OUTPUT "${FKV_FATBIN}"
   COMMAND "${FKV_NVCC}" ${FKV_NVCC_FLAGS} ${FKV_GENCODE} -fatbin
     "-I${CMAKE_CURRENT_SOURCE_DIR}/src" -o "${FKV_FATBIN}"
     "${CMAKE_CURRENT_SOURCE_DIR}/cuda/kernels.cu"
-  DEPENDS cuda/kernels.cu cuda/bulk_copy.cuh cuda/copy_tile.hpp cuda/kernel_names.hpp cuda/tiles.hpp
+  DEPENDS cuda/kernels.cu cuda/bulk_copy.hpp cuda/bulk_ptx.cuh cuda/copy_tile.hpp cuda/kernel_names.hpp cuda/tiles.hpp
     src/geometry.hpp
   COMMENT "Compiling the CUDA kernels" VERBATIM)
 configure_file(cuda/fatbin.cpp.in fatbin.cpp @ONLY)

@@ -39,24 +39,28 @@ FKV_HOST_DEVICE inline void copy_tile(const Item& item, bool load, std::uint32_t
   const std::uint32_t units = item.tile.rows * (item.tile.row_bytes / width);
   LaneUnits place(item.tile, width, lane);
   for (std::uint32_t first = lane; first < units; first += kInFlight * kWarpThreads) {
+    // Both sides' addresses are worked out twice: kept, they would cost two registers a unit, and a
+    // multiprocessor would hold one thread block instead of two.
+    LaneUnits reading = place;
     Unit values[kInFlight];
-    std::uint64_t destinations[kInFlight];
     FKV_UNROLL
     for (std::uint32_t i = 0; i < kInFlight; ++i) {
       const std::uint32_t unit = first + i * kWarpThreads;
       if (unit < units) {
-        const std::uint64_t page = item.page + place.page_offset();
-        const std::uint64_t arena = item.arena + std::uint64_t{unit} * width;
-        values[i] = read_once<Unit>(load ? arena : page);
-        destinations[i] = load ? page : arena;
+        values[i] = read_once<Unit>(load ? item.arena + std::uint64_t{unit} * width
+                                         : item.page + reading.page_offset());
       }
-      place.next();
+      reading.next();
     }
     FKV_UNROLL
     for (std::uint32_t i = 0; i < kInFlight; ++i) {
-      if (first + i * kWarpThreads < units) {
-        write_once<Unit>(destinations[i], values[i]);
+      const std::uint32_t unit = first + i * kWarpThreads;
+      if (unit < units) {
+        write_once<Unit>(load ? item.page + place.page_offset()
+                              : item.arena + std::uint64_t{unit} * width,
+                         values[i]);
       }
+      place.next();
     }
   }
 }
@@ -74,6 +78,14 @@ FKV_HOST_DEVICE inline void copy_items(const CopyBatch& batch, std::uint32_t war
     }
     number += warps;
   }
+}
+
+// One thread of the kernel.
+template <typename Unit>
+FKV_HOST_DEVICE inline void copy_kernel(const CopyBatch& batch, const ThreadPlace& place) {
+  const std::uint32_t thread = place.block * place.threads + place.thread;
+  copy_items<Unit>(batch, thread / kWarpThreads, place.blocks * place.threads / kWarpThreads,
+                   thread % kWarpThreads);
 }
 
 }  // namespace flexkv::cuda

@@ -35,7 +35,11 @@ constexpr std::uint32_t kBulkStages = 4;
 constexpr std::uint32_t kBulkThreads = kBulkWarps * kWarpThreads;
 constexpr std::uint32_t kBulkSharedBytes = kBulkWarps * kBulkStages * kTileBytes;
 
-// Room for the kernel's barriers beside that, generously.
+// One for each stage of each warp, beside that.
+constexpr std::uint32_t kBarrierBytes = 8;
+constexpr std::uint32_t kBulkBarriers = kBulkWarps * kBulkStages;
+
+// Room for them, generously.
 constexpr std::uint32_t kBulkReservedBytes = 1024;
 
 }  // namespace flexkv::cuda

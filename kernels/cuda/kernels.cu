@@ -4,20 +4,29 @@
 // fatbin that fatbin.cpp.in embeds.
 #include <cstdint>
 
-#include "bulk_copy.cuh"
+#include "bulk_copy.hpp"
+#include "bulk_ptx.cuh"
 #include "copy_tile.hpp"
 #include "kernel_names.hpp"
 
 using flexkv::cuda::CopyBatch;
-using flexkv::cuda::kWarpThreads;
 
-#define FKV_COPY_KERNEL(width, Unit)                                                          \
-  extern "C" __global__ void __launch_bounds__(flexkv::cuda::kCopyThreads)                    \
-      fkv_copy_##width(const __grid_constant__ CopyBatch batch) {                             \
-    static_assert(sizeof(Unit) == (width));                                                   \
-    const std::uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;                       \
-    flexkv::cuda::copy_items<Unit>(batch, thread / kWarpThreads,                              \
-                                   gridDim.x * blockDim.x / kWarpThreads, thread % kWarpThreads); \
+// Two blocks fit a multiprocessor: half of its 64 Ki registers, and half of its shared memory.
+#define FKV_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
+
+namespace {
+
+__device__ flexkv::cuda::ThreadPlace place() {
+  return {blockIdx.x, gridDim.x, threadIdx.x, blockDim.x};
+}
+
+}  // namespace
+
+#define FKV_COPY_KERNEL(width, Unit)                                                      \
+  FKV_KERNEL(flexkv::cuda::kCopyThreads)                                                  \
+  fkv_copy_##width(const __grid_constant__ CopyBatch batch) {                             \
+    static_assert(sizeof(Unit) == (width));                                               \
+    flexkv::cuda::copy_kernel<Unit>(batch, place());                                      \
   }
 
 FKV_COPY_KERNEL(16, uint4)
@@ -27,25 +36,15 @@ FKV_COPY_KERNEL(2, unsigned short)
 FKV_COPY_KERNEL(1, unsigned char)
 
 // Empty for processors without bulk copies; the mover does not launch it there.
-extern "C" __global__ void __launch_bounds__(flexkv::cuda::kBulkThreads)
-    fkv_copy_bulk(const __grid_constant__ CopyBatch batch) {
+FKV_KERNEL(flexkv::cuda::kBulkThreads)
+fkv_copy_bulk(const __grid_constant__ CopyBatch batch) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char staging[];
-  __shared__ std::uint64_t barriers[flexkv::cuda::kBulkWarps][flexkv::cuda::kBulkStages];
-  const std::uint32_t warp = threadIdx.x / kWarpThreads;
-  const std::uint32_t lane = threadIdx.x % kWarpThreads;
+  __shared__ std::uint64_t barriers[flexkv::cuda::kBulkBarriers];
   const auto shared = [](const void* pointer) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
   };
-  if (lane < flexkv::cuda::kBulkStages) {
-    flexkv::cuda::barrier_init(shared(&barriers[warp][lane]));
-    // Bulk copies must see the barriers initialised.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  __syncwarp();
-  flexkv::cuda::bulk_copy_items(
-      batch, blockIdx.x * flexkv::cuda::kBulkWarps + warp, gridDim.x * flexkv::cuda::kBulkWarps,
-      lane, shared(staging) + warp * flexkv::cuda::kBulkStages * flexkv::cuda::kTileBytes,
-      shared(&barriers[warp][0]));
+  flexkv::cuda::BulkPtx ops{shared(staging), shared(barriers)};
+  flexkv::cuda::bulk_kernel(ops, batch, place());
 #endif
 }

@@ -23,6 +23,14 @@ constexpr std::uint32_t kTileBytes = 8 * 1024;
 
 constexpr std::uint32_t kWarpThreads = 32;
 
+// Which thread of a launch runs: number `thread` of `threads` in block `block` of `blocks`.
+struct ThreadPlace {
+  std::uint32_t block;
+  std::uint32_t blocks;
+  std::uint32_t thread;
+  std::uint32_t threads;
+};
+
 // Up to kTileBytes of a page. In engine block b its row r is at page + b * block_stride +
 // r * row_stride; in the arena its rows follow one another from `slot` bytes behind the offset that
 // the transfer names.

@@ -47,6 +47,23 @@ int fake_calls(const char* name) {
   return state.calls[name];
 }
 
+// The most thread blocks of a launch of that kernel.
+int fake_grid(const char* name) {
+  const std::lock_guard lock(mutex);
+  return state.grids[name];
+}
+
+// Calls of that name wait from now on, or go on.
+void fake_pause(const char* name, int paused) {
+  const std::lock_guard lock(mutex);
+  if (paused != 0) {
+    state.paused.insert(name);
+  } else {
+    state.paused.erase(name);
+  }
+  fake::changed.notify_all();
+}
+
 // Whether the engine captures a graph: calls that a capture forbids fail meanwhile.
 void fake_capture(int capturing) {
   const std::lock_guard lock(mutex);
@@ -61,21 +78,32 @@ int fake_thread_contexts() {
              : -1;
 }
 
-// How many things of the driver exist.
+// How many things of the driver exist, contexts that an ended thread left pushed among them.
 int fake_live() {
   const std::lock_guard lock(mutex);
   return static_cast<int>(state.streams.size() + state.events.size() + state.registered.size() +
                           state.memory.size()) +
-         state.contexts + state.modules;
+         state.contexts + state.modules + __atomic_load_n(&fake::leaked_contexts, __ATOMIC_RELAXED);
 }
 
-// A stream of the engine.
-void* fake_stream_create() {
+// A stream of the engine; with 1 the legacy default stream.
+void* fake_stream_create(int legacy) {
   const std::lock_guard lock(mutex);
+  if (legacy != 0) {
+    fake::find_stream(CU_STREAM_LEGACY);
+    return CU_STREAM_LEGACY;
+  }
   auto stream = std::make_unique<fake::Stream>();
   void* handle = stream.get();
   state.streams[handle] = std::move(stream);
   return handle;
+}
+
+// Waits until all of the engine's work in it has run.
+void fake_stream_drain(void* handle) {
+  std::unique_lock lock(mutex);
+  fake::Stream* stream = state.streams[handle].get();
+  fake::changed.wait(lock, [&] { return stream->idle() || fake::sticky != CUDA_SUCCESS; });
 }
 
 void fake_stream_destroy(void* handle) {

@@ -11,6 +11,8 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -134,7 +136,11 @@ class FakeCuda:
         self._lib.fake_fail.argtypes = (c_char_p, c_int, c_int, c_int)
         self._lib.fake_idle_kernel.argtypes = (c_char_p,)
         self._lib.fake_calls.argtypes = (c_char_p,)
+        self._lib.fake_grid.argtypes = (c_char_p,)
+        self._lib.fake_pause.argtypes = (c_char_p, c_int)
+        self._lib.fake_stream_create.argtypes = (c_int,)
         self._lib.fake_stream_create.restype = c_void_p
+        self._lib.fake_stream_drain.argtypes = (c_void_p,)
         self._lib.fake_stream_destroy.argtypes = (c_void_p,)
         self._lib.fake_stream_fill.argtypes = (c_void_p, c_void_p, c_void_p, c_int, c_size_t)
         self._lib.fake_configure(version, batches, major, devices, alias)
@@ -174,6 +180,20 @@ class FakeCuda:
         calls: int = self._lib.fake_calls(name.encode())
         return calls
 
+    def grid(self, kernel: str) -> int:
+        """The most thread blocks that a launch of the kernel had."""
+        grid: int = self._lib.fake_grid(kernel.encode())
+        return grid
+
+    @contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """Calls of the driver's function wait meanwhile; ``calls("paused NAME")`` counts them."""
+        self._lib.fake_pause(name.encode(), True)
+        try:
+            yield
+        finally:
+            self._lib.fake_pause(name.encode(), False)
+
     @property
     def live(self) -> int:
         """Streams, events, allocations, registrations, modules and contexts that exist."""
@@ -184,9 +204,10 @@ class FakeCuda:
 class FakeStream:
     """A stream of the engine, whose work waits until it is released."""
 
-    def __init__(self, fake: FakeCuda) -> None:
+    def __init__(self, fake: FakeCuda, *, legacy: bool = False) -> None:
+        """``legacy``: the default stream, whose handle is 1."""
         self._lib = fake._lib
-        self.handle: int = self._lib.fake_stream_create()
+        self.handle: int = self._lib.fake_stream_create(legacy)
         self._released = c_uint32(0)
 
     def fill(self, address: int, value: int, size: int) -> None:
@@ -196,6 +217,11 @@ class FakeStream:
 
     def release(self) -> None:
         self._released.value = 1
+
+    def drain(self) -> None:
+        """Releases the stream, and waits until its work has run."""
+        self.release()
+        self._lib.fake_stream_drain(self.handle)
 
     def destroy(self) -> None:
         self._lib.fake_stream_destroy(self.handle)

@@ -1,25 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The copy kernels as the fake device runs them: the plain ones by the code that the real device
-// runs, for each thread; the bulk kernel by the same address arithmetic, since its instructions exist
-// on a device only.
+// The copy kernels as the fake device runs them: by the code that the real device runs, thread by
+// thread; the instructions that only a device has are those of bulk_engine.hpp.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
+#include "bulk_copy.hpp"
+#include "bulk_engine.hpp"
 #include "copy_tile.hpp"
 #include "kernel_names.hpp"
 #include "tiles.hpp"
+#include "warp.hpp"
 
 namespace fake {
 
 using flexkv::cuda::CopyBatch;
 using flexkv::cuda::Item;
+using flexkv::cuda::kWarpThreads;
+
+// What a launch was given.
+struct Launch {
+  std::string kernel;
+  std::uint32_t blocks;
+  std::uint32_t threads;
+  std::uint32_t shared_bytes;
+  CopyBatch batch;
+};
+
+// The most threads of a block that the kernel was compiled for.
+inline std::uint32_t thread_bound(const std::string& kernel) {
+  return kernel == flexkv::cuda::kBulkKernel ? flexkv::cuda::kBulkThreads
+                                             : flexkv::cuda::kCopyThreads;
+}
 
 struct alignas(16) Unit16 {
   std::uint64_t low, high;
@@ -33,55 +50,47 @@ inline bool fits(const Item& item, std::uint64_t width) {
 }
 
 template <typename Unit>
-CUresult run_copy(const CopyBatch& batch, std::uint32_t warps) {
-  for (std::uint32_t i = 0; i < flexkv::cuda::item_count(batch); ++i) {
-    if (!fits(flexkv::cuda::item_at(batch, i), sizeof(Unit))) {
+CUresult run_copy(const Launch& launch) {
+  for (std::uint32_t i = 0; i < flexkv::cuda::item_count(launch.batch); ++i) {
+    if (!fits(flexkv::cuda::item_at(launch.batch, i), sizeof(Unit))) {
       return CUDA_ERROR_MISALIGNED_ADDRESS;
     }
   }
-  for (std::uint32_t thread = 0; thread < warps * flexkv::cuda::kWarpThreads; ++thread) {
-    flexkv::cuda::copy_items<Unit>(batch, thread / flexkv::cuda::kWarpThreads, warps,
-                                   thread % flexkv::cuda::kWarpThreads);
-  }
-  return CUDA_SUCCESS;
-}
-
-inline CUresult run_bulk(const CopyBatch& batch) {
-  std::vector<char> staging(flexkv::cuda::kTileBytes);
-  for (std::uint32_t i = 0; i < flexkv::cuda::item_count(batch); ++i) {
-    const Item item = flexkv::cuda::item_at(batch, i);
-    const std::size_t bytes = std::size_t{item.tile.rows} * item.tile.row_bytes;
-    if (!fits(item, 16) || bytes > staging.size()) {
-      return CUDA_ERROR_MISALIGNED_ADDRESS;
-    }
-    const auto rows = [&](bool read) {
-      for (std::uint32_t row = 0; row < item.tile.rows; ++row) {
-        char* staged = staging.data() + row * item.tile.row_bytes;
-        char* page = reinterpret_cast<char*>(item.page + row * item.tile.row_stride);
-        std::memcpy(read ? staged : page, read ? page : staged, item.tile.row_bytes);
-      }
-    };
-    char* arena = reinterpret_cast<char*>(item.arena);
-    if (batch.load != 0) {
-      std::memcpy(staging.data(), arena, bytes);
-      rows(false);
-    } else {
-      rows(true);
-      std::memcpy(arena, staging.data(), bytes);
+  for (std::uint32_t block = 0; block < launch.blocks; ++block) {
+    for (std::uint32_t thread = 0; thread < launch.threads; ++thread) {
+      flexkv::cuda::copy_kernel<Unit>(launch.batch,
+                                      {block, launch.blocks, thread, launch.threads});
     }
   }
   return CUDA_SUCCESS;
 }
 
-inline CUresult run_kernel(const std::string& name, const CopyBatch& batch, unsigned int blocks,
-                           unsigned int threads) {
-  const std::uint32_t warps = blocks * (threads / flexkv::cuda::kWarpThreads);
-  if (name == flexkv::cuda::kBulkKernel) return run_bulk(batch);
-  if (name == "fkv_copy_16") return run_copy<Unit16>(batch, warps);
-  if (name == "fkv_copy_8") return run_copy<std::uint64_t>(batch, warps);
-  if (name == "fkv_copy_4") return run_copy<std::uint32_t>(batch, warps);
-  if (name == "fkv_copy_2") return run_copy<std::uint16_t>(batch, warps);
-  return run_copy<std::uint8_t>(batch, warps);
+inline CUresult run_bulk(const Launch& launch, std::uint32_t number) {
+  static thread_local Warp warp;
+  std::minstd_rand random(number + 1);
+  for (std::uint32_t block = 0; block < launch.blocks; ++block) {
+    std::vector<char> shared(launch.shared_bytes, '\x5a');
+    for (std::uint32_t first = 0; first < launch.threads; first += kWarpThreads) {
+      BulkEngine engine(warp, shared, random);
+      const bool ended = warp.run(random, [&](std::uint32_t lane) {
+        flexkv::cuda::bulk_kernel(engine, launch.batch,
+                                  {block, launch.blocks, first + lane, launch.threads});
+      });
+      if (!ended) return CUDA_ERROR_LAUNCH_TIMEOUT;
+      if (engine.error() != CUDA_SUCCESS) return engine.error();
+    }
+  }
+  return CUDA_SUCCESS;
+}
+
+inline CUresult run_kernel(const Launch& launch, std::uint32_t number) {
+  const std::string& name = launch.kernel;
+  if (name == flexkv::cuda::kBulkKernel) return run_bulk(launch, number);
+  if (name == "fkv_copy_16") return run_copy<Unit16>(launch);
+  if (name == "fkv_copy_8") return run_copy<std::uint64_t>(launch);
+  if (name == "fkv_copy_4") return run_copy<std::uint32_t>(launch);
+  if (name == "fkv_copy_2") return run_copy<std::uint16_t>(launch);
+  return run_copy<std::uint8_t>(launch);
 }
 
 }  // namespace fake

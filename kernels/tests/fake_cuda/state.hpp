@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <set>
@@ -36,14 +37,24 @@ struct State {
   std::map<void*, std::unique_ptr<Stream>> streams;
   std::map<void*, std::shared_ptr<Event>> events;
   std::map<std::uint64_t, std::uint64_t> registered;  // host address -> bytes
-  std::set<void*> memory;
+  std::map<std::uint64_t, std::uint64_t> memory;      // allocated: address -> bytes
+  std::map<std::string, int> grids;                   // the most thread blocks of a launch
+  std::map<std::string, std::uint32_t> shared_limits;  // dynamic bytes, by kernel
+  std::set<std::string> paused;                       // calls that wait for the test
+  std::uint32_t launches = 0;
   bool capturing = false;  // a thread of the engine captures a graph
   int contexts = 0;
   int modules = 0;
 };
 
 inline State& state = *new State;
-inline thread_local std::vector<CUcontext> current;  // contexts pushed by this thread
+
+// The contexts that a thread has pushed. A thread that ends with some has leaked them.
+inline int leaked_contexts = 0;
+struct ContextStack : std::vector<CUcontext> {
+  ~ContextStack() { __atomic_add_fetch(&leaked_contexts, static_cast<int>(size()), __ATOMIC_RELAXED); }
+};
+inline thread_local ContextStack current;
 inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 // Counts the call, and fails it if a test wants that. With the lock held. Functions that need a
@@ -69,6 +80,15 @@ inline CUresult enter(const char* name, bool needs_context = true) {
   return needs_context && current.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
 
+// Waits while a test wants calls of that name to wait. Without the lock.
+inline void pause_point(const char* name) {
+  std::unique_lock lock(mutex);
+  if (state.paused.contains(name)) {
+    state.calls[std::string("paused ") + name] += 1;
+    changed.wait(lock, [&] { return !state.paused.contains(name); });
+  }
+}
+
 // A failure of work already in a stream: the name "run" in fake_fail.
 inline CUresult run_fails() {
   const std::lock_guard lock(mutex);
@@ -76,6 +96,9 @@ inline CUresult run_fails() {
 }
 
 inline Stream* find_stream(CUstream handle) {
+  if (handle == CU_STREAM_LEGACY && !state.streams.contains(handle)) {
+    state.streams[handle] = std::make_unique<Stream>();
+  }
   const auto found = state.streams.find(handle);
   return found == state.streams.end() ? nullptr : found->second.get();
 }
@@ -96,9 +119,22 @@ inline const std::pair<const std::uint64_t, std::uint64_t>* overlapping(std::uin
   return nullptr;
 }
 
-inline std::uint64_t to_host(std::uint64_t address) {
-  const std::uint64_t host = address - state.alias;
-  return overlapping(host, 1) != nullptr ? host : address;
+// Makes a device's address one of this process. False for one that the device does not know: of
+// registered memory by which only the host knows it, or beyond the end of an allocation.
+inline bool resolve(std::uint64_t& address, std::uint64_t bytes) {
+  if (overlapping(address - state.alias, bytes) != nullptr) {
+    address -= state.alias;
+    return true;
+  }
+  if (overlapping(address, bytes) != nullptr) {
+    return false;
+  }
+  const auto after = state.memory.upper_bound(address);
+  if (after == state.memory.begin()) {
+    return true;
+  }
+  const auto& [start, size] = *std::prev(after);
+  return address >= start + size || address + bytes <= start + size;
 }
 
 // A copy may not pass the end of a registered piece.

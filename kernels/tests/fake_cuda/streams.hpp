@@ -19,9 +19,10 @@
 
 namespace fake {
 
-// One lock and one condition for all of the fake: it is not built for speed.
-inline std::mutex mutex;
-inline std::condition_variable changed;
+// One lock and one condition for all of the fake: it is not built for speed. Never destroyed: threads
+// of streams may outlive main.
+inline std::mutex& mutex = *new std::mutex;
+inline std::condition_variable& changed = *new std::condition_variable;
 inline std::uint32_t max_delay_us = 0;
 inline CUresult sticky = CUDA_SUCCESS;  // the error of the context, once one has happened
 
@@ -34,7 +35,7 @@ struct Event {
 
 class Stream {
  public:
-  Stream() : thread_([this] { run(); }) {}
+  explicit Stream(int priority = 0) : priority_(priority), thread_([this] { run(); }) {}
 
   ~Stream() {
     {
@@ -71,6 +72,8 @@ class Stream {
     });
   }
 
+  int priority() const { return priority_; }
+
   bool stopped() const {
     const std::lock_guard lock(mutex);
     return stopped_;
@@ -106,6 +109,7 @@ class Stream {
     }
   }
 
+  const int priority_;
   std::deque<std::function<CUresult()>> operations_;
   bool running_ = false;
   bool stopped_ = false;
