@@ -11,7 +11,7 @@ from integration.harness.checkpoint import ModelSpec
 from integration.sglang.server import ServerConfig
 
 PAGE_TOKENS = 16
-_BACKEND = {
+BACKEND: dict[str, Any] = {
     "backend_name": "flexkv",
     "module_path": "flexkv_sglang.hicache.storage",
     "class_name": "FlexKVStorage",
@@ -38,7 +38,7 @@ def hicache_config(
         "hicache_mem_layout": "page_first_direct",
         "hicache_write_policy": "write_through",
         "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config": _BACKEND | dict(settings),
+        "hicache_storage_backend_extra_config": BACKEND | dict(settings),
         "hicache_storage_prefetch_policy": "wait_complete",
         "enable_metrics": True,
         "enable_cache_report": True,

@@ -87,12 +87,7 @@ def _after_host_pool(module: ModuleType) -> None:
 
 
 def _after_base(module: ModuleType) -> None:
-    make = module.HostKVCache.__init__
-
-    def unpinned(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **{**options, "pin_memory": False})
-
-    module.HostKVCache.__init__ = unpinned
+    module.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
 
 
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
