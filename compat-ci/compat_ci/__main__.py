@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "run":
                 return _run(engines[options.engine], options)
             case "newest":
-                return _newest(engines[options.engine], options)
+                return max(_newest(engine, options) for engine in engines.values())
             case "summary":
                 print(report.summary(_collect(options.results)), end="")
                 return 0
@@ -50,7 +50,7 @@ def _run(engine: Engine, options: argparse.Namespace) -> int:
 def _newest(engine: Engine, options: argparse.Namespace) -> int:
     """Test what users will run next, whether or not versions.toml knows it: the static level."""
     status = 0
-    for index in (None, engine.nightly) if options.nightly else (None,):
+    for index in (None, engine.nightly) if options.nightly and engine.nightly else (None,):
         tree = fetch_newest(engine.package, options.cache, index)
         outcomes = {Level.STATIC: static(engine, tree)}
         status |= _keep(engine, tree.version, outcomes, options.results)
@@ -91,6 +91,7 @@ def _report(engines: dict[str, Engine], options: argparse.Namespace) -> int:
                 if release.version in table.get(name, {})
             }
             for name, engine in engines.items()
+            if name in table
         }
         results.write(REPORT, table)
         PAGE.write_text(report.page(engines, table), encoding="utf-8")
@@ -107,10 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="test one release of versions.toml")
     run.add_argument("version")
     run.add_argument("--level", type=Level.parse, help="the highest; default: the release's own")
-    newest = commands.add_parser("newest", help="the newest release against the adapter, static")
-    newest.add_argument("--nightly", action="store_true", help="the build of the day, too")
+    newest = commands.add_parser("newest", help="the newest releases against the adapters, static")
+    newest.add_argument("--nightly", action="store_true", help="the builds of the day, too")
+    run.add_argument("--engine", default="vllm", choices=list(matrix.load()))
     for command in (run, newest):
-        command.add_argument("--engine", default="vllm", choices=list(matrix.load()))
         command.add_argument("--cache", type=_folder, required=True, help="keeps unpacked wheels")
     summary = commands.add_parser("summary", help="print what runs found as a Markdown table")
     page = commands.add_parser("report", help="the report and its page in the docs")

@@ -18,9 +18,10 @@ from compat_ci.results import Outcome, Outcomes
 from compat_ci.static import check
 from compat_ci.wheels import Tree, fetch
 
-ON_CPU = {"VLLM_TARGET_DEVICE": "cpu"}
-"""Without it the CUDA build of vLLM, where a release has no other, finds no platform on a machine
-without a GPU. The CPU builds run on CPUs in any case."""
+IN_TESTS = {"VLLM_TARGET_DEVICE": "cpu", "SGLANG_PYTHON": sys.executable}
+"""Without the first the CUDA build of vLLM, where a release has no other, finds no platform on a
+machine without a GPU; the CPU builds run on CPUs in any case. By the second, tests that start
+SGLang start the one that is tested."""
 
 
 def run_release(engine: Engine, release: Release, top: Level, cache: Path) -> Outcomes:
@@ -68,7 +69,9 @@ def _tests(paths: Collection[str]) -> Outcome:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *paths]
-        status = subprocess.run(command, cwd=ROOT, env=os.environ | ON_CPU, check=False).returncode
+        status = subprocess.run(
+            command, cwd=ROOT, env=os.environ | IN_TESTS, check=False
+        ).returncode
         cases = list(ET.parse(report).iter("testcase")) if report.is_file() else []
     reasons = [
         f"{case.get('name')}: {_cause(trouble)}"

@@ -63,10 +63,12 @@ class Engine:
     Attributes:
         name: of the section.
         package: what the engine is imported as.
+        starts: which versions the adapter starts with, for people; `{oldest}` and `{newest}` stand
+            for major and minor number of those that were served.
         adapter: directory of the adapter's package.
         uses: directories with what the adapter imports of ours.
         callers: files of the engine, relative to where its package lies, that call us.
-        nightly: package index with the engine's builds of the day.
+        nightly: package index with the engine's builds of the day; None if there is none.
         since: methods that the adapter overrides, and modules that it imports, that came later than
             the oldest release, to the version they came with.
         accepted: as in `Release`, for all of them.
@@ -76,10 +78,11 @@ class Engine:
 
     name: str
     package: str
+    starts: str
     adapter: Path
     uses: tuple[Path, ...]
     callers: tuple[str, ...]
-    nightly: str
+    nightly: str | None
     since: dict[str, str]
     accepted: dict[str, str]
     tests: dict[Level, tuple[str, ...]]
@@ -107,10 +110,11 @@ def load(path: Path = VERSIONS) -> dict[str, Engine]:
         name: Engine(
             name=name,
             package=section["package"],
+            starts=section["starts"],
             adapter=ROOT / section["adapter"],
             uses=tuple(ROOT / folder for folder in section["uses"]),
             callers=tuple(section["callers"]),
-            nightly=section["nightly"],
+            nightly=section.get("nightly"),
             since=section["since"],
             accepted=section["accepted"],
             tests={Level.parse(level): tuple(paths) for level, paths in section["tests"].items()},

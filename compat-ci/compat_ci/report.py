@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from compat_ci.matrix import Engine, Level, Release
 from compat_ci.results import Outcomes, Table
 
-_NAMES = {"vllm": "vLLM"}
+_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 _PAGE_HEAD = """\
 <!-- Written by compat-ci from what its runs found: `nox -s compat-report -- --write`. -->
@@ -21,7 +21,8 @@ Each cell is what a run found, with the day of the run. A level includes the one
   is there, every abstract method is implemented, every method that it overrides exists, every
   signature takes what it is given, everything that is read is there. Nothing is run.
 - **scheduler**: the engine's real scheduler drives the adapter through loads, delayed frees,
-  preemptions, aborts and failures, and every byte that a request computes on is checked.
+  preemptions, aborts and failures, and every byte that a request computes on is checked. Of SGLang,
+  HiCache's own host pools, page names and loader of backends drive it.
 - **engine**: the whole engine; answers over restored prefixes are equal to computed ones, token for
   token.
 """
@@ -41,10 +42,7 @@ def page(engines: dict[str, Engine], table: Table) -> str:
         ]
         parts.append(
             f"\n## {label}\n\n"
-            f"FlexKV starts with {label} {_minor(served[0])} to {_minor(served[-1])}. With a newer "
-            f"{label} it starts with a warning, if that has all that FlexKV uses. Any other "
-            "version stops the start with an error that says so; "
-            "[`allow_untested_engine`](settings.md#allow_untested_engine) overrides it.\n\n"
+            f"{engine.starts.format(oldest=_minor(served[0]), newest=_minor(served[-1]))}\n\n"
             "| version | pins torch | static | scheduler | engine | limits |\n"
             "|---|---|---|---|---|---|\n"
             + "".join(rows)

@@ -16,9 +16,9 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 METADATA = "METADATA"
-_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux_2_35_x86_64")
-"""What vLLM's wheels for Linux have been built for since 0.18; whichever machine this one is, since
-nothing of them is run here."""
+_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35))
+"""What the engines' wheels for Linux are built for; whichever machine this one is, since nothing of
+them is run here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,10 +51,11 @@ def toy(tmp_path: Path) -> Engine:
     return Engine(
         name="toy",
         package="toy",
+        starts="",
         adapter=tmp_path / "ours",
         uses=(),
         callers=(),
-        nightly="",
+        nightly=None,
         since={"touch": "2.0"},
         accepted={},
         tests={},
