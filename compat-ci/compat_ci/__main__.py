@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "pages" / "compatibility.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and do it; returns the exit status."""
+    """Run the command of the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     engines = matrix.load()
     try:
@@ -58,7 +58,7 @@ def _newest(engine: Engine, options: argparse.Namespace) -> int:
 
 
 def _keep(engine: Engine, version: str, outcomes: Outcomes, folder: Path) -> int:
-    """Write down what was found, and say it."""
+    """Write the outcomes to a file and print them."""
     for level, outcome in outcomes.items():
         verdict = "passed" if outcome.passed else "FAILED"
         print(f"{engine.name} {version}, {level}: {verdict} ({outcome.checked})")
@@ -69,7 +69,7 @@ def _keep(engine: Engine, version: str, outcomes: Outcomes, folder: Path) -> int
 
 
 def _collect(folder: Path) -> Table:
-    """All that the runs of `folder` found."""
+    """The results of all runs in `folder`."""
     table: Table = {}
     for path in sorted(folder.glob("*.json")):
         table = results.merge(table, results.read(path))
@@ -77,7 +77,7 @@ def _collect(folder: Path) -> Table:
 
 
 def _report(engines: dict[str, Engine], options: argparse.Namespace) -> int:
-    """Write the report and the page of the docs, or check that the page says what the report says.
+    """Write the report and the page of the docs, or check that the page agrees with the report.
 
     The report keeps releases of versions.toml only.
     """
@@ -98,7 +98,7 @@ def _report(engines: dict[str, Engine], options: argparse.Namespace) -> int:
         return 0
     if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == report.page(engines, table):
         return 0
-    print(f"{PAGE.name} is out of date; `nox -s compat-report -- --write` writes it anew")
+    print(f"{PAGE.name} is out of date; `nox -s compat-report -- --write` rewrites it")
     return 1
 
 
@@ -107,16 +107,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="test one release of versions.toml")
     run.add_argument("version")
-    run.add_argument("--level", type=Level.parse, help="the highest; default: the release's own")
-    newest = commands.add_parser("newest", help="the newest releases against the adapters, static")
-    newest.add_argument("--nightly", action="store_true", help="the builds of the day, too")
+    run.add_argument("--level", type=Level.parse, help="the highest level; default: the release's")
+    newest = commands.add_parser("newest", help="check the newest releases statically")
+    newest.add_argument("--nightly", action="store_true", help="check the nightly builds, too")
     run.add_argument("--engine", default="vllm", choices=list(matrix.load()))
     for command in (run, newest):
         command.add_argument("--cache", type=_folder, required=True, help="keeps unpacked wheels")
-    summary = commands.add_parser("summary", help="print what runs found as a Markdown table")
-    page = commands.add_parser("report", help="the report and its page in the docs")
+    summary = commands.add_parser("summary", help="print the results as a Markdown table")
+    page = commands.add_parser("report", help="write or check the report and its page")
     action = page.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="write what the runs found")
+    action.add_argument("--write", action="store_true", help="write the report and the page")
     action.add_argument("--check", action="store_true", help="fail if the page is out of date")
     for command in (run, newest, summary, page):
         command.add_argument("--results", type=_folder, required=True, help="one file for each run")
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _folder(name: str) -> Path:
-    """Absolute: what reads the files has a working directory of its own."""
+    """An absolute path: the process that reads the files has another working directory."""
     return Path(name).resolve()
 
 

@@ -15,16 +15,16 @@ _PAGE_HEAD = """\
 
 # Compatibility
 
-Each cell is what a run found, with the day of the run. A level includes the ones before it:
+Each cell has the result of a run and its date. A level includes the levels before it:
 
-- **static**: the adapter against the Python files of the engine's wheel. Every name that it imports
-  is there, every abstract method is implemented, every method that it overrides exists, every
-  signature takes what it is given, everything that is read is there. Nothing is run.
-- **scheduler**: the engine's real scheduler drives the adapter through loads, delayed frees,
-  preemptions, aborts and failures, and every byte that a request computes on is checked. Of SGLang,
-  HiCache's own host pools, page names and loader of backends drive it.
-- **engine**: the whole engine; answers over restored prefixes are equal to computed ones, token for
-  token.
+- **static** compares the adapter with the Python files of the engine's wheel, without running
+  either. Every imported name exists, every abstract method is implemented, every overridden method
+  exists, every call fits its signature, and every attribute that is read exists.
+- **scheduler** lets the engine's real scheduler drive the adapter through loads, delayed frees,
+  preemptions, aborts and failures. It checks every byte that a request computes on. With SGLang,
+  HiCache's own host pools, page names and backend loader drive the adapter.
+- **engine** runs the whole engine. Answers over restored prefixes are equal to computed answers,
+  token for token.
 """
 
 
@@ -54,7 +54,7 @@ def page(engines: dict[str, Engine], table: Table) -> str:
 
 
 def summary(table: Table) -> str:
-    """What the runs of one day found, whichever versions those were."""
+    """The results of the runs of one day, for all versions in them."""
     lines = ["| engine | version | level | result | reason |\n|---|---|---|---|---|\n"]
     for engine, versions in table.items():
         for version, outcomes in versions.items():
