@@ -19,6 +19,7 @@ from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
+from integration.sglang import environment
 from integration.tests import corpus, disks, sharing
 from integration.tests.reference import Reference, plain_config
 
@@ -42,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where logs, the checkpoint and FlexKV's runtime files go."""
     return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def sglang() -> Path:
+    """SGLang's Python. Where there is none, tests that need it are skipped, but not under nox."""
+    try:
+        return environment.python()
+    except environment.EnvironmentMissingError as error:
+        if environment.may_be_missing():
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,10 @@
 """HiCache over FlexKV's disk, in a real SGLang that computes on a CPU: two servers, one after the
 other on the same directory.
 
-The first one's first answers, for which nothing was cached, are the reference. What it has written
-is then damaged in two ways: bytes flipped, as a bad drive does, and bytes replaced together with
-their checksums, which nobody can notice but a test. The latter must change the tokens: else equal
-tokens would say nothing.
+The first one's first answers, for which nothing was cached, are the reference. It is killed. What
+it has written is then damaged in two ways: bytes flipped, as a bad drive does, and bytes replaced
+together with their checksums, which nobody can notice but a test. The latter must change the
+tokens: else equal tokens would say nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from flexkv.tiers.disk.files import open_folder
 from flexkv.tiers.disk.inspect import Record, Snapshot, read_table
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
-from integration.sglang import environment
 from integration.sglang.hicache import PAGE_TOKENS, hicache_config
 from integration.sglang.server import Answer, SglangServer
 
@@ -135,13 +134,9 @@ def settle(folder: Folder, pages: int) -> dict[bytes, Record]:
 
 
 @pytest.fixture(scope="module")
-def restart(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Restart]:
-    try:
-        environment.python()
-    except environment.EnvironmentMissingError as error:
-        if environment.may_be_missing():
-            pytest.skip(str(error))
-        raise
+def restart(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path
+) -> Iterator[Restart]:
     root = tmp_path_factory.mktemp("hicache")
     settings = {"ssd_cache_gb": 0.05, "ssd_cache_dir": str(root / "disk")}
     config = hicache_config(model, TINY, settings)
@@ -159,12 +154,14 @@ def restart(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[R
         first.flush()
         first.overwrite()
         warm = {name: ask(first, name) for name in NAMES}
+        first_log = first.log()
+        first.kill()
     for record in written["flipped"]:
         folder.flip(record)
     for record in written["forged"]:
         folder.forge(record)
     with SglangServer(config, root / "second.log") as second:
-        yield Restart(expected, warm, second, first.log())
+        yield Restart(expected, warm, second, first_log)
 
 
 def test_pages_that_left_memory_come_back_from_disk(restart: Restart) -> None:
@@ -179,7 +176,7 @@ def test_wrong_bytes_would_change_the_tokens(restart: Restart) -> None:
     assert answer.tokens != restart.expected["forged"]
 
 
-def test_a_restarted_server_finds_its_pages(restart: Restart) -> None:
+def test_a_server_finds_the_pages_of_one_that_was_killed(restart: Restart) -> None:
     answer = ask(restart.server, "intact")
     assert answer.tokens == restart.expected["intact"]
     assert from_storage(answer) == WHOLE_PAGES * PAGE_TOKENS
