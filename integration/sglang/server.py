@@ -19,7 +19,13 @@ from typing import Any, Self
 
 from integration.harness import processes
 from integration.harness.checkpoint import ModelSpec
-from integration.harness.engine import CALL_TIMEOUT, START_TIMEOUT, STOP_TIMEOUT, EngineError
+from integration.harness.engine import (
+    CALL_TIMEOUT,
+    START_TIMEOUT,
+    STOP_TIMEOUT,
+    Completion,
+    EngineError,
+)
 from integration.harness.server import reserve_port
 from integration.sglang import environment
 
@@ -165,6 +171,30 @@ class SglangServer:
             for answer in json.loads(self.ask("/generate", body))
         ]
 
+    def stream(
+        self, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True
+    ) -> tuple[Completion, dict[str, Any]]:
+        """The greedy answer with the time of each token, and SGLang's last word on it."""
+        sampling = {"max_new_tokens": max_tokens, "temperature": 0.0, "ignore_eos": ignore_eos}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        tokens: list[int] = []
+        times: list[float] = []
+        meta: dict[str, Any] = {}
+        begin = time.monotonic()
+        with self._open("/generate", body) as answer:
+            for line in answer:
+                part = line.decode().removeprefix("data: ").strip()
+                if not part.startswith("{"):
+                    continue
+                found = json.loads(part)
+                meta = found["meta_info"]
+                # Each part has all tokens so far, or those that are new.
+                new = found["output_ids"]
+                tokens = new if len(new) == meta["completion_tokens"] else tokens + new
+                times += [time.monotonic() - begin] * (len(tokens) - len(times))
+        finish = (meta["finish_reason"] or {}).get("type")
+        return Completion(tokens, finish, meta["cached_tokens"], times), meta
+
     def abort(self, rid: str) -> None:
         """Abort a request by its `rid`."""
         self.ask("/abort_request", {"rid": rid})
@@ -210,10 +240,7 @@ class SglangServer:
             urllib.error.HTTPError: the server refused it.
             urllib.error.URLError, ConnectionError: the server is not there.
         """
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT) as answer:
+        with self._open(path, body, method) as answer:
             text: str = answer.read().decode()
             return text
 
@@ -233,6 +260,15 @@ class SglangServer:
         processes.kill_session(self._process.pid)
         self._process.wait()
         self._reserved.close()
+
+    def _open(
+        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
+    ) -> Any:
+        """The answer to an HTTP request, to be read and closed."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        return urllib.request.urlopen(request, timeout=CALL_TIMEOUT)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT
