@@ -95,7 +95,7 @@ def test_bytes_that_changed_on_disk_are_misses(
 
     engine, found = lives.check(disk_engine.config, "over damage")
     assert 0 < sum(found) < sum(restorable(PROMPTS))
-    assert "is damaged: it counts as a miss" in engine.log()
+    assert "is wrong; it is a miss" in engine.log()
     # What was damaged is computed and written anew. A request does not wait for blocks behind one
     # that is damaged, so that others there may be found by the next one only.
     for _ in range(MOST_DAMAGED):

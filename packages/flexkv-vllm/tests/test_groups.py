@@ -142,7 +142,7 @@ def test_states_are_cached_where_they_can_be() -> None:
         with pytest.raises(LayoutError, match=f"cache mode '{mode}'"):
             read_specs(spec(interface.MambaSpec, **fields, mamba_cache_mode=mode))
     state = spec(interface.MambaSpec, **fields, mamba_cache_mode="align")
-    with pytest.raises(LayoutError, match="allowed with this vLLM: all but recurrent states"):
+    with pytest.raises(LayoutError, match="allowed with this vLLM: all except recurrent states"):
         read_specs(FULL, state, tells_states=False)
 
 

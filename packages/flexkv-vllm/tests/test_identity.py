@@ -135,7 +135,7 @@ def test_weights_that_are_not_here_are_not_kept(
     (tmp_path / "model" / "model.safetensors").unlink()
     with caplog.at_level(logging.WARNING, "flexkv.vllm"):
         assert not identity.outlives_process(config)
-    assert "no block is kept on disk" in caplog.text
+    assert "no blocks are kept on disk" in caplog.text
 
 
 def test_an_adapter_is_its_files(adapter: LoRARequest) -> None:

@@ -76,7 +76,7 @@ def start(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
 def test_a_model_of_sliding_windows_alone_is_refused(tmp_path: Path, entry: str) -> None:
     """vLLM would not learn which request's load failed, and compute on without it."""
     config = config_of(tmp_path, entry)
-    said = r"groups \(a sliding window, 16 tokens\) .* Let vLLM load the plugin 'flexkv'"
+    said = r"groups \(a sliding window, 16 tokens\) .* let vLLM load the plugin 'flexkv'"
     with pytest.raises(LayoutError, match=said):
         start(config, one_group(SlidingWindowSpec, sliding_window=100))
     start(config, one_group(FullAttentionSpec))

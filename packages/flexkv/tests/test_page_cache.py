@@ -182,8 +182,8 @@ def test_numbers_of_pages_may_be_numpys(pages: Pages) -> None:
     [
         (b"key", [0], TypeError, "keys is b'key'; allowed: a list of keys"),
         (["key"], [0], TypeError, "key 0 is 'key'; allowed: bytes"),
-        ([b""], [0], TypeError, "key 0 is b''; allowed: bytes, one at least"),
-        ([b"a", b"a"], [0, 1], ValueError, "key 1, b'a', is there twice"),
+        ([b""], [0], TypeError, "key 0 is b''; allowed: bytes, at least one"),
+        ([b"a", b"a"], [0, 1], ValueError, "key 1, b'a', is a duplicate"),
         ([b"a", b"b"], [0], ValueError, "2 keys, but 1 pages; allowed: as many"),
         ([b"a"], [PAGES], ValueError, f"page {PAGES} is not in the layout; allowed: 0 to 31"),
         ([b"a"], [-1], ValueError, "page -1 is not in the layout"),

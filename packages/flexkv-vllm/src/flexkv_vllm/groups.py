@@ -52,7 +52,7 @@ def read_groups(
         tokens = group.kv_cache_spec.block_size
         members.append(Group(index, reach, span, tokens, engine_blocks))
     if not members:
-        raise LayoutError("no KV cache group of the model can be cached; allowed: one at least")
+        raise LayoutError("no KV cache group of the model can be cached; allowed: at least one")
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
     groups = Groups(
         tuple(members),
@@ -63,12 +63,12 @@ def read_groups(
     if not groups.plain and not fails_by_request:
         raise LayoutError(
             f"the model's KV cache has the groups {kinds}; allowed with this vLLM: one group of "
-            f"full attention (from 0.30 on there can be others)"
+            f"full attention (other groups need vLLM 0.30 or newer)"
         )
     if not tells_states and any(group.reach is Reach.STATE for group in members):
         raise LayoutError(
-            f"the model's KV cache has the groups {kinds}; allowed with this vLLM: all but "
-            f"recurrent states (from 0.32 on it tells which block has which)"
+            f"the model's KV cache has the groups {kinds}; allowed with this vLLM: all except "
+            f"recurrent states (vLLM 0.32 and newer report the block of each state)"
         )
     return groups
 

@@ -53,15 +53,15 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
     model = vllm_config.model_config
     if not weight_files(model.model, model.revision) and not _is_dummy(vllm_config):
         logger.warning(
-            "FlexKV finds no weights of %r on this machine, neither in a directory nor in the "
-            "Hugging Face cache, and cannot tell when they change: no block is kept on disk",
+            "FlexKV found no weights of %r on this machine, neither in a directory nor in the "
+            "Hugging Face cache, and cannot notice when they change; no blocks are kept on disk",
             model.model,
         )
         return False
     if not _has_stable_hashes(vllm_config):
         logger.warning(
-            "vLLM %s names blocks differently in every process, so that no block on disk is found "
-            "after a restart: set PYTHONHASHSEED to any fixed number",
+            "vLLM %s names blocks differently in every process; no block on disk will be found "
+            "after a restart. Set PYTHONHASHSEED to any fixed number",
             vllm.__version__,
         )
     return True

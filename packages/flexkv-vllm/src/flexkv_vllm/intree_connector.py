@@ -49,9 +49,9 @@ class FlexKVConnectorV1Impl:
         if role is KVConnectorRole.SCHEDULER:
             self._adapter.start_scheduler(None)
             logger.warning(
-                "FlexKV runs behind vLLM's own connector, which passes on no resets: after "
-                "/reset_prefix_cache?reset_external=true old blocks are still found. Let vLLM "
-                "load the plugin 'flexkv' (see VLLM_PLUGINS) to have them reset"
+                "FlexKV runs behind vLLM's own connector, which passes on no resets: lookups still "
+                "find old blocks after /reset_prefix_cache?reset_external=true. To make resets "
+                "work, let vLLM load the plugin 'flexkv' (see VLLM_PLUGINS)"
             )
 
     def shutdown(self) -> None:
@@ -129,6 +129,6 @@ class FlexKVConnectorV1Impl:
                 return connector
         raise LayoutError(
             f"vLLM's own FlexKVConnectorV1 is inside {type(outermost).__name__}, where FlexKV "
-            f"cannot read its orders; allowed: alone or in MultiConnector, or to let vLLM load the "
-            f"plugin 'flexkv' (see VLLM_PLUGINS)"
+            f"cannot read its orders; allowed: alone or in MultiConnector, or with the plugin "
+            f"'flexkv' (see VLLM_PLUGINS)"
         )

@@ -78,5 +78,5 @@ def _views(kv_caches: Mapping[str, torch.Tensor], local_heads: int | None) -> It
 def _num_blocks(vllm_config: VllmConfig) -> int:
     num_blocks: int | None = vllm_config.cache_config.num_gpu_blocks
     if not num_blocks:
-        raise LayoutError("vLLM does not say how many KV blocks it has; allowed: 1 or more")
+        raise LayoutError("vLLM does not report its number of KV blocks; allowed: 1 or more")
     return num_blocks

@@ -219,9 +219,9 @@ def check_groups_behind_shim(
     kinds = [f"{group.reach.value}, {group.engine_block_tokens} tokens" for group in groups.members]
     raise LayoutError(
         f"the model's KV cache has groups ({'; '.join(kinds)}) that vLLM's own FlexKVConnectorV1 "
-        f"does not show to FlexKV; allowed behind it: one group of full attention in blocks of "
-        f"{vllm_config.cache_config.block_size} tokens. Let vLLM load the plugin 'flexkv' (see "
-        f"VLLM_PLUGINS) for all others"
+        f"does not pass on to FlexKV; allowed behind it: one group of full attention in blocks of "
+        f"{vllm_config.cache_config.block_size} tokens. For all others, let vLLM load the plugin "
+        f"'flexkv' (see VLLM_PLUGINS)"
     )
 
 
@@ -264,7 +264,7 @@ def load_mode_of(
         # With the next step under way vLLM cannot take back what it computed on a load that failed.
         raise ConfigError(
             f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
-            f"ended; allowed: async, or with vLLM's --no-async-scheduling layerwise and auto"
+            f"ended; allowed: async; with vLLM's --no-async-scheduling also layerwise and auto"
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
@@ -275,14 +275,14 @@ def load_mode_of(
         )
     if not binds_pool():
         raise ConfigError(
-            f"load_mode is {config.load_mode!r}, but this vLLM does not let a connector take back "
-            f"blocks that a failed load left; allowed: async (from vLLM 0.22 on all)"
+            f"load_mode is {config.load_mode!r}, but this vLLM does not let a connector discard "
+            f"blocks after a failed load; allowed: async (with vLLM 0.22 or newer all modes)"
         )
     if store_time is StoreTime.FINISH:
         raise ConfigError(
             f"load_mode is {config.load_mode!r}, but vLLM's own connector, behind which FlexKV "
-            f"runs, lets CUDA graphs skip its layers; allowed: async, or to let vLLM load the "
-            f"plugin 'flexkv' (see VLLM_PLUGINS)"
+            f"runs, lets CUDA graphs skip its layers; allowed: async, or any mode with the plugin "
+            f"'flexkv' (see VLLM_PLUGINS)"
         )
     return mode
 

@@ -33,7 +33,7 @@ def check_parallelism(vllm_config: VllmConfig) -> None:
     if stages > 1 and not passes_stages_on():
         raise LayoutError(
             f"vLLM's pipeline_parallel_size is {stages}, and vLLM {vllm.__version__} does not pass "
-            f"on what all stages report; allowed: 1, or a newer vLLM"
+            f"on the reports of all stages; allowed: 1, or a newer vLLM"
         )
     if stages > 1 and vllm_config.speculative_config is not None:
         # Its first model runner does not let the stages before the last one store anything then.
@@ -72,8 +72,9 @@ def check_launcher(vllm_config: VllmConfig) -> None:
     if launcher == "external_launcher" and ranks > 1:
         raise LayoutError(
             f"vLLM's distributed_executor_backend is {launcher!r} with {ranks} "
-            f"ranks: each would have a scheduler of its own, which sees loads end in other steps "
-            f"than the others; allowed: 'mp' or 'ray', where vLLM starts the ranks, or one rank"
+            f"ranks: each rank would have a scheduler of its own, and a load would end in a "
+            f"different step of each; allowed: 'mp' or 'ray', where vLLM starts the ranks, or one "
+            f"rank"
         )
 
 

@@ -302,7 +302,7 @@ class KVCache:
         refused = self._pins.pin(keys, owner, until)
         if refused and not self._counters.refused_pins:
             logger.warning(
-                "half of the %d blocks of host memory are pinned: no more are (logged once)",
+                "half of the %d blocks of host memory are pinned; no more are (logged once)",
                 self._index.num_slots,
             )
         self._counters.refused_pins += refused
@@ -374,8 +374,8 @@ class KVCache:
         self._pins.clear()
         self._transfers.forget_fetches()
         logger.error(
-            "rank %s has ended its copies after an error (see its log): nothing is loaded or "
-            "stored any more; restart the engine to use the cache again",
+            "rank %s has ended its copies after an error (see its log); loads and stores are "
+            "disabled; restart the engine to use the cache again",
             ", ".join(map(str, stopped)),
         )
 
@@ -388,7 +388,7 @@ class KVCache:
             self._index.abandon(transfer.blocks)
             self._counters.failed_stores += 1
             if self._counters.failed_stores == 1:
-                logger.warning("a store of %d blocks failed: not cached (logged once)", count)
+                logger.warning("a store of %d blocks failed; not cached (logged once)", count)
         self._transfers.stored(transfer.blocks, transfer.status is Status.DONE)
 
     def _finish_load(self, transfer: Transfer, count: int) -> None:
@@ -399,5 +399,5 @@ class KVCache:
             self._counters.failed_loads += 1
             self._index.drop(transfer.blocks)
             if self._counters.failed_loads == 1:
-                logger.warning("a load of %d blocks failed: dropped (logged once)", count)
+                logger.warning("a load of %d blocks failed; dropped (logged once)", count)
         self._index.release(transfer.blocks)

@@ -227,9 +227,9 @@ def _checked_keys(keys: Iterable[object]) -> list[bytes]:
     checked: dict[bytes, None] = {}
     for number, key in enumerate(keys):
         if not isinstance(key, bytes) or not key:
-            raise TypeError(f"key {number} is {key!r}; allowed: bytes, one at least")
+            raise TypeError(f"key {number} is {key!r}; allowed: bytes, at least one")
         if key in checked:
-            raise ValueError(f"key {number}, {key!r}, is there twice; allowed: each key once")
+            raise ValueError(f"key {number}, {key!r}, is a duplicate; allowed: each key once")
         checked[key] = None
     return list(checked)
 

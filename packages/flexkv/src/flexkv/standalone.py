@@ -52,7 +52,7 @@ def open_cache(
     if config.ssd_cache_gb is not None and not any(parts):
         raise ConfigError(
             f"identity is empty and ssd_cache_gb is {config.ssd_cache_gb:g}; allowed with a disk: "
-            f"texts that change if equal keys come to mean other bytes (model, revision, dtype)"
+            f"texts that change whenever equal keys mean other bytes (model, revision, dtype)"
         )
     where = _host_memory() if device is None else device
     pages = RankPages(layout, 1, Sharding(1))
@@ -92,7 +92,7 @@ def _host_memory() -> Device:
         from flexkv_kernels.host_memory import HostMemory
     except ImportError as error:
         raise FlexKVError(
-            f"what copies pages is not installed ({error}); allowed: pip install flexkv-kernels, "
+            f"the copy kernels are not installed ({error}); allowed: pip install flexkv-kernels, "
             f"or a device of your own"
         ) from None
     return HostMemory()

@@ -147,7 +147,7 @@ def test_a_table_whose_headers_both_changed_is_an_empty_one(
         with opened(folder.parent, slots=SLOTS) as client:
             assert client.found(KEYS) == []
             client.refill(KEYS)
-        assert "its blocks are lost" in caplog.text
+        assert "its blocks are discarded" in caplog.text
         faults(1)
 
 

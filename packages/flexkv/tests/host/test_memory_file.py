@@ -135,7 +135,7 @@ def test_memory_that_another_process_could_resize_is_refused(
 ) -> None:
     if seals is None:
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-        why = "the arena is no memory file"
+        why = "the arena is not a memory file"
     else:
         fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         why = f"has the seals {seals:#x}; allowed: 0x7"

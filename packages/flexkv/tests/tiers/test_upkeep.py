@@ -166,7 +166,7 @@ def test_a_reset_that_the_disk_refuses_altogether_is_logged_once(
         client.tier.clear()
         wait_for(lambda: failing.calls >= 6)
         assert [r.levelname for r in caplog.records] == ["ERROR"]
-        assert "nothing on disk says so meanwhile" in caplog.text
+        assert "nothing on disk records it); FlexKV retries" in caplog.text
         assert "remove that folder" in caplog.text
         assert client.write(KEYS) == [DONE] * 20  # of the new meaning, for this process
         assert client.read(KEYS) == [DONE] * 20

@@ -51,8 +51,8 @@ def check_version(allow_untested: bool, version: str = vllm.__version__) -> None
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     raise EngineVersionError(
         f"vLLM {version} is installed; allowed: {OLDEST[0]}.{OLDEST[1]} to "
-        f"{NEWEST[0]}.{NEWEST[1]}, a newer one that has all that FlexKV uses, or any with "
-        f"allow_untested_engine=true (FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
+        f"{NEWEST[0]}.{NEWEST[1]}, a newer version with all features that FlexKV uses, or any "
+        f"version with allow_untested_engine=true (FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
     )
 
 
@@ -61,7 +61,8 @@ def warn_if_newer(version: str = vllm.__version__) -> None:
     if _release(version) > NEWEST:
         logger.warning(
             "vLLM %s is newer than %d.%d, the newest that FlexKV was tested with. FlexKV starts, "
-            "because vLLM has all that it uses; compare some answers with and without FlexKV",
+            "because this vLLM has all features that it uses; compare some answers with and "
+            "without FlexKV",
             version,
             *NEWEST,
         )

@@ -62,8 +62,8 @@ def worker_config() -> VllmConfig:
         return get_current_vllm_config()
     except AssertionError:
         raise LayoutError(
-            "vLLM does not tell its configuration while the KV caches are registered; allowed: a "
-            "vLLM that does (0.26 to 0.32)"
+            "vLLM sets no current configuration while it registers KV caches; allowed: a version "
+            "that does (0.26 to 0.32)"
         ) from None
 
 

@@ -48,13 +48,13 @@ class LoadFailures:
         finished jobs.
 
         Raises:
-            RuntimeError: vLLM cannot be told.
+            RuntimeError: this vLLM cannot handle failed loads.
         """
         worker = None if self._connector is None else self._connector.connector_worker
         if worker is None:
             raise RuntimeError(
-                "a load failed and this vLLM has no way to hear of it: the worker ends rather than "
-                "compute on missing bytes"
+                "a load failed, and this vLLM cannot handle failed loads; the worker ends rather "
+                "than compute on missing bytes"
             )
         if self._by_block:
             self._blocks.update(blocks)

@@ -69,9 +69,8 @@ def _check_groups(config: OffloadingConfig) -> None:
         # vLLM looks for the blocks of a failed load in the only group, and ends if there are more.
         raise LayoutError(
             f"the model has {len(config.groups)} KV cache groups, and vLLM {vllm.__version__} "
-            f"cannot be told that a load of several failed; allowed: 1 "
-            f"(--disable-hybrid-kv-cache-manager, if the model can do without), or vLLM 0.30 or "
-            f"newer"
+            f"cannot handle a failed load of several; allowed: 1 "
+            f"(--disable-hybrid-kv-cache-manager, if the model supports it), or vLLM 0.30 or newer"
         )
 
 
@@ -85,8 +84,8 @@ def _check_blocks(config: OffloadingConfig, settings: CacheConfig) -> None:
             f"block_tokens, and block_size or blocks_per_chunk in kv_connector_extra_config"
         )
     if chunk > 1 and len(config.groups) > 1:
-        # vLLM may let go of some of a chunk's blocks in a sliding window before it stores the
-        # others, and takes the chunk for whole when it loads it.
+        # vLLM may free some of a chunk's blocks in a sliding window before it stores the others,
+        # and later loads the chunk as if it were whole.
         raise ConfigError(
             f"blocks_per_chunk is {chunk} for a model with {len(config.groups)} KV cache groups; "
             f"allowed: 1"

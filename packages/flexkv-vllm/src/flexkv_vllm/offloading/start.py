@@ -108,8 +108,8 @@ def _is_durable(vllm_config: VllmConfig) -> bool:
     """Whether blocks on disk mean the same to the next process. If not, logs why."""
     if vllm_config.lora_config is not None:
         logger.warning(
-            "FlexKV cannot tell through OffloadingConnector when the weights of a LoRA adapter "
-            "change: no block is kept on disk (its own connector, FlexKVConnectorV1, can)"
+            "OffloadingConnector does not report when the weights of a LoRA adapter change; no "
+            "blocks are kept on disk. FlexKV's own connector, FlexKVConnectorV1, can keep them"
         )
         return False
     return outlives_process(vllm_config)

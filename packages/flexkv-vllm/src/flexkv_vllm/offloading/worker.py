@@ -145,7 +145,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
     def _wait_for(self, job: Job) -> None:
         for mover, ticket in job.copies:
             while mover.wait(ticket, _WAIT_SLICE_SECONDS) is Status.PENDING:
-                logger.warning("still waiting for a copy of blocks that are to be reused")
+                logger.warning("still waiting for a copy from blocks that vLLM reuses")
 
     def _stop_copying(self) -> None:
         for group in self._groups:

@@ -151,7 +151,7 @@ class OptionsReader:
                 first,
                 f", like {count - 1} more" if count > 1 else "",
                 allowed,
-                "" if self._warnings < _WARNINGS else " (no more requests are named)",
+                "" if self._warnings < _WARNINGS else " (later requests are only counted)",
             )
 
 

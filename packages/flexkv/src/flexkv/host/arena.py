@@ -150,7 +150,7 @@ class Arena:
             try:
                 return cls._create(spec, Pages.POOL, threads, numa_nodes)
             except ArenaError as error:
-                logger.info("the arena is not made of the kernel's pool of huge pages: %s", error)
+                logger.info("the arena does not use the kernel's pool of huge pages: %s", error)
         # The size may have been chosen with the pool in mind: see plan_arena. To take ordinary
         # memory that is not there would end this process or another.
         available = available_memory()
@@ -204,9 +204,9 @@ class Arena:
         elsewhere = sum(size for node, size in placed.items() if node not in numa_nodes)
         if elsewhere > _ELSEWHERE_SHARE * self.spec.total_bytes:
             logger.warning(
-                "%.1f of the arena's %.1f GiB are not on NUMA nodes %s, where the GPUs are: these "
-                "nodes have no free memory left, or this process may not run there. Copies cross "
-                "between processors and can be slower.",
+                "%.1f of the arena's %.1f GiB are not on NUMA nodes %s, the nodes of the GPUs; "
+                "these nodes have no free memory, or this process is bound to other nodes. Copies "
+                "between nodes can be slower",
                 elsewhere / GIB,
                 self.spec.total_bytes / GIB,
                 sorted(numa_nodes),

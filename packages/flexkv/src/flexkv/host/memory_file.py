@@ -84,7 +84,7 @@ def check_seals(fd: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise ArenaError("the arena is no memory file; allowed: one of memfd_create") from None
+        raise ArenaError("the arena is not a memory file; allowed: one of memfd_create") from None
     if seals & _SEALS != _SEALS:
         raise ArenaError(
             f"the arena's memory file has the seals {seals:#x}; allowed: {_SEALS:#x}, so that "

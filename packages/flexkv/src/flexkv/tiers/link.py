@@ -149,7 +149,7 @@ class Link:
         name = threading.current_thread().name
         with contextlib.suppress(Exception):  # there may be no memory for a message either
             logger.error(
-                "error in a job of %s, which counts as failed: %r (logged once)",
+                "a job of %s failed by an unexpected error: %r (logged once)",
                 name,
                 error,
                 exc_info=error,

@@ -214,7 +214,7 @@ def test_a_scheduler_that_leaves_before_there_is_an_arena_does_not_use_it_up(
     with contextlib.ExitStack() as stack:
         thread = threading.Thread(target=lambda: stack.enter_context(led(tmp_path, ranks=2)))
         thread.start()
-        with pytest.raises(ArenaError, match="broke off: timed out"):
+        with pytest.raises(ArenaError, match="disconnected: timed out"):
             attach(str(tmp_path), "engine", patience=0.5)
         join(str(tmp_path), "engine", shard(1)).close()
         thread.join()

@@ -134,14 +134,14 @@ def _enter(root: str, name: str, greeting: dict[str, object], patience: float) -
             wire.send(connection, greeting)
             message, fd = wire.receive(connection)
         except (OSError, ValueError) as error:
-            raise ArenaError(f"rank 0 of engine {name!r} broke off: {error}") from None
+            raise ArenaError(f"rank 0 of engine {name!r} disconnected: {error}") from None
     if message is None or fd is None:
         raise ArenaError(str((message or {}).get("error", "rank 0 sent no arena")))
     try:
         info = SessionInfo.from_json(message)
     except (ValueError, KeyError) as error:
         os.close(fd)
-        raise ArenaError(f"rank 0 of engine {name!r} describes no arena: {error}") from None
+        raise ArenaError(f"rank 0 of engine {name!r} sent no valid arena: {error}") from None
     return Session(info, Arena(fd, info.spec))
 
 

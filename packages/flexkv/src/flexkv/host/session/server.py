@@ -177,7 +177,7 @@ class Server:
                     target=self._attend, args=(connection,), name="flexkv-greeting", daemon=True
                 ).start()
             except RuntimeError as error:  # no more threads
-                logger.warning("session %r turns a process away: %s", self._name, error)
+                logger.warning("session %r refused a process: %s", self._name, error)
                 connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
@@ -239,7 +239,7 @@ class Server:
                 wire.send(connection, *answer)
                 return True
             except OSError as error:
-                logger.warning("a peer left before it got its answer: %s", error)
+                logger.warning("a process disconnected before its answer: %s", error)
                 return False
 
 

@@ -73,7 +73,9 @@ def open_disk_tier(
             make_room(root, folder.path, size, share)
             store = DiskStore(files or OsFiles(), folder, fingerprint, slot_bytes, part)
             if not store.direct:
-                logger.warning("%s has no direct I/O: blocks go through the page cache", root)
+                logger.warning(
+                    "%s does not support direct I/O; blocks go through the page cache", root
+                )
             # Two at least: the checksum of one is computed while the other is written.
             write_bytes = max(WRITE_BYTES, 2 * slot_bytes)
             waiting = min(queue_bytes // parts, QUEUE_BYTES)

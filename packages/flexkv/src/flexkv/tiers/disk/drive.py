@@ -356,7 +356,7 @@ class Drive:
             ledger.damaged_blocks += 1
             if not self._told_damage:
                 logger.warning(
-                    "a block in %s is damaged: it counts as a miss (logged once)", self.path
+                    "the checksum of a block in %s is wrong; it is a miss (logged once)", self.path
                 )
             self._told_damage = True
         if outcome in (Outcome.DAMAGED, Outcome.FAILED):
@@ -383,8 +383,8 @@ class Drive:
         failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
         if device.end(failed, job.seconds):
             logger.error(
-                "%d %s %s in a row failed or took longer than %g s: none for %g s, then one is "
-                "tried; check the drive",
+                "%d consecutive %s %s failed or took longer than %g s; FlexKV makes none for %g s, "
+                "then tries one; check the drive",
                 circuit.FAILURES,
                 what,
                 self.path,

@@ -52,8 +52,8 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
     if left + sum(map(disk_bytes, _others(root, mine, share))) < size - has:
         raise DiskError(
             f"ssd_cache_gb asks for {size / _GIB:.2f} GiB in {mine}, which has {has / _GIB:.2f} "
-            f"GiB already, and its file system has {left / _GIB:.2f} GiB left; allowed: as much as "
-            f"there is room for beside folders in use"
+            f"GiB already, and its file system has {left / _GIB:.2f} GiB left; allowed: a size "
+            f"that fits beside the folders in use"
         )
 
 

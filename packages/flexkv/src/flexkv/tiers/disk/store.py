@@ -255,20 +255,20 @@ class DiskStore:
         write_fully(self._files, self._table, memoryview(record), offset)
 
     def invalidate(self) -> None:
-        """Have the next process find no block here, after a power failure too: neither those that
-        are there nor those that this process still writes.
+        """Reset: the next process finds no block here, even after a power failure. This includes
+        blocks that this process writes later.
 
-        Two places say so, of which one is enough: a file beside the table, and the header of the
-        table, bound to an epoch that no record has.
+        Two places record the reset, of which one is enough: a file beside the table, and the header
+        of the table with an epoch that no record has.
 
         Raises:
-            OSError: the header could not be written; tells whether the other says so meanwhile.
+            OSError: the header could not be written; names whether the file records the reset.
         """
         marked = self._mark()
         try:
             self._save_header(replace(self._header, epoch=new_epoch()))
         except OSError as error:
-            place = "a file beside it says so" if marked else "nothing on disk says so"
+            place = "a file beside it records it" if marked else "nothing on disk records it"
             raise OSError(error.errno, f"{error.strerror}; {place}") from None
         self._unmark()
 
@@ -370,8 +370,8 @@ class DiskStore:
             return header
         if any(pages):
             logger.warning(
-                "%s is damaged in both of its headers, of other blocks, or of an older FlexKV: its "
-                "blocks are lost, the cache begins empty",
+                "both headers of %s are damaged, or of other blocks or an older FlexKV; its blocks "
+                "are discarded, and the cache begins empty",
                 os.path.join(self.path, directory.TABLE),
             )
         return None

@@ -91,14 +91,14 @@ class Upkeep:
         self._reset = _Task(
             store.invalidate,
             0.0,
-            "a reset of %s cannot be written to its table (%s meanwhile): retried until it is; if "
-            "the process ends while nothing says so, remove that folder before the next start: its "
-            "blocks are of before the reset",
+            "the reset of %s cannot be written to its table (%s); FlexKV retries until it can. If "
+            "the process ends while nothing on disk records it, remove that folder before the next "
+            "start: it has blocks from before the reset",
         )
         self._save = _Task(
             self._save_ledger,
             SAVE_SECONDS,
-            "the counters of %s cannot be written (%s): retried",
+            "the counters of %s cannot be written (%s); FlexKV retries",
         )
         self._records: deque[tuple[int, bytes]] = deque()
         self._written: deque[tuple[int, bool]] = deque()
