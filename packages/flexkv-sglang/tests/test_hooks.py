@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flexkv.adapter.cost import Span
 from flexkv_sglang import hooks
 
 
@@ -21,6 +22,9 @@ class Side:
         self.waiting = waiting
         self.asked: list[str] = []
         self.weights = 0
+        self.spans: list[list[Span]] = []
+        self.before: str | None = "unset"
+        self.leads = True
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
@@ -30,6 +34,12 @@ class Side:
 
     def weights_changed(self) -> None:
         self.weights += 1
+
+    def batch_begins(self, spans: Sequence[Span]) -> None:
+        self.spans.append(list(spans))
+
+    def builds_on(self, before: str | None) -> None:
+        self.before = before
 
 
 class Request:
@@ -50,7 +60,11 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Side:
 
 
 def scheduler_of(side: Side, *rids: str) -> Any:
-    return SimpleNamespace(waiting_queue=[Request(rid, side) for rid in rids], tree_cache=None)
+    queue = [Request(rid, side) for rid in rids]
+    return SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu")
+
+
+NOTHING = (None, "running")
 
 
 def rids(queue: Sequence[Request]) -> list[str]:
@@ -61,13 +75,13 @@ def test_a_request_that_waits_is_out_of_sight_and_keeps_its_place(side: Side) ->
     scheduler = scheduler_of(side, "a", "b", "c", "d", "e")
     seen: list[list[str]] = []
 
-    def take_two(scheduler: Any) -> str:
+    def take_two(scheduler: Any) -> tuple[None, str]:
         seen.append(rids(scheduler.waiting_queue))
         retracted = Request("z", side)
         scheduler.waiting_queue = [*scheduler.waiting_queue[2:], retracted]
-        return "batch"
+        return NOTHING
 
-    assert hooks.schedule(take_two, scheduler) == "batch"
+    assert hooks.schedule(take_two, scheduler) == NOTHING
     assert seen == [["a", "c", "e"]]
     assert rids(scheduler.waiting_queue) == ["b", "d", "e", "z"]
 
@@ -86,7 +100,7 @@ def test_requests_come_back_when_sglang_raises(side: Side) -> None:
 def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:
     scheduler = scheduler_of(side, "a", "b")
     for _ in range(2):
-        hooks.schedule(lambda scheduler: None, scheduler)
+        hooks.schedule(lambda scheduler: NOTHING, scheduler)
     assert side.asked == ["a", "b"]
 
 
@@ -94,7 +108,7 @@ def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:
     side.may_wait = False
     scheduler = scheduler_of(side, "a", "b")
     queue = scheduler.waiting_queue
-    hooks.schedule(lambda scheduler: None, scheduler)
+    hooks.schedule(lambda scheduler: NOTHING, scheduler)
     assert scheduler.waiting_queue is queue
     assert side.asked == []
 
@@ -112,3 +126,28 @@ def test_other_weights_end_what_was_stored(side: Side, fails: bool) -> None:
     else:
         assert hooks.update_weights(update, object(), "request") == "request"
     assert side.weights == 1
+
+
+@pytest.mark.parametrize(("device", "spans"), [("cpu", [[Span(16, 40)]]), ("cuda", [])])
+def test_batches_are_measured_where_their_end_is_seen(
+    side: Side, device: str, spans: list[list[Span]]
+) -> None:
+    scheduler = scheduler_of(side)
+    scheduler.device = device
+    batch = SimpleNamespace(reqs=[SimpleNamespace(prefix_len=16, extend_end=40)])
+    hooks.schedule(lambda scheduler: (batch, "running"), scheduler)
+    assert side.spans == spans
+
+
+@pytest.mark.parametrize(("prefix", "before"), [(["a", "b"], "b"), ([], None)])
+def test_pages_are_stored_behind_those_that_they_build_on(
+    side: Side, prefix: list[str], before: str | None
+) -> None:
+    tree = SimpleNamespace(get_prefix_hash_values={7: prefix}.get)
+    wrapper = SimpleNamespace(cache=tree)
+    assert hooks.offload(lambda *given: given[1:], wrapper, 7, ["pages"]) == (7, ["pages"])
+    assert side.before == before
+
+
+def test_an_unknown_tree_stores_all_the_same(side: Side) -> None:
+    assert hooks.offload(lambda *given: "stored", object(), 7, ["pages"]) == "stored"

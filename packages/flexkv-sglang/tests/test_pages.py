@@ -48,6 +48,11 @@ def test_a_page_is_every_layer_of_its_tokens() -> None:
     assert sorted(pages.layout.starts) == ["0", "1", "2"]
 
 
+def test_a_page_has_its_index() -> None:
+    pages = describe_pages(make_pool("dsa", page_size=4), 4, heads=1, ranks=1)
+    assert pages.layout.block_bytes == LAYERS * (4 * (DIM + 8) * 4 + 72)
+
+
 def test_ranks_of_one_head_each_share_a_block_by_head() -> None:
     pages = describe_pages(make_pool(heads=1), 4, heads=2, ranks=2)
     assert (pages.layout.by_head, pages.sharding.parts, pages.sharding.replicas) == (True, 2, 1)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from sglang_world import Rank, hashes_of, same
 
+from flexkv.adapter.cost import Span
+from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser
+
 MakeRank = Callable[..., Rank]
 
 
@@ -45,6 +48,31 @@ def test_eight_loads_of_one_batch_each_get_their_own(make_rank: MakeRank) -> Non
         # K and V of the layers so far.
         for found, wanted in zip(read, stored, strict=True):
             assert same(found[: 2 * (layer + 1)], wanted[: 2 * (layer + 1)])
+    assert rank.side.finish_batch()
+
+
+def test_a_layer_waits_for_its_part_and_no_more(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+    mover = type(rank.side._worker._copies.mover)
+    held: list[int] = []
+    hold = mover.hold
+
+    def count(self: Any, ticket: int, stream: int) -> Any:
+        held.append(ticket)
+        return hold(self, ticket, stream)
+
+    monkeypatch.setattr(mover, "hold", count)
+    assert rank.side.load("r", hashes, [3, 4])
+    rank.side.start_batch()
+    counts = []
+    for layer in (0, 0, 1, 2):
+        rank.side.wait_for_layer(layer)
+        counts.append(len(held))
+    assert counts == [1, 1, 2, 3]
     assert rank.side.finish_batch()
 
 
@@ -120,8 +148,9 @@ def test_after_a_reset_nothing_writes_and_the_blocks_are_still_there(make_rank: 
     rank = make_rank()
     hashes = hashes_of("a", 2)
     stored = rank.fill([1, 2], seed=1)
+    rank.store(hashes_of("other", 2), [5, 6])
+    assert rank.side.load("other", hashes_of("other", 2), [7, 8])
     rank.side.offload(hashes, [1, 2])
-    rank.side.load("other", hashes, [5, 6])
     rank.side.reset()
     assert rank.side.ended_offloads() == 0
     assert rank.side.start_batch() == -1
@@ -180,3 +209,52 @@ def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
     size = rank.pages.layout.block_bytes
     assert samples["copied_bytes:device:load"] == 2 * size
     assert samples["copied_bytes:device:store"] == 2 * size
+
+
+def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:
+    rank = make_rank(pages=300)
+    cache = rank.side._cache
+    assert cache is not None
+    hashes = hashes_of("a", 4)
+    rank.store(hashes[:2], [1, 2])
+    rank.side.builds_on(hashes[1])
+    rank.store(hashes[2:], [3, 4])
+    # Others fill host memory but for two blocks, and then need one more.
+    count = cache.num_slots - 3
+    rank.store(hashes_of("b", count), range(5, 5 + count))
+    assert rank.side.lookup("r", hashes) == [1, 2, 3]
+
+
+def test_pages_behind_an_unknown_page_are_stored(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 4)
+    rank.side.builds_on(hashes[1])
+    assert rank.store(hashes[2:], [3, 4])
+    assert rank.side.lookup("r", hashes[2:]) == [1, 2]
+    rank.store(hashes_of("b", 1), [5])  # not behind what the call before was
+    assert rank.side.lookup("r", hashes_of("b", 1)) == [1]
+
+
+def test_what_is_slower_to_load_than_to_compute_is_computed(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 4)
+    rank.store(hashes, [1, 2, 3, 4])
+    choose = LoadChoice(1, Left.SLOW)
+    monkeypatch.setattr(LoadChooser, "choose_load", lambda *_, **__: choose)
+    assert rank.side.lookup("r", hashes) == [1]
+    assert rank.side.take_samples()["left_tokens:slow"] == 12
+
+
+def test_batches_are_timed_until_sglang_polls(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    told: list[object] = []
+    monkeypatch.setattr(LoadChooser, "step_begins", lambda _, spans: told.append(spans) or 7)
+    monkeypatch.setattr(LoadChooser, "step_ended", lambda _, number: told.append(number))
+    rank.side.batch_begins([Span(0, 100)])
+    rank.side.ended_offloads()
+    rank.side.ended_offloads()
+    assert told == [0, [Span(0, 100)], 7, 0]

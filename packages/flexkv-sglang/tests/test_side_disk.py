@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
 
+from flexkv.adapter.load_choice import LoadChooser
+
 MakeRank = Callable[..., Rank]
 
 
@@ -82,4 +84,17 @@ def test_a_model_of_other_weights_finds_nothing(
     (tmp_path / "model.safetensors").write_bytes(b"other")
     second = make_rank(settings=disk)
     second.side.lookup("r", hashes)
+    assert second.side.held(["r"]) == [False]
+
+
+def test_a_request_does_not_wait_for_what_it_computes_sooner(
+    make_rank: MakeRank, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    first.store(hashes, [1, 2, 3])
+    first.close()
+    second = make_rank(settings=disk)
+    second.side.lookup("r", hashes)
+    monkeypatch.setattr(LoadChooser, "is_worth_waiting", lambda *_: False)
     assert second.side.held(["r"]) == [False]

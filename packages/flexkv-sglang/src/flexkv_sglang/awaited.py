@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexkv import KVCache
+from flexkv.adapter.cost import Span
+from flexkv.adapter.load_choice import LoadChooser
 from flexkv.transfer.fetch import Fetch
 
 
@@ -14,10 +16,14 @@ class AwaitedPrefixes:
 
     Args:
         cache: of the engine.
+        chooser: says what is worth waiting for.
+        block_tokens: of a block.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, chooser: LoadChooser, block_tokens: int) -> None:
         self._cache = cache
+        self._chooser = chooser
+        self._block_tokens = block_tokens
         self._fetches: dict[str, Fetch] = {}
 
     def begin(self, rid: str, keys: Sequence[bytes], found: int) -> None:
@@ -35,12 +41,11 @@ class AwaitedPrefixes:
             self._fetches[rid] = fetch
 
     def held(self, rids: Sequence[str]) -> list[bool]:
-        """Which of these requests wait for something that may still come; all others that have
-        waited are gone."""
+        """Which of these requests wait for something that may still come, and sooner than it is
+        computed; all others that have waited are gone."""
         for rid in self._fetches.keys() - set(rids):
             self.end(rid)
-        fetches = self._fetches
-        return [rid in fetches and not fetches[rid].done for rid in rids]
+        return [rid in self._fetches and self._is_awaited(self._fetches[rid]) for rid in rids]
 
     def count(self, rid: str, keys: Sequence[bytes]) -> int:
         """How many of these blocks a lower tier has read for the request."""
@@ -52,8 +57,13 @@ class AwaitedPrefixes:
         fetch = self._fetches.pop(rid, None)
         if fetch is not None:
             self._cache.end_fetch(fetch)
+            self._chooser.fetched(fetch)
 
     def end_all(self) -> None:
         """No request waits any more."""
         for rid in list(self._fetches):
             self.end(rid)
+
+    def _is_awaited(self, fetch: Fetch) -> bool:
+        span = Span(0, fetch.stop * self._block_tokens)
+        return not fetch.done and self._chooser.is_worth_waiting(fetch, span)

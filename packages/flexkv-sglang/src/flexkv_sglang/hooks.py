@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from flexkv.adapter.cost import Span
 from flexkv.adapter.guard import Edge
 from flexkv_sglang.side import RankSide
 
@@ -22,6 +23,10 @@ _LOOKAHEAD = 64
 others compute: more than a batch of prompts, few enough to cost a step little."""
 
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
+_OFFLOAD = (
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+    "._offload_node"
+)
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = ("disk", "distributed", "tensor", "ipc")
 
@@ -35,6 +40,7 @@ def serve(side: RankSide) -> None:
 
     if not _sides:
         HookRegistry.register(_ADMISSION, schedule, HookType.AROUND)
+        HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
         for source in _UPDATES:
             name = f"{_UPDATER}.update_weights_from_{source}"
             HookRegistry.register(name, update_weights, HookType.AROUND)
@@ -50,8 +56,23 @@ def leave(side: RankSide) -> None:
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang looks for prompts to compute: keep those out of its sight that wait for a disk."""
-    side = next((each for each in _sides if each.may_wait), None)
+    side = next(iter(_sides), None)
     if side is None:
+        return original(scheduler, *args, **kwargs)
+    made = _schedule_ready(side, original, scheduler, *args, **kwargs)
+    if scheduler.device == "cpu":
+        # Elsewhere SGLang prepares the next step before this one has ended: its time is unknown.
+        with _edge.guard("measuring a batch", "its time is not known"):
+            batch, _ = made
+            requests = () if batch is None else batch.reqs
+            side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
+    return made
+
+
+def _schedule_ready(
+    side: RankSide, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not side.may_wait:
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
     held: list[bool] = []
@@ -71,6 +92,16 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
             *(each for each in queue if id(each) in waiting or id(each) in left),
             *(each for each in scheduler.waiting_queue if id(each) not in known),
         ]
+
+
+def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
+    """SGLang offloads the pages of a node of its tree: say what they build on."""
+    for side in _sides:
+        with _edge.guard("following the tree", "blocks may outlive those that they build on"):
+            if side.leads:
+                prefix = wrapper.cache.get_prefix_hash_values(node)
+                side.builds_on(prefix[-1] if prefix else None)
+    return original(wrapper, node, transfers)
 
 
 def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

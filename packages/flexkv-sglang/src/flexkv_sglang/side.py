@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv import KVCache
+from flexkv.adapter.cost import Span
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.metrics import Samples, add
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
@@ -57,7 +59,7 @@ class RankSide:
         ranks: of the engine.
         cache: of the engine, on rank 0; None on the others.
         page_size: tokens of a page, which is a block.
-        min_load_tokens: shorter hits are computed.
+        chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for what a lower tier reads.
         edge: where errors of single requests end.
 
@@ -72,7 +74,7 @@ class RankSide:
         cache: KVCache | None,
         *,
         page_size: int,
-        min_load_tokens: int,
+        chooser: LoadChooser,
         may_wait: bool,
         edge: Edge,
     ) -> None:
@@ -81,15 +83,22 @@ class RankSide:
         self._ranks = ranks
         self._cache = cache
         self._page_size = page_size
-        self._least_pages = -(-min_load_tokens // page_size)
+        self._chooser = chooser
         self._edge = edge
         self._epoch = b""
+        self._before: str | None = None
         self._queued: dict[str, _Queued] = {}
         self._pending: deque[_Offload] = deque()
         self._seen: set[str] = set()
         self._batch = _NO_BATCH
-        self._awaited = None if cache is None else AwaitedPrefixes(cache)
+        self._step = 0
+        self._awaited = None if cache is None else AwaitedPrefixes(cache, chooser, page_size)
         self._figures = None if cache is None else CacheFigures(cache, edge, lambda: 0)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self._cache is not None
 
     # Requests that SGLang is about to schedule.
 
@@ -108,10 +117,10 @@ class RankSide:
             found = self._cache.lookup(keys)
             if self._awaited is not None:
                 self._awaited.begin(rid, keys, found)
-            if self._figures is not None and not found:
-                self._figures.asked(len(hashes) * self._page_size, 0, 0)
-            if found >= self._least_pages:
-                return list(range(1, found + 1))
+            if not found:
+                self._asked(len(hashes), 0, 0)
+                return []
+            return list(range(1, self._worth_loading(found) + 1))
         return []
 
     def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
@@ -163,12 +172,13 @@ class RankSide:
                 held = self._awaited.held(rids)
         return list(map(bool, self._ranks.agree(list(map(int, held)), len(rids))))
 
-    def forget(self, rid: str) -> None:
-        """SGLang has done with a request, or lets it go."""
-        if self._awaited is not None:
-            self._awaited.end(rid)
-
     # The batch that needs them.
+
+    def batch_begins(self, spans: Sequence[Span]) -> None:
+        """SGLang computes these prompts next, and is done with them when it asks for ended offloads
+        again. Called only where that is true."""
+        self._chooser.step_ended(0)
+        self._step = self._chooser.step_begins(spans)
 
     def start_batch(self) -> int:
         """Begin all queued loads. Returns the number of the batch; -1 if there are none."""
@@ -193,6 +203,8 @@ class RankSide:
         with self._edge.guard("ending loads", "copies end, now and for good"):
             self._worker.finished(orders)
             failed = self._worker.take_bad_blocks()
+            report = self._worker.report(orders)
+            self._chooser.loaded(0.0 if report is None else report.load_rate)
             self._poll()
             return not failed
         self._worker.poll_later(orders)
@@ -200,6 +212,10 @@ class RankSide:
         return False
 
     # Pages that SGLang has computed.
+
+    def builds_on(self, before: str | None) -> None:
+        """The next offload is of pages behind the page of this hash; None if it is unknown."""
+        self._before = before
 
     def offload(self, hashes: Sequence[str], pages: Sequence[int]) -> None:
         """Store pages. SGLang keeps them until `take_offload` has told the end.
@@ -212,7 +228,7 @@ class RankSide:
         if self._cache is not None:
             with self._edge.guard("storing blocks", "they are not cached"):
                 keys = self._keys(hashes)
-                transfer = self._cache.store(keys, range(len(keys)))
+                transfer = self._reserve(self._cache, keys)
                 stored = not self._cache.missing(keys)
                 if transfer is not None:
                     given = {block.key: block.slot for block in transfer.blocks}
@@ -230,6 +246,8 @@ class RankSide:
         """How many of the oldest offloads have ended. SGLang takes the least of all ranks, so that
         those that do not decide name all."""
         with self._edge.guard("polling copies", "they are polled in the next step"):
+            self._chooser.step_ended(self._step)
+            self._step = 0
             self._worker.finished(StepOrders(has_forward=True))
             self._poll()
         ended = 0
@@ -292,16 +310,38 @@ class RankSide:
         epoch = self._epoch
         return [bytes.fromhex(each) + epoch for each in hashes]
 
+    def _worth_loading(self, found: int) -> int:
+        """How many of so many pages in host memory are loaded rather than computed."""
+        choice = self._chooser.choose_load(Span(0, found * self._page_size), found)
+        if choice.left is not None:
+            self._chooser.left(choice.left)
+            if self._figures is not None:
+                self._figures.left(choice.left, (found - choice.blocks) * self._page_size)
+        return choice.blocks
+
+    def _reserve(self, cache: KVCache, keys: Sequence[bytes]) -> Transfer | None:
+        """A store of these blocks, behind the block that they build on if host memory has it: that
+        one stays then as long as they do."""
+        before, self._before = self._before, None
+        chain = [*self._keys([before] if before else []), *keys]
+        if before and not cache.missing(chain[:1]):
+            return cache.store(chain, range(1, len(chain)), begins=())
+        return cache.store(keys, range(len(keys)))
+
+    def _asked(self, pages: int, hits: int, from_disk: int) -> None:
+        if self._figures is not None:
+            size = self._page_size
+            self._figures.asked(pages * size, hits * size, from_disk * size)
+
     def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
         """The transfer of a load, if all of it is in host memory."""
         assert self._cache is not None
         assert self._awaited is not None
         keys = self._keys(hashes)
         transfer = self._cache.load(keys)
-        if transfer is not None and self._figures is not None:
+        if transfer is not None:
             self._cache.record(keys)
-            tokens = len(keys) * self._page_size
-            self._figures.asked(tokens, tokens, self._awaited.count(rid, keys) * self._page_size)
+            self._asked(len(keys), len(keys), self._awaited.count(rid, keys))
         self._awaited.end(rid)
         return transfer
 

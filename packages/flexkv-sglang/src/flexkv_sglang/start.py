@@ -12,11 +12,13 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from flexkv import CacheConfig
+from flexkv import CacheConfig, KVCache
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.load_choice import LoadChooser, LoadMode
 from flexkv.adapter.pages import RankPages
 from flexkv.adapter.start import make_cache
 from flexkv.adapter.start_worker import start_worker
+from flexkv.adapter.worker import WorkerSide
 from flexkv.host.session import Session
 from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process
@@ -91,9 +93,24 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         ranks,
         cache,
         page_size=engine.page_size,
-        min_load_tokens=config.min_load_tokens,
+        chooser=_make_chooser(config, worker, cache, on_cores=engine.settings.device == "cpu"),
         may_wait=bool(waits),
         edge=edge,
+    )
+
+
+def _make_chooser(
+    config: CacheConfig, worker: WorkerSide, cache: KVCache | None, *, on_cores: bool
+) -> LoadChooser:
+    spec = worker.session.arena.spec
+    return LoadChooser(
+        LoadMode.LAYERWISE,
+        config.min_load_tokens,
+        config.always_load,
+        sum(spec.format.shard_bytes),
+        spec.ranks,
+        on_cores=on_cores,
+        loading=lambda: 0 if cache is None else cache.loading_blocks,
     )
 
 
