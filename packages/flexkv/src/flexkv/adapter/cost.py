@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast this engine computes and loads, as measured while it runs.
+"""How fast this engine computes and loads, measured while it runs.
 
-What is measured decides what is measured next: an estimate that keeps FlexKV from loading would
-never meet a load that contradicts it. So every estimate here names what corrects it.
+Each measurement decides which measurements follow: an estimate that prevents loads would never meet
+a load that contradicts it. So each estimate here documents how it is corrected.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LEAST_TOKENS = 64
-"""Steps that compute fewer prompt tokens say more about the rest of the step than about them."""
+"""Steps with fewer prompt tokens are ignored: their time depends more on the rest of the step."""
 
 _PREFILL_STEPS = 16
-"""Steps that count: enough to outvote those that something else slowed down, few enough to follow
-a batch that grows."""
+"""Steps in the fit: enough to outvote steps that something else slowed down, and few enough to
+follow a growing batch."""
 
 _UNREPORTED_STEPS = 64
-"""Steps of which a report may still come."""
+"""Steps whose report may still arrive."""
 
 _LOADS = 8
-"""Measurements of a link that count."""
+"""Measurements of a link in the estimate."""
 
 _REFUSALS = 16
-"""A rate is doubtful after so many hits that were left because of it."""
+"""A rate is doubtful after it made FlexKV skip so many hits."""
 
 _TRUST_SECONDS = 30.0
-"""A rate is doubtful when nothing has confirmed it for so long: something else may have held the
-link up, and have ended since."""
+"""A rate is doubtful if no measurement has confirmed it for so many seconds: whatever slowed the
+link down may have ended."""
 
 _MOST_PATIENCE = 64
 
@@ -50,20 +50,21 @@ class Span:
 
     @property
     def pairs(self) -> float:
-        """Pairs of tokens that attention looks at."""
+        """Pairs of tokens that attention computes."""
         return (self.stop**2 - self.start**2) / 2
 
 
 class PrefillPace:
     """Seconds that prompt tokens take to compute.
 
-    A token takes as long as the weights do, and longer the further back attention looks: seconds
-    per token grow linearly with the mean position of a step's tokens. The line is fitted by medians
-    (Theil and Sen), so that up to a quarter of the steps may be off by any factor: slowed down by
-    something else, or seen to end together with the one before.
+    A token takes the time of the weights, and more the further back attention looks: seconds per
+    token grow linearly with the mean position of a step's tokens. The line is fitted by medians
+    (Theil and Sen). Up to a quarter of the steps may therefore be off by any factor: slowed down by
+    something else, or reported together with the step before.
 
-    A pace that is too fast leaves hits, which are computed and measured. One that is too slow loads
-    them, and then little is computed: steps of a few tokens bound the pace from above.
+    If the estimate is too fast, FlexKV skips hits, which are then computed and measured. If it is
+    too slow, FlexKV loads them and the engine computes little; steps of a few tokens then bound the
+    estimate from above.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class PrefillPace:
         self._fit()
 
     def seconds(self, span: Span) -> float | None:
-        """How long `span` would take; None as long as nothing is known."""
+        """Seconds that `span` would take; None before the first measurement."""
         if not self._steps:
             return None
         return self._per_token * span.tokens + self._per_pair * span.pairs
@@ -129,8 +130,8 @@ class StepTimer:
         return number
 
     def ended(self, number: int) -> None:
-        """A step has ended; `number` is that of its report, or 0. If the engine starts a step
-        before the last one has ended, the step counts from the end of the last one."""
+        """A step has ended; `number` is that of its report, or 0. If the engine began the step
+        before the previous one had ended, its time counts from the end of the previous one."""
         now = self._clock()
         begun, spans = self._steps.pop(number, (now, ()))
         self._pace.observe(spans, now - max(begun, self._last_end))
@@ -138,12 +139,12 @@ class StepTimer:
 
 
 class LinkPace:
-    """Bytes per second of a link: the fastest of the last few measurements counts, as what slows a
-    copy now and then says nothing of the next one.
+    """Bytes per second of a link: the fastest of the last few measurements, since an occasional
+    slow copy says nothing about the next one.
 
-    A rate that makes FlexKV leave hits becomes `doubtful`: then it is to be measured again, at a
-    cost that the caller bounds. Each try that brings no measurement doubles `patience`, what the
-    next may cost and how long it has to wait for its turn.
+    A rate that makes FlexKV skip hits becomes `doubtful` and must be measured again, at a cost that
+    the caller bounds. Each attempt without a measurement doubles `patience`, a factor of both the
+    cost of the next attempt and the interval before it.
 
     Attributes:
         patience: 1 after a measurement.
@@ -170,22 +171,22 @@ class LinkPace:
             self._begin_trust(1)
 
     def contradict(self, size: float, seconds: float) -> None:
-        """Not even `size` bytes came in this time, where more was to be expected: the fastest
-        measurement counts no more."""
+        """Fewer than `size` bytes arrived in this time, where more was expected: the fastest
+        measurement no longer counts."""
         if self._rates:
             self._rates.remove(max(self._rates))
         self._rates.append(size / seconds)
 
     def refuse(self) -> None:
-        """A hit was left because of this rate."""
+        """A hit was skipped because of this rate."""
         self._refusals += 1
 
     def give_up(self) -> None:
-        """It was tried to measure a doubtful rate again, in vain."""
+        """An attempt to measure a doubtful rate brought no measurement."""
         self._begin_trust(min(2 * self.patience, _MOST_PATIENCE))
 
     def seconds(self, size: int) -> float | None:
-        """How long `size` bytes would take; None as long as nothing is known."""
+        """Seconds that `size` bytes would take; None before the first measurement."""
         return size / max(self._rates) if self._rates else None
 
     def _begin_trust(self, patience: int) -> None:

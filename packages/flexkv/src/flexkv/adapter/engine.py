@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adapter's parts need of an engine: a request, and the engine's own prefix cache."""
+"""The parts of an engine that `flexkv.adapter` uses: a request and the engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from flexkv.adapter.groups import Group
 
 
 class EngineRequest(Protocol):
-    """A request as its engine keeps it; read, never changed.
+    """The engine's own object for a request. FlexKV reads it and never changes it.
 
     Attributes:
         request_id: unique among the requests that have not ended.
-        num_tokens: of the prompt and of the answer so far.
-        num_prompt_tokens: of the prompt.
-        num_computed_tokens: whose KV the engine has, or computes in the steps under way.
-        block_hashes: of its complete blocks, in order; each covers all tokens before it too.
-        kv_transfer_params: what the user asks of FlexKV; see `request_options`.
-        cache_salt: of the tenant; None if there is none.
+        num_tokens: tokens of the prompt and of the answer so far.
+        num_prompt_tokens: tokens of the prompt.
+        num_computed_tokens: tokens whose KV the engine has, or computes in the steps under way.
+        block_hashes: hashes of its complete blocks, in order; each also covers all tokens before.
+        kv_transfer_params: the user's parameters for FlexKV; see `request_options`.
+        cache_salt: salt of the tenant; None if there is none.
     """
 
     @property
@@ -46,9 +46,9 @@ class EnginePool(Protocol):
         ...
 
     def forget(self, engine_blocks: set[int]) -> None:
-        """Take these blocks out of the engine's prefix cache: they do not hold what they should."""
+        """Remove these blocks from the engine's prefix cache, because their bytes are wrong."""
         ...
 
 
 Describe = Callable[[Any, Group, Iterable[tuple[int, bytes]]], None]
-"""Told which blocks of a request, by position and key, are being stored or have come."""
+"""Called with blocks of a request, by position and key, that are being stored or were fetched."""

@@ -11,19 +11,20 @@ from flexkv.tiers.job import Priority
 from flexkv.transfer.fetch import Fetch
 
 LOOKAHEAD_SECONDS = 0.05
-"""A load may begin when the rest of it is expected within this time: the engine's blocks are held
-meanwhile. As long as some steps of a decoding batch, in which blocks seldom become scarce."""
+"""Seconds: a load may begin if its remaining reads are expected within this time. The load holds
+engine blocks meanwhile. The time is about some steps of a decoding batch, in which blocks seldom
+become scarce."""
 
 
 class Fetches:
-    """The fetches of one engine's requests, one at most for each; each is kept with its request.
+    """The fetches of one engine's requests, at most one for each; each is kept with its request.
 
     Args:
-        cache: of the engine.
-        ahead: offer blocks that are about to come, so that the device copies the first while the
-            last are read. Only for engines that recompute a failed load: one of those blocks may
-            not come.
-        ended: told of every fetch that has ended.
+        cache: the cache of the engine.
+        ahead: whether to offer blocks before they arrive, so that the device copies the first while
+            the last are read. Only for engines that recompute a failed load: such a block may fail
+            to arrive.
+        ended: called with every fetch that has ended.
     """
 
     def __init__(self, cache: KVCache, ahead: bool, ended: Callable[[Fetch], None]) -> None:
@@ -32,7 +33,7 @@ class Fetches:
         self._ended = ended
 
     def begin_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> None:
-        """The request is in the queue: fetch its blocks `keys` in good time."""
+        """Fetch the blocks `keys` of a queued request before its turn comes."""
         fetch = self._cache.fetch(keys, Priority.PREFETCH)
         if fetch is not None:
             tracked.early = fetch
@@ -45,16 +46,16 @@ class Fetches:
         start: int,
         is_worth_waiting: Callable[[Fetch, int], bool],
     ) -> int | None:
-        """How many of the request's blocks from `start` on, `keys`, can be loaded now or are about
-        to be; None while it should ask again later.
+        """How many of the request's blocks from `start` on, `keys`, can be loaded now or soon; None
+        if the request should ask again later.
 
-        What has come stays in host memory until `end`. Where waiting for the rest is not worth it,
-        what has come is all. `is_worth_waiting` is told the fetch and the position in the request
-        that it ends at: host memory may have no room for more.
+        Fetched blocks stay in host memory until `end`. If waiting for the rest is not worthwhile,
+        only the fetched blocks count. `is_worth_waiting` gets the fetch and the position in the
+        request where it ends, since host memory may have no room for more.
         """
         fetch = tracked.waiting
         if fetch is None or tracked.waiting_start > start:
-            # It is its turn, or the engine has lost what it had when the fetch began.
+            # The request's turn has come, or the engine has evicted blocks since the fetch began.
             fetch = self._begin(tracked, keys, start)
         if fetch is None or fetch.done:
             return self._cache.lookup(keys)
@@ -67,16 +68,16 @@ class Fetches:
 
     @staticmethod
     def has(tracked: TrackedRequest) -> bool:
-        """Whether blocks of the request are being fetched, or were for it."""
+        """Whether blocks are being fetched for the request, or were."""
         return tracked.early is not None or tracked.waiting is not None
 
     @staticmethod
     def is_waiting(tracked: TrackedRequest) -> bool:
-        """Whether blocks of the request may still come."""
+        """Whether blocks of the request may still arrive."""
         return tracked.waiting is not None and not tracked.waiting.done
 
     def end(self, tracked: TrackedRequest) -> None:
-        """The request has what it wanted, or wants nothing any more. Idempotent."""
+        """The request has its blocks, or needs no more. Idempotent."""
         tracked.awaited = frozenset()
         self._replace(tracked, None)
 
@@ -91,7 +92,7 @@ class Fetches:
         return fetch
 
     def _replace(self, tracked: TrackedRequest, fetch: Fetch | None) -> None:
-        """The request waits for `fetch` instead of what it has waited for."""
+        """The request waits for `fetch` instead of its previous fetch."""
         ended = tracked.early, tracked.waiting
         tracked.early, tracked.waiting = None, fetch
         for each in ended:

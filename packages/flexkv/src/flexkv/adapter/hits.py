@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prompt can be loaded if groups of layers need different blocks of it. Pure."""
+"""Finds the loadable prefix of a prompt whose groups of layers need different blocks. Pure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from flexkv.adapter.groups import Group, Groups, Reach
 
 
 class Present(Protocol):
-    """Which FlexKV blocks of a request can be had, by group and position."""
+    """Which FlexKV blocks of a request are available, by group and position."""
 
     def first_missing(self, group: Group, start: int, stop: int) -> int:
-        """The first block from `start` on that cannot be had; `stop` if all before it can."""
+        """The first unavailable block from `start` on; `stop` if all before `stop` are
+        available."""
         ...
 
     def last_missing(self, group: Group, start: int, stop: int) -> int | None:
-        """The last block from `start` on and before `stop` that cannot be had; None if all can."""
+        """The last unavailable block from `start` to before `stop`; None if all are available."""
         ...
 
 
 def longest_hit(groups: Groups, present: Present, local_tokens: int, limit: int) -> int:
-    """The longest prefix that can be computed on if what `present` says is loaded, in tokens.
+    """The longest prefix, in tokens, that the engine can continue after loading available blocks.
 
     Args:
-        groups: of the model.
+        groups: the groups of the model.
         present: asked only about blocks from `local_tokens` on and before `limit`.
-        local_tokens: the engine has itself, in all groups; a multiple of the alignment.
-        limit: tokens at most.
+        local_tokens: tokens that the engine has in all groups; a multiple of the alignment.
+        limit: the most tokens of the prefix.
 
     Returns:
-        A multiple of the alignment, or `local_tokens` if nothing can be loaded.
+        A multiple of the alignment, or `local_tokens` if no block can be loaded.
     """
     align = groups.alignment
     hit = limit // align * align
@@ -53,7 +54,7 @@ def full_reach(groups: Groups, present: Present, local_tokens: int, limit: int) 
 
 
 def _supported(group: Group, present: Present, local_tokens: int, hit: int, align: int) -> int:
-    """The longest prefix, of `hit` tokens at most, for which `group` has all that it needs."""
+    """The longest prefix of at most `hit` tokens for which `group` has all blocks it needs."""
     size = group.block_tokens
     first = local_tokens // size
     if group.reach is Reach.ALL:
@@ -64,6 +65,6 @@ def _supported(group: Group, present: Present, local_tokens: int, hit: int, alig
         missing = present.last_missing(group, start, hit // size)
         if missing is None:
             return hit
-        # Every prefix that ends behind the missing block needs it too.
+        # Every prefix that ends behind the missing block needs that block, too.
         hit = missing * size // align * align
     return local_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a hit is worth loading, and how: by what computing and loading take in this engine."""
+"""Decides whether and how to load a hit, by the measured times of computing and loading."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from flexkv.adapter.cost import LinkPace, PrefillPace, Span, StepTimer
 from flexkv.transfer.fetch import Fetch
 
 _PROBE_SHARE = 0.03
-"""Of the time that computing takes, what may be lost by a load or a wait that measures a link again
-or for the first time: with what is lost elsewhere, less than the 5 % that a hit may cost more than
-computing."""
+"""Share of the computing time that one measurement of a link, by a load or a wait, may cost.
+Together with other losses it is less than 5 %, the most that a hit may cost beyond computing."""
 
 _PROBE_SECONDS = 0.02
-"""What may be lost in any case, once: a read of an NVMe drive takes 0.1 to 1 ms, and a step of the
-engine without work, after which the drive is asked again, about as long; on a busy machine some
-times that."""
+"""Seconds that one measurement may cost in any case. A read of an NVMe drive takes 0.1 to 1 ms. A
+step of the engine without work, after which the drive is polled again, takes about as long; on a
+busy machine both take several times that."""
 
 _LATE = 2
-"""A tier is expected to be as fast as it ever was lately. If nothing has come in so many times as
-long, it is not."""
+"""A tier is expected to be as fast as its fastest recent read. If it delivers nothing in so many
+times that time, it is slower."""
 
 _SLACK_SECONDS = 0.005
-"""Loads as short as this are made whatever computing takes: about a step of an engine, by which
-both are measured."""
+"""Seconds of a load that is always made, however short computing is: about one step of an engine,
+the resolution of both measurements."""
 
 _CONTENTION = 0.15
-"""Of a load, what loading beside a forward on the same cores adds. Tuned on two cores with
-`nox -s bench -- --only load-modes`: layer by layer, time to first token of 82 MiB was 9 to 21 ms
-longer than before the forward; of 32 MiB 5 ms shorter, as the step that is saved weighs more."""
+"""Share of its time that a load takes longer beside a forward pass on the same cores. Tuned on two
+cores with `nox -s bench -- --only load-modes`. Layer by layer, the time to first token of 82 MiB
+was 9 to 21 ms longer than before the forward pass; that of 32 MiB was 5 ms shorter, because the
+saved step weighs more."""
 
 
 class LoadMode(enum.Enum):
@@ -44,23 +44,23 @@ class LoadMode(enum.Enum):
 
 
 class Left(enum.Enum):
-    """Why a hit, or a part of one, is not loaded. The values are those of the metric."""
+    """Why a hit or a part of it is not loaded. The values are labels of the metric."""
 
     SHORT = "short"
-    """It has fewer tokens than the setting `min_load_tokens`."""
+    """The hit has fewer tokens than the setting `min_load_tokens`."""
     SLOW = "slow"
-    """Loading it from host memory is expected to take longer than computing it."""
+    """Loading from host memory is expected to take longer than computing."""
     AWAITED = "awaited"
-    """Waiting for a lower tier is expected to take longer than computing it."""
+    """Waiting for a lower tier is expected to take longer than computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """How many of a hit's blocks to load, from the first on.
+    """How many blocks of a hit to load, from the first on.
 
     Attributes:
-        blocks: to load.
-        left: why not all.
+        blocks: number of blocks to load.
+        left: why the others are not loaded; None if all are.
     """
 
     blocks: int
@@ -72,7 +72,7 @@ class _Wait:
     """A fetch that a request may wait for.
 
     Attributes:
-        ahead: blocks that other requests waited for when it was first asked about.
+        ahead: blocks that other requests waited for at the first question about this fetch.
         refused: whether the answer was not to wait.
     """
 
@@ -81,20 +81,20 @@ class _Wait:
 
 
 class LoadChooser:
-    """Decides for single requests.
+    """Decides about the load of each request.
 
-    No estimate decides for ever: if a rate has kept hits from being loaded for a while, a small
-    load or a short wait measures it again.
+    No estimate decides for ever: if a rate has prevented loads for a while, a small load or a short
+    wait measures it again.
 
     Args:
         mode: the setting in force; LAYERWISE and AUTO only where the engine can do it.
         min_tokens: the setting `min_load_tokens`.
         always: the setting `always_load`.
-        block_bytes: of a FlexKV block over all ranks.
-        ranks: of the engine; all load at once.
-        on_cores: the cores that copy also compute.
-        loading: how many blocks are on their way from host memory now.
-        clock: that steps are measured with.
+        block_bytes: bytes of a FlexKV block over all ranks.
+        ranks: number of ranks of the engine; all load at once.
+        on_cores: whether the cores that copy also compute.
+        loading: returns how many blocks are being loaded from host memory now.
+        clock: measures steps.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class LoadChooser:
         self._waits: dict[Fetch, _Wait] = {}
 
     def step_begins(self, spans: Sequence[Span]) -> int:
-        """A step that computes `spans` of prompts is given out. Returns the number that its report
-        bears, or 0 if none is wanted."""
+        """A step that computes `spans` of prompts begins. Returns the number for its report, or 0
+        if no report is needed."""
         return self._timer.begins(spans) if spans else 0
 
     def step_ended(self, number: int) -> None:
@@ -136,7 +136,7 @@ class LoadChooser:
         self._device.observe(rate, 1.0)
 
     def left(self, reason: Left) -> None:
-        """The engine computes a hit, or a part of it, because of an answer given here."""
+        """The engine computes a hit or a part of it, because this object decided so."""
         if reason is Left.SLOW:
             self._device.refuse()
 
@@ -146,7 +146,7 @@ class LoadChooser:
         came = fetch.arrived - fetch.first
         waited = time.monotonic() - fetch.begun
         if came:
-            # The tier has read what was ahead meanwhile.
+            # The tier has read the blocks ahead meanwhile.
             size = (came + wait.ahead) * self._block_bytes
             self._disk.observe(size, fetch.progressed - fetch.begun)
         elif not fetch.done and waited > self._latest(fetch, wait):
@@ -159,8 +159,8 @@ class LoadChooser:
             self._disk.refuse()
 
     def choose_load(self, span: Span, blocks: int, *, whole: bool = False) -> LoadChoice:
-        """How much to load of `span`, which is in host memory, in so many blocks; all or nothing if
-        a part is worth nothing (`whole`)."""
+        """How many of the `blocks` of `span`, which are in host memory, to load. If a part is of no
+        use (`whole`), all or none."""
         if span.tokens < self._min_tokens:
             return LoadChoice(0, Left.SHORT)
         loading = self._loading(blocks + self._loading_now())
@@ -180,8 +180,8 @@ class LoadChooser:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
         Args:
-            fetch: under way.
-            span: what all its blocks hold.
+            fetch: the fetch, still under way.
+            span: the tokens of all its blocks.
         """
         if fetch not in self._waits:
             self._waits[fetch] = _Wait(sum(f.stop - f.arrived for f in self._waits))
@@ -199,7 +199,7 @@ class LoadChooser:
         waited = time.monotonic() - fetch.begun
         rest: float | None = fetch.seconds_left
         if fetch.arrived == fetch.first:
-            # Nothing has come yet that would tell.
+            # No block has arrived yet, so there is no measurement.
             rest = self._disk.seconds((total - fetch.arrived + wait.ahead) * self._block_bytes)
             if rest is not None and waited > self._latest(fetch, wait):
                 return False
@@ -210,13 +210,14 @@ class LoadChooser:
         return waited < max(_PROBE_SECONDS, _PROBE_SHARE * whole) * self._disk.patience
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
-        """Whether to load so many blocks beside the forward of the same step, in which `running`
-        other requests compute.
+        """Whether to load so many blocks beside the forward pass of the same step, in which
+        `running` other requests compute.
 
-        That saves a step, which is long where others compute. They wait for the load, too: on a
-        GPU only then. Where the cores that compute copy, they are slower with any load.
+        A layerwise load saves a step, which is long if other requests compute. These requests wait
+        for the load, too. On a GPU they wait for no other load; if the computing cores copy, any
+        load slows them down.
 
-        The request may have `wanted` a mode, which counts where the engine is ready for both.
+        A mode that the request `wanted` counts if the engine supports both modes.
         """
         mode = self._mode if wanted is None or self._mode is LoadMode.ASYNC else wanted
         if mode is not LoadMode.AUTO:
@@ -227,11 +228,11 @@ class LoadChooser:
         return running == 0 or loading <= _SLACK_SECONDS
 
     def _latest(self, fetch: Fetch, wait: _Wait) -> float:
-        """Seconds in which some of a fetch of which nothing has come should have, after what others
-        waited for before."""
+        """Seconds after which a fetch should have delivered its first block, behind the blocks that
+        other requests waited for before."""
         blocks = fetch.stop - fetch.arrived + wait.ahead
         return _LATE * (self._disk.seconds(blocks * self._block_bytes) or 0.0) + _PROBE_SECONDS
 
     def _loading(self, blocks: int) -> float | None:
-        """Seconds that so many blocks take from host memory; None as long as nothing is known."""
+        """Seconds to load so many blocks from host memory; None before the first measurement."""
         return self._device.seconds(blocks * self._block_bytes // self._ranks)

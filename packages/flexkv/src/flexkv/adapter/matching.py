@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a request can be loaded, as the engine asks before it schedules it."""
+"""Answers the engine's question before it schedules a request: how much of it can be loaded."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from flexkv.transfer.fetch import Fetch
 
 
 class Matcher:
-    """Finds what can be loaded, and has lower tiers fetch it.
+    """Finds the loadable prefix of a request, and starts fetches from lower tiers.
 
     Args:
-        cache: of the engine.
-        groups: of the model.
-        keys: of its blocks.
-        fetches: of its requests.
-        chooser: says what is worth waiting for, and loading.
-        describe: for events; None if nobody listens.
+        cache: the cache of the engine.
+        groups: the groups of the model.
+        keys: makes the keys of blocks.
+        fetches: the fetches of the engine's requests.
+        chooser: decides whether a wait or a load is worth its time.
+        describe: called for events; None when nobody listens.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Matcher:
         self._pool: EnginePool | None = None
 
     def bind_pool(self, pool: EnginePool) -> None:
-        """The engine's own prefix cache: what it has need not be prefetched."""
+        """Set the engine's own prefix cache, whose blocks need no prefetch."""
         self._pool = pool
 
     def prefetch(self, tracked: TrackedRequest) -> None:
-        """Begin to fetch what a queued request will want."""
+        """Begin to fetch the blocks that a queued request will need."""
         request, most = tracked.request, tracked.options.max_load_tokens
         local_tokens = self._cached_by_engine(request)
         limit: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
@@ -72,9 +72,10 @@ class Matcher:
         self._describe_awaited(tracked, wanted)
 
     def match(self, tracked: TrackedRequest, local_tokens: int) -> tuple[int, Match] | None:
-        """What can be loaded beyond `local_tokens`: how many tokens, and what is known of them.
-        None while a lower tier reads it; what has come stays in host memory until
-        `Fetches.end`."""
+        """The number of tokens that can be loaded beyond `local_tokens`, and their `Match`.
+
+        None while a lower tier reads them. Fetched blocks stay in host memory until `Fetches.end`.
+        """
         most = tracked.options.max_load_tokens
         limit = tracked.request.num_tokens if most is None else local_tokens + most
         limit = min(limit, tracked.failed_at)
@@ -131,7 +132,7 @@ class Matcher:
 
             def is_worth_waiting(fetch: Fetch, _: int) -> bool:
                 nonlocal awaited
-                # A part of what a window needs is of no use.
+                # A part of the blocks that a window needs is of no use.
                 if fetch.stop < len(fetch.keys):
                     return False
                 worth = self._chooser.is_worth_waiting(fetch, Span(local_tokens, plan.hit))
@@ -158,8 +159,8 @@ class Matcher:
         return tokens, Match(local_tokens, disk, left=_some(left), junction=plan.junction)
 
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
-        """What to load. The engine computes the last token in any case, and needs one token more of
-        a window for it: `limit` ends before it."""
+        """The blocks to load. `limit` ends before the last token: the engine computes that token in
+        any case, and needs one more token of a window for it."""
         plan = tracked.plan
         if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
             return plan
@@ -189,7 +190,7 @@ class Matcher:
     def _cached_by_engine(self, request: EngineRequest) -> int:
         """Tokens of the request that the engine has itself, as far as full attention goes.
 
-        It gives up the ends of prefixes first. Where it did not, what is prefetched is a guess, and
+        The engine evicts the ends of prefixes first. If it did not, the prefetch is a guess, and
         the rest is fetched when the request's turn comes.
         """
         pool = self._pool
@@ -204,7 +205,7 @@ class Matcher:
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
     def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:
-        """For events: blocks that are fetched are told in full once they are there."""
+        """Describe fetched blocks for events, which report them in full once they have arrived."""
         awaited = tracked.awaited
         if self._describe is None or not awaited:
             return
@@ -221,7 +222,7 @@ class Matcher:
         size = group.block_tokens
         fetched = sum(key in awaited for key in keys) * size
         if keys[0] in awaited:
-            # The engine has the beginning of the first one itself.
+            # The engine has the beginning of the first block itself.
             fetched -= len(keys) * size - tokens
         return fetched
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a request can be had, asked in few calls for many blocks."""
+"""Finds the available blocks of a request, by few calls for many blocks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from flexkv.adapter.request import TrackedRequest
 from flexkv.cache import KVCache, Presence
 
 _FIRST_ASK = 16
-"""Blocks that lower tiers are asked about at first, and twice as many each time that they have all:
-a prefix may end anywhere, and each costs them about half a microsecond."""
+"""Blocks in the first question to lower tiers. The number doubles each time that they have all: a
+prefix may end anywhere, and each block costs about half a microsecond."""
 
 
 class Obtainable:
-    """`Present` for one request. Asked from the same first block of a group on, it looks each block
-    up once; the last missing block is asked for with the same end or an earlier one each time, as
-    `longest_hit` does.
+    """`Present` for one request. If calls begin at the same first block of a group, each block is
+    looked up once. The last missing block must be asked for with the same end or an earlier one
+    each time, as `longest_hit` does.
 
     Args:
-        cache: of the engine.
+        cache: the cache of the engine.
         tracked: the request.
-        keys: of its blocks.
-        below: whether what lower tiers have can be had, too.
+        keys: makes the keys of its blocks.
+        below: whether blocks of lower tiers count as available, too.
 
     Attributes:
-        in_host: whether all that was found so far is in host memory.
+        in_host: whether all blocks found so far are in host memory.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Obtainable:
         return min(gap, stop)
 
     def last_missing(self, group: Group, start: int, stop: int) -> int | None:
-        # What is known: where it ends, and backwards from there whether each block can be had.
+        # The known part: where it ends, and backwards from there whether each block is available.
         end, known = self._ends.setdefault(group.index, (stop, []))
         first = end - len(known)
         if start < first:
@@ -63,7 +63,7 @@ class Obtainable:
             return None
 
     def _reach(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, can be had."""
+        """How many of these blocks, from the first on, are available."""
         count, ask = self._cache.lookup(keys), _FIRST_ASK
         while self._below and count < len(keys):
             there = self._there(keys[count : count + ask])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side knows of a request, from the moment it is queued until it has ended."""
+"""The scheduler side's state of a request, from its queueing to its end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the engine was told about a request, in tokens.
+    """The answer to the engine's lookup for a request, in tokens.
 
     Attributes:
-        local_tokens: the engine has itself.
-        disk_tokens: came from a lower tier, of those that can be loaded.
-        layerwise: the load runs beside the forward of the same step.
-        left: why tokens that follow are not loaded, and how many.
-        junction: where other requests' full attention went on with this prompt, but nothing that
-            looks back less far did; 0 if nowhere.
+        local_tokens: tokens that the engine has itself.
+        disk_tokens: loadable tokens that came from a lower tier.
+        layerwise: whether the load runs beside the forward pass of the same step.
+        left: why the tokens that follow are not loaded, and how many.
+        junction: where the full attention of other requests continued with this prompt, but no
+            group that looks back less far did; 0 if there is no such place.
     """
 
     local_tokens: int
@@ -42,31 +42,31 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """All that is known of one request. What ends with the request ends with this object.
+    """The state of one request; it ends with the request.
 
     Attributes:
         request: the engine's own object; read, never changed.
-        options: what the user asks for it.
-        plan: what to load, while a lower tier reads it; the engine asks in every step.
-        match: the last answer to the engine's lookup; None if that failed.
+        options: the user's parameters for it.
+        plan: the blocks to load, while a lower tier reads them; the engine asks in every step.
+        match: the last answer to the engine's lookup; None if the lookup failed.
         early: fetch that began when the request was queued, until its turn comes.
         waiting: fetch of the blocks from `waiting_start` on, which the request waits for.
         waiting_start: position of the first block of `waiting` in the request.
         awaited: keys of the blocks that had to come from a lower tier.
-        failed_at: tokens before the first load that failed; what follows is not offered again.
-        loading: what the engine was promised to have loaded, as long as some of it is not ordered.
-        disk_tokens: of its last load, that came from a lower tier.
+        failed_at: tokens before the first failed load; later tokens are not offered again.
+        loading: the load that the engine was promised, until all of it is ordered.
+        disk_tokens: tokens of its last load that came from a lower tier.
         junction: see `Match`.
-        built_on: id of the load beside whose copies its forward ran, until that is known to have
+        built_on: id of the load that ran beside its forward pass, until the load is known to have
             succeeded; 0 if there is none.
-        engine_blocks: ids of the blocks that hold its tokens, in order, for each cached group.
-            Empty if they are not known: nothing is stored of it then.
-        ran: it was scheduled since the engine gave it its blocks. Before that, they need not hold
-            what the engine counts as computed: another connector may be loading it.
-        next_fill: tokens with which the first block that was not considered for storing is full;
-            `NEVER` if nothing more of it is stored.
-        due_step: when it is looked at for that, by the count of `FillCalendar`.
-        keys: of its blocks by group; `BlockKeys` makes each once.
+        engine_blocks: ids of the engine's blocks with its tokens, in order, for each cached group.
+            Empty if they are not known; then none of its blocks are stored.
+        ran: whether it was scheduled since the engine gave it its blocks. Before that, the blocks
+            may lack tokens that the engine counts as computed: another connector may load them.
+        next_fill: number of tokens that fills the first block not yet considered for storing;
+            `NEVER` if no more of its blocks are stored.
+        due_step: step in which its fills are checked, by the count of `FillCalendar`.
+        keys: keys of its blocks by group; `BlockKeys` makes each once.
     """
 
     request: EngineRequest
@@ -94,16 +94,16 @@ class TrackedRequest:
 
     @property
     def may_load(self) -> bool:
-        """Whether its user and the engine allow blocks to be loaded for it."""
+        """Whether its user and the engine allow loads for it."""
         skips = getattr(self.request, "skip_reading_prefix_cache", False)
         return self.options.load and not skips
 
     def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
-        """The engine gave it blocks for the first time, or anew after it had taken them all.
+        """The engine gave it blocks for the first time, or again after it had taken all of them.
 
         Args:
             tables: its blocks by cached group.
-            first_fill: tokens with which the first block that is stored is full.
+            first_fill: number of tokens that fills the first block to store.
         """
         self.set_blocks(tables)
         self.ran = False
@@ -115,18 +115,18 @@ class TrackedRequest:
         self.engine_blocks = [list(table) for table in tables]
 
     def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
-        """It has these blocks beside those that are known; nothing if none are."""
+        """It has these blocks beside the known ones. Without known blocks, this does nothing."""
         if self.engine_blocks:
             for table, blocks in zip(self.engine_blocks, tables, strict=True):
                 table.extend(blocks)
 
     def lose_blocks(self) -> None:
-        """The engine has taken its blocks, or what was known of them may be wrong: nothing of it is
-        stored until it begins again."""
+        """Its blocks are unknown: the engine has taken them, or the state here may be wrong. None
+        of them are stored until the request begins again."""
         self.engine_blocks = []
         self.ran = False
         self.next_fill = NEVER
 
     def fail_from(self, tokens: int) -> None:
-        """Do not offer it anything from `tokens` on: a load failed there."""
+        """Offer it no tokens from `tokens` on: a load failed there."""
         self.failed_at = min(self.failed_at, tokens)
