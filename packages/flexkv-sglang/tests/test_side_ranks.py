@@ -98,6 +98,16 @@ def test_ranks_hold_the_same_requests(engine: Engine) -> None:
     assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, False]] * 2
 
 
+def test_an_idle_engine_sends_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> list[int]:
+        raise AssertionError("a message for nothing")
+
+    monkeypatch.setattr(Threads, "agree", fail)
+    assert engine.both(lambda rank: rank.side.held([])) == [[], []]
+    assert engine.both(lambda rank: rank.side.start_batch()) == [-1, -1]
+    assert engine.both(lambda rank: rank.side.ended_offloads()) == [0, 0]
+
+
 def test_a_load_that_fails_on_one_rank_is_a_miss_from_then_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

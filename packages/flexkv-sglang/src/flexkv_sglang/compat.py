@@ -24,6 +24,7 @@ _USED = {
         "UnifiedCacheLinker.offload",
         "UnifiedCacheLinker.num_completed_offloads",
         "UnifiedCacheLinker.pop_completed_offload",
+        "UnifiedCacheLinkerWrapper._offload_node",
     ),
     "sglang.srt.managers.scheduler": ("Scheduler._get_new_batch_prefill_raw",),
 }

@@ -170,6 +170,8 @@ class RankSide:
         if self._awaited is not None:
             with self._edge.guard("waiting for a disk", "what has come is all"):
                 held = self._awaited.held(rids)
+        if not rids:
+            return []  # as often as an idle engine looks for requests
         return list(map(bool, self._ranks.agree(list(map(int, held)), len(rids))))
 
     # The batch that needs them.

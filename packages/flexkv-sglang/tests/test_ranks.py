@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are processes get the numbers that the first one gives."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from flexkv_sglang.ranks import CpuGroup, OneRank, ranks_of
+
+PATIENCE_SECONDS = 60.0
+
+
+def run(rank: int, store: Path, answers: Connection) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    ranks = ranks_of(torch.distributed.group.WORLD)
+    assert isinstance(ranks, CpuGroup)
+    first = ranks.agree([5, 1 << 62, -1], 3)
+    second = ranks.agree([rank], 1)
+    answers.send((ranks.rank, ranks.count, first, second))
+
+
+def test_the_first_rank_speaks_for_all(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(2)]
+    children = [
+        fork.Process(target=run, args=(rank, tmp_path / "store", sender))
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for child in children:
+        child.start()
+    try:
+        for rank, (receiver, _) in enumerate(pipes):
+            assert receiver.poll(PATIENCE_SECONDS)
+            assert receiver.recv() == (rank, 2, [5, 1 << 62, -1], [0])
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def test_an_engine_of_one_rank_asks_nobody() -> None:
+    ranks = ranks_of(None)
+    assert isinstance(ranks, OneRank)
+    assert ranks.agree([3, 4], 2) == [3, 4]
