@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects, on each side, what `metrics` reports to the engine."""
+"""Collects the values that `metrics` reports to the engine, on each side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CopyFigures:
 
     Args:
         edge: of the process.
-        copy_seconds: of a ticket that is done, as `Mover.copy_seconds`.
+        copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
     """
 
     def __init__(self, edge: Edge, copy_seconds: Callable[[int], float | None]) -> None:
@@ -30,7 +30,7 @@ class CopyFigures:
         self._load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
-        """The mover took an order for so many bytes."""
+        """The mover accepted a copy of so many bytes."""
         self._begun[ticket] = direction, size
 
     def end(self, ticket: int, status: Status) -> None:

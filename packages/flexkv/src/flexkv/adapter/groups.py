@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache groups of a model: which blocks each needs for the computation to go on.
+"""The KV cache groups of a model, and the blocks that each needs to continue a prefix.
 
 An engine puts layers that keep the same tokens into one group, with a block table of its own. A
 model of one kind of attention has one group. Hybrid models have several: full attention needs all
@@ -67,8 +67,8 @@ class Groups:
 
     Attributes:
         members: one at least.
-        hash_tokens: tokens that one of the engine's block hashes stands for.
-        all_of_engine: whether the engine has no groups beside these, as a draft model's.
+        hash_tokens: tokens of one of the engine's block hashes.
+        all_of_engine: whether the engine has no other groups, such as a draft model's.
     """
 
     members: tuple[Group, ...]
@@ -77,18 +77,18 @@ class Groups:
 
     @property
     def plain(self) -> bool:
-        """Whether there is only full attention, so that any prefix of blocks is worth loading, and
-        the engine has one group, so that it accepts a load that failed in part."""
+        """Whether there is only full attention in the engine's only group. Then any prefix of
+        blocks is worth loading, and the engine accepts a load that failed in part."""
         only = self.members[0]
         return len(self.members) == 1 and only.reach is Reach.ALL and self.all_of_engine
 
     @property
     def alignment(self) -> int:
-        """Tokens that a load ends at a multiple of: all groups have a block that ends there."""
+        """A load ends at a multiple of these tokens: all groups have a block that ends there."""
         return math.lcm(*(group.block_tokens for group in self.members))
 
     def describe(self) -> str:
-        """For the fingerprint: what a key of a group stands for."""
+        """For the fingerprint: the tokens of a block in each group."""
         return "; ".join(
             f"{group.index} {group.reach.name} {group.span} {group.engine_block_tokens}"
             for group in self.members

@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 class Edge:
-    """Counts what went wrong, by place, and logs each place once.
+    """Counts errors by place, and logs each place once.
 
-    Use `with edge.guard(place, consequence):` around a call and put the answer that makes it a
+    Put `with edge.guard(place, consequence):` around a call, and return the answer that makes it a
     miss behind the block.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the engine steps on when no request needs a step.
+"""How long the engine continues to step when no request needs a step.
 
-Copies end, and are reported, in steps. An engine that rested at once after its last request would
+Copies end, and are reported, in steps. If an engine rested at once after its last request, it would
 neither write that request's last blocks to disk nor report that its queues are empty.
 """
 
@@ -16,7 +16,7 @@ vLLM's `LLM`: with the 2.5 s in which what waits is written, that leaves the wor
 
 
 class IdleSteps:
-    """Says whether the engine is to step without requests. Single-threaded.
+    """Decides whether the engine steps without requests. Single-threaded.
 
     Args:
         clock: seconds.
@@ -32,8 +32,8 @@ class IdleSteps:
             self._served_at = self._clock()
 
     def wanted(self, work: bool) -> bool:
-        """Whether another step is wanted, if `work` says that it would find something to do: in the
-        first second after a request, and until the first step at all."""
+        """Whether another step is needed: `work` reports something to do, and no step has run yet
+        or the last request ended less than a second ago."""
         if not work:
             return False
         return self._served_at is None or self._clock() - self._served_at < STEP_ON_SECONDS

@@ -10,15 +10,14 @@ NAME = "info"
 TEXT = "Always 1; the labels are FlexKV's version and the settings in force, paths left out."
 
 _SETTINGS = tuple(each.name for each in settings() if "path" not in each.metadata["unit"])
-"""Numbers, booleans and names of which there are few. Paths may be long, and whoever reads metrics
-need not know them."""
+"""Settings that are numbers, booleans or names. Paths may be long, and readers of metrics do not
+need them."""
 
 LABELS = ("version", *_SETTINGS)
 
 
 def info_labels(config: CacheConfig) -> tuple[str, ...]:
-    """Values of `LABELS`. A setting that was not made, and has no value by itself, is empty: the
-    gauges say what FlexKV chose."""
+    """Values of `LABELS`. A setting without a value is empty; the gauges show FlexKV's choice."""
     return (__version__, *(_text(getattr(config, name)) for name in _SETTINGS))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache calls the blocks of a request: the engine's own hashes."""
+"""The keys of a request's blocks: the engine's own hashes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class MadeKeys:
     """Keys of a request's first blocks in a group, as far as they were made.
 
     Attributes:
-        keys: in order.
-        last: the hash that the last one was made of, which covers all before it.
+        keys: the keys, in order.
+        last: the hash behind the last key, which covers all tokens before it.
     """
 
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""
 
     def fit(self, hashes: Sequence[bytes], step: int) -> bool:
-        """Whether they were made of every `step`th of these hashes: the engine takes some back if a
-        session goes on differently."""
+        """Whether the keys were made of every `step`th of these hashes. The engine discards some
+        hashes if a session continues differently."""
         count = len(self.keys) * step
         return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
 
 
 class HasKeys(Protocol):
-    """What is known of a request, its keys among that.
+    """A request with its keys.
 
     Attributes:
-        request: the engine's.
-        keys: that were made of its hashes, by the group's index.
+        request: the engine's object.
+        keys: the keys made of its hashes, by index of the group.
     """
 
     @property
@@ -47,17 +47,17 @@ class HasKeys(Protocol):
 class BlockKeys:
     """Keys of blocks.
 
-    A key is the hash of the block's last token range, which covers the whole prefix up to there;
-    then the number of the group, but for the first of full attention, which has most blocks; then
-    the stamp of the request.
+    A key begins with the hash of the block's last token range, which covers the whole prefix up to
+    its end. Then follow the number of the group and the stamp of the request. The first group of
+    full attention, which has most blocks, has no number.
 
     Args:
-        groups: of the model.
-        stamp: what else tells blocks of a request from others of the same hash; empty if nothing.
+        groups: the groups of the model.
+        stamp: distinguishes blocks of a request from others of the same hash; empty if not needed.
 
     Attributes:
-        are_hashes: whether they are the engine's hashes and nothing more, except for stamps.
-        hash_tokens: tokens that one of the engine's block hashes stands for.
+        are_hashes: whether keys are just the engine's hashes, apart from stamps.
+        hash_tokens: tokens of one of the engine's block hashes.
     """
 
     def __init__(self, groups: Groups, stamp: Callable[[Any], bytes]) -> None:
@@ -82,8 +82,8 @@ class BlockKeys:
         return [each + ending for each in wanted] if ending else wanted
 
     def _made(self, tracked: HasKeys, group: Group, step: int, ending: bytes) -> MadeKeys:
-        """All keys of a request in a group of full attention, which are asked for again and again:
-        of others only the last are of use."""
+        """All keys of a request in a group of full attention, which are needed repeatedly. Of other
+        groups only the last keys are needed."""
         hashes = tracked.request.block_hashes
         made = tracked.keys.get(group.index)
         if made is None or not made.fit(hashes, step):
@@ -95,7 +95,7 @@ class BlockKeys:
         return made
 
     def _ending(self, tracked: HasKeys, group: Group) -> bytes:
-        """What the keys of a request in a group have behind the hash."""
+        """The part of a request's keys in a group that follows the hash."""
         is_hash = self.are_hashes or group.index == self._unnumbered
         ending = b"" if is_hash else bytes([group.index])
         return ending + self._stamp(tracked.request)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that the forward of the same step follows, layer by layer."""
+"""Loads that the forward pass of the same step waits for, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flexkv.mover import Direction, Status
 
 @dataclass(slots=True)
 class LayerwiseLoad:
-    """A load that the running forward follows, part by part.
+    """A load that the running forward pass waits for, part by part.
 
     Attributes:
-        order: what is loaded.
+        order: the order of the load.
         blocks: the engine's blocks.
-        offsets: where each lies in the arena.
-        tickets: of its parts, in the order in which layers need them; fewer than there are parts if
-            one could not be begun.
-        ended: those of them that are known to have ended.
-        followed: how many of them the forward follows already.
-        failed: whether one has failed, or the forward could not be made to follow.
+        offsets: the place of each block in the arena.
+        tickets: tickets of its parts, in the order in which layers need them; fewer than parts if
+            one could not begin.
+        ended: tickets that are known to have ended.
+        followed: how many parts the forward pass already waits for.
+        failed: whether a part has failed, or the forward pass could not be made to wait.
     """
 
     order: CopyOrder
@@ -42,13 +42,13 @@ class LayerwiseLoads:
     """The layer-wise loads of one rank in a step.
 
     Args:
-        copies: of the rank.
-        parts: of a block, in the order in which layers need them.
+        copies: the copies of the rank.
+        parts: the parts of a block, in the order in which layers need them.
         work_so_far: see `WorkerSide`.
-        edge: where errors of single loads end.
+        edge: catches errors of single loads.
 
     Attributes:
-        failed: transfer ids of those that have failed.
+        failed: transfer ids of failed loads.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LayerwiseLoads:
         self._running: list[LayerwiseLoad] = []
 
     def __bool__(self) -> bool:
-        """Whether one has not ended."""
+        """Whether a load has not ended."""
         return bool(self._running)
 
     def start(self, orders: Sequence[CopyOrder], after: int) -> None:
@@ -73,7 +73,7 @@ class LayerwiseLoads:
             for order in orders
         ]
         self._running += loads
-        # The forward needs the first part of all before the second of one.
+        # The forward pass needs the first part of all loads before the second part of any.
         for number, planes in enumerate(self._parts.planes):
             for load in loads:
                 if len(load.tickets) == number:
@@ -84,13 +84,13 @@ class LayerwiseLoads:
         return (load.order.transfer_id for load in self._running)
 
     def wait_for_layer(self, layer: str) -> None:
-        """Let the forward go on with `layer` only when what it looks at is loaded."""
+        """Make the forward pass wait until the blocks that `layer` reads are loaded."""
         for load in self._running:
             self._follow(load, self._parts.last.get(layer, -1) + 1)
 
     def end(self) -> None:
-        """See the step's loads to their end: what failed must be told with this step, and nothing
-        may be written any more into blocks that are computed anew."""
+        """Wait for the end of the step's loads. Failures must be reported with this step, and no
+        copy may write to blocks that are recomputed."""
         while self._running:
             load = self._running[-1]
             for ticket in load.tickets:
@@ -108,13 +108,13 @@ class LayerwiseLoads:
         return bad_blocks
 
     def give_up(self) -> None:
-        """In place of `end`, which failed, and after the mover has been closed: all fail."""
+        """Fail all loads, after `end` has failed and the mover has been closed."""
         for load in self._running:
             self.fail(load.order)
         self._running.clear()
 
     def fail(self, order: CopyOrder) -> None:
-        """A load fails; it may not have begun."""
+        """Fail a load, which may not have begun."""
         self._bad_blocks.update(order.engine_blocks)
         self.failed.add(order.transfer_id)
         self._copies.report(order, Status.FAILED)
@@ -129,7 +129,7 @@ class LayerwiseLoads:
             self._copies.begun_part(load.tickets[-1], planes, len(load.blocks))
 
     def _follow(self, load: LayerwiseLoad, parts: int) -> None:
-        """Let the engine's work from now on follow the first parts of a load."""
+        """Make later work of the engine wait for the first parts of a load."""
         if load.followed >= parts:
             return
         with self._edge.guard("waiting for a layer", "its blocks count as not loaded"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load that is ordered in one part, or as its blocks come from lower tiers."""
+"""A load that is ordered in one part, or in parts as its blocks arrive from lower tiers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from flexkv.adapter.orders import CopyOrder
 from flexkv.cache import KVCache
 
 _PARTS = 8
-"""A load that waits for a lower tier is ordered in about as many parts: each costs a place on the
-board and a few microseconds, and the last one is what the device copies after the disk is done."""
+"""About the number of parts of a load that waits for a lower tier. Each part costs a place on the
+board and a few microseconds; the device copies the last part after the disk has ended."""
 
 
 @dataclass(slots=True)
 class Loading:
-    """What the engine was promised to have loaded, and how far that is.
+    """A load that the engine was promised, and its progress.
 
     Attributes:
-        keys: of the FlexKV blocks, in order.
+        keys: keys of the FlexKV blocks, in order.
         engine_blocks: the engine's blocks to fill, in order; the first may begin inside a FlexKV
             block.
         skip: engine blocks of the first FlexKV block that the engine has itself.
         step: engine blocks of a FlexKV block.
         start: tokens before the load.
-        engine_block_tokens: of one of the engine's blocks; 0 if the load is worth something only
-            whole.
+        engine_block_tokens: tokens of one engine block; 0 if only the whole load is of use.
         ordered: FlexKV blocks whose copies are ordered.
     """
 
@@ -40,21 +39,21 @@ class Loading:
 
     @property
     def rest(self) -> list[int]:
-        """The engine's blocks that no copy is ordered for."""
+        """The engine's blocks without an ordered copy."""
         return self.engine_blocks[self._place(self.ordered) :]
 
     @property
     def tokens_ordered(self) -> int:
-        """Tokens of the request up to the end of what is ordered; the load's start if it is worth
-        something only whole."""
+        """Tokens of the request up to the end of the ordered blocks; the load's start if only the
+        whole load is of use."""
         return self.start + self._place(self.ordered) * self.engine_block_tokens
 
     def next_part(self, cache: KVCache, more_may_come: bool) -> CopyOrder | None:
-        """Order what is there and was not ordered; None if there is nothing, or little as yet.
+        """Order blocks that are in host memory and not ordered yet; None if there are none or few.
 
         Args:
             cache: of the engine.
-            more_may_come: whether it is worth waiting for more.
+            more_may_come: whether to wait for more blocks.
         """
         there = cache.lookup(self.keys[self.ordered :])
         if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):

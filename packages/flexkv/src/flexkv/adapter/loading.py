@@ -24,9 +24,9 @@ class _Running:
     """A transfer under way.
 
     Attributes:
-        tracked: whom it is for.
-        start: tokens before it.
-        computed_on: the engine's blocks that the forward beside it computes on or fills.
+        tracked: the request that it loads for.
+        start: tokens before the load.
+        computed_on: the engine's blocks that the forward pass beside it reads or fills.
     """
 
     tracked: TrackedRequest
@@ -35,17 +35,17 @@ class _Running:
 
 
 class Loads:
-    """The loads of one engine's requests, one at most for each.
+    """The loads of one engine's requests, at most one for each.
 
-    What failed is remembered: it is not offered again to a request that it failed for, which would
-    otherwise come back for it with every step.
+    Blocks whose load failed are not offered to the same request again. Otherwise the request would
+    retry them in every step.
 
     Args:
-        cache: of the engine.
-        fetches: of its requests.
-        groups: of the model.
-        keys: of its blocks.
-        edge: where errors of single requests end.
+        cache: the cache of the engine.
+        fetches: the fetches of its requests.
+        groups: the groups of the model.
+        keys: makes the keys of blocks.
+        edge: catches errors of single requests.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Loads:
         self._pool: EnginePool | None = None
 
     def bind_pool(self, pool: EnginePool) -> None:
-        """The engine's blocks: what a failed load left there is no hit."""
+        """Set the engine's pool, from which failed loads remove their blocks."""
         self._pool = pool
 
     def begin(
@@ -74,14 +74,16 @@ class Loads:
         *,
         layerwise: bool,
     ) -> None:
-        """Order the load of `tokens` tokens behind `local_tokens`, as far as its blocks are there.
+        """Order the load of `tokens` tokens behind `local_tokens`, as far as they are in host
+        memory.
 
         Args:
-            tracked: has the blocks to fill.
-            local_tokens: the engine has itself.
-            tokens: to load; `longest_hit` found them.
-            orders: of the step.
-            layerwise: the forward of this very step needs them; all are there.
+            tracked: the request, with the engine's blocks to fill.
+            local_tokens: tokens that the engine has itself.
+            tokens: tokens to load, as `longest_hit` found them.
+            orders: the orders of the step.
+            layerwise: whether the forward pass of this step needs them; then all are in host
+                memory.
         """
         make = self._plain if self._groups.plain else self._grouped
         loading = make(tracked, local_tokens, tokens)
@@ -105,10 +107,11 @@ class Loads:
         self.end(tracked)
 
     def shares_half_loaded(self, request: EngineRequest, local_tokens: int) -> bool:
-        """Whether the engine found blocks for a request that another one of the same step loads.
+        """Whether the engine found blocks for a request that another request of the step loads.
 
-        The engine takes them for complete as soon as that one has them. If the load fails, it lets
-        both go on, the second perhaps before the first has computed the missing blocks.
+        The engine counts them as complete as soon as the other request has them. If the load fails,
+        both requests continue, and the second may run before the first has computed the missing
+        blocks.
         """
         if not self._half_loaded:
             return False
@@ -116,11 +119,11 @@ class Loads:
         return not self._half_loaded.isdisjoint(known)
 
     def step_is_complete(self) -> None:
-        """The engine has decided what the step computes: the next one begins when it has ended."""
+        """The engine has scheduled the step; the next step begins after its end."""
         self._half_loaded.clear()
 
     def continue_all(self, orders: StepOrders) -> None:
-        """Order what has come of loads that were not ordered whole."""
+        """Order the fetched blocks of loads that were not ordered as a whole."""
         for tracked in list(self._unfinished):
             loading = tracked.loading
             if loading is None or tracked.id in orders.loads:
@@ -139,11 +142,10 @@ class Loads:
         *,
         layerwise: bool,
     ) -> None:
-        """Report a load as failed that the engine was promised: of `engine_blocks`, behind
-        `local_tokens`."""
+        """Report the promised load of `engine_blocks` behind `local_tokens` as failed."""
         tracked.fail_from(local_tokens)
         if layerwise:
-            # The step computes on them all the same, and the engine throws that away.
+            # The step computes on these blocks anyway, and the engine discards the result.
             orders.unfilled.extend(engine_blocks)
             tracked.next_fill = NEVER
             self._disown(self._blocks_from(tracked, local_tokens))
@@ -167,13 +169,13 @@ class Loads:
         self._disown(running.computed_on)
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
-        """The request has ended. What was ordered ends before the engine gives its blocks away."""
+        """The request has ended. Its ordered loads end before the engine reuses its blocks."""
         if tracked.loading is not None:
             orders.failed_loads[tracked.id] = []
         self.end(tracked)
 
     def fail_rest(self, tracked: TrackedRequest, orders: StepOrders) -> None:
-        """Report the rest of a request's load, if it was not ordered whole, as failed."""
+        """Report the rest of a request's load as failed, if it was not ordered as a whole."""
         loading = tracked.loading
         if loading is not None:
             orders.failed_loads[tracked.id] = loading.rest
@@ -181,20 +183,23 @@ class Loads:
             self.end(tracked)
 
     def end(self, tracked: TrackedRequest) -> None:
-        """Nothing more is ordered for the request."""
+        """Order no more loads for the request."""
         tracked.loading = None
         self._unfinished.pop(tracked, None)
         self._fetches.end(tracked)
 
     def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
-        """The engine's blocks of a request behind what it had itself."""
+        """The engine's blocks of a request behind its own hit."""
         start = local_tokens // self._groups.members[0].engine_block_tokens
         return tracked.engine_blocks[0][start:]
 
     def _disown(self, engine_blocks: Sequence[int]) -> None:
-        """Take blocks that a forward computed on or filled without its load out of the engine's own
-        prefix cache. An engine that recomputes leaves them there for the request to fill; a request
-        that is aborted meanwhile never does."""
+        """Remove blocks that a forward pass read or filled without its load from the engine's
+        prefix cache.
+
+        An engine that recomputes keeps them there for the request to fill. A request that is
+        aborted meanwhile never fills them.
+        """
         if self._pool is not None and engine_blocks:
             self._pool.forget(set(engine_blocks))
 

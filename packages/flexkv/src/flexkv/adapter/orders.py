@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side orders from the workers, once per engine step, and what they report.
+"""The scheduler side's orders to the workers, once per engine step, and the workers' reports.
 
-The engine carries both with its own messages of a step, so that they are ordered with its forward
-passes.
+The engine carries both in its own messages of a step, so they are ordered with its forward passes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class CopyOrder:
-    """One transfer for every rank to copy its shard of.
+    """One transfer, of which every rank copies its shard.
 
     Attributes:
         transfer_id: the `Transfer`'s id; grows.
@@ -21,8 +20,8 @@ class CopyOrder:
         slots: arena slots, in the same order; each holds the same number of engine blocks.
         skip: engine blocks of the first slot that are not copied (a load that begins inside a
             FlexKV block because the engine has its beginning itself).
-        last: of a load, whether the rest of the request's blocks does not follow in later steps.
-        built_on: of a store, the layer-wise load that its blocks were computed on; 0 if none.
+        last: for a load, whether no more blocks of the request follow in later steps.
+        built_on: for a store, the layer-wise load that its blocks were computed on; 0 if none.
     """
 
     transfer_id: int
@@ -39,18 +38,18 @@ class StepOrders:
     """Orders of one step.
 
     Attributes:
-        loads: request id to what is copied into its blocks, which the forward does not touch.
-        layerwise: loads that the forward of this step needs; it waits for them layer by layer.
+        loads: request id to the loads into its blocks, which the forward pass does not touch.
+        layerwise: loads that the forward pass of this step waits for, layer by layer.
         unfilled: blocks that such a load should have filled, but will not.
         failed_loads: request id to blocks that the engine expects to be loaded, but will not be;
-            its load ends with that.
-        stores: copied once the forward of this step is done.
-        fences: ids of stores that must be done before this step's forward, whose blocks it may
-            overwrite.
+            this ends its load.
+        stores: stores to copy after the forward pass of this step.
+        fences: ids of stores that must end before this step's forward pass, which may overwrite
+            their blocks.
         releases: finished request to the stores that still read its blocks; the engine holds
             the blocks until the worker names the request.
         has_forward: whether the step computes anything.
-        number: what the workers' `StepReport` of this step bears; 0 if its end need not be told.
+        number: number for the workers' `StepReport` of this step; 0 if no report is needed.
     """
 
     loads: dict[str, CopyOrder] = field(default_factory=dict)
@@ -66,12 +65,12 @@ class StepOrders:
 
 @dataclass(slots=True)
 class StepReport:
-    """What the workers tell the scheduler side of a step that has ended.
+    """The workers' report of a step that has ended.
 
     Attributes:
-        number: of the step, if its end was to be told; see `StepOrders`.
-        load_rate: bytes per second of the fastest load that was seen to end, by the clock of what
-            copied; 0 if none was.
+        number: number of the step, if a report was needed; see `StepOrders`.
+        load_rate: bytes per second of the fastest load that ended, by the clock of the thread or
+            device that copied; 0 if none ended.
     """
 
     number: int

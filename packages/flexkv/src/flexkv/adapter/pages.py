@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank brings to its engine's cache: its pages, and the device that they are on."""
+"""A rank's part in its engine's cache: its pages and their device."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class RankPages:
     """The pages of one rank, and which part of the engine's blocks they hold.
 
     Attributes:
-        layout: of the pages.
+        layout: the layout of the pages.
         engine_blocks: engine blocks of a FlexKV block.
-        sharding: of a block over the ranks of a stage.
-        number: of this rank among those of its stage.
-        stage: of the pipeline.
-        stages: that the engine has.
+        sharding: how the ranks of a stage divide a block.
+        number: number of this rank within its stage.
+        stage: number of its pipeline stage.
+        stages: number of stages of the engine.
     """
 
     layout: KVLayout
@@ -79,11 +79,11 @@ class RankPages:
         return self.stages * self.sharding.ranks
 
     def shard(self, identity: Sequence[str], numa_node: int | None) -> Shard:
-        """What the rank tells the others.
+        """The rank's message to the others.
 
         Args:
-            identity: what makes the bytes of a block what they are; see `fingerprint`.
-            numa_node: of the pages' device.
+            identity: what determines the bytes of a block; see `fingerprint`.
+            numa_node: node of the pages' device.
         """
         return Shard(
             self.rank,
@@ -96,7 +96,7 @@ class RankPages:
         )
 
     def place(self) -> tuple[list[PlacedPlane], range]:
-        """All planes with their places in a shard, and the numbers of those that this rank stores,
-        where several hold the same."""
+        """All planes with their places in a shard, and the numbers of the planes that this rank
+        stores. Of ranks with the same bytes, each stores a part."""
         replicas = self.sharding.replicas
         return share_of(self.layout.place(self.engine_blocks), self.number % replicas, replicas)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to load for a request, group by group."""
+"""The blocks to load for a request, group by group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be loaded for a request of several groups, as it was when its turn came.
+    """The load of a request with several groups, as planned when its turn came.
 
     Attributes:
-        local_tokens: the engine had itself.
-        limit: tokens at most.
-        hit: tokens that could be had.
+        local_tokens: tokens that the engine had itself.
+        limit: the most tokens of the hit.
+        hit: tokens of the hit.
         junction: as in `Match`.
-        in_host: whether all of it was in host memory when this was made.
-        wanted: for the hit.
+        in_host: whether all blocks were in host memory when this was made.
+        wanted: the blocks for the hit.
     """
 
     local_tokens: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user asks of FlexKV for one request, in the request's `kv_transfer_params`.
+"""A user's options for one request, from the request's `kv_transfer_params`.
 
-Whatever is wrong there is told in one line and then as if it were not there: a request is served
-either way. Keys of other connectors are none of our business.
+Wrong parameters are logged in one line and ignored: the request is served either way. FlexKV
+ignores the keys of other connectors.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "flexkv."
 _SHOWN_CHARACTERS = 80
-"""Of a key or value in the log, as they come from whoever may send requests."""
+"""The most characters of a key or value in the log, since any client may send them."""
 _WARNINGS = 100
 """Requests that the log names, one line each, for the same reason; later ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """For one request.
+    """The options of one request.
 
     Attributes:
         load: whether cached blocks may be loaded for it.
         store: whether its blocks are cached.
-        max_load_tokens: tokens to load at most; None for no limit.
+        max_load_tokens: the most tokens to load; None for no limit.
         pin: whether its blocks stay in host memory; see `KVCache.pin`.
-        pin_seconds: for how long; None for the setting's.
-        pin_name: who may unpin them, among those who use the same cache salt.
-        unpin: whether what this one pinned before is kept no longer.
-        load_mode: in place of the setting, which it cannot turn on; None for the setting's.
+        pin_seconds: time until the pin ends; None for the setting's.
+        pin_name: name of the pin, within the same cache salt.
+        unpin: whether to end the earlier pins of that name.
+        load_mode: overrides the setting, unless that is `async`; None for the setting's.
     """
 
     load: bool = True
@@ -95,7 +95,7 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:
-    """Whose pins a request makes, and ends: tenants with cache salts have their own."""
+    """The owner of a request's pins: each cache salt has names of its own."""
     return getattr(request, "cache_salt", None) or "", options.pin_name
 
 
@@ -103,7 +103,7 @@ class OptionsReader:
     """Reads the options of requests.
 
     Attributes:
-        ignored: parameters that were not understood, so far.
+        ignored: number of parameters that were not understood so far.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class OptionsReader:
         return RequestOptions(**options)
 
     def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
-        """Count parameters of a request, and name the first of them in one line."""
+        """Count wrong parameters of a request, and log the first of them in one line."""
         self.ignored += count
         self._warnings += 1
         if self._warnings <= _WARNINGS:

@@ -23,8 +23,8 @@ from flexkv.transfer.copies import Transfer
 
 
 class _Filled(NamedTuple):
-    """A FlexKV block of a request that can be copied out: its group, its position there, its
-    engine blocks."""
+    """A FlexKV block of a request that can be stored: its group, its position and its engine
+    blocks."""
 
     request: EngineRequest
     group: Group
@@ -45,10 +45,10 @@ class _Chains:
     """Blocks of several requests that one transfer stores.
 
     Attributes:
-        keys: each behind that of the block that it builds on.
-        begins: where in `keys` a block is that builds on none.
-        filled: by place in `keys`, the blocks to store.
-        pins: to make then.
+        keys: each key follows the key of the block that it builds on.
+        begins: places in `keys` of blocks that build on none.
+        filled: the blocks to store, by place in `keys`.
+        pins: pins to make once the blocks have slots.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -58,8 +58,8 @@ class _Chains:
 
 
 StoreBatch = dict[int, _Chains]
-"""What is stored with one step, by the layer-wise load that it was computed on; 0 if none. One
-transfer each: a transfer costs more than its blocks."""
+"""The stores of one step, by the layer-wise load that their blocks were computed on; 0 if none.
+Each is one transfer, because a transfer costs more than its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class _Running:
     """A store under way, which outlives its requests.
 
     Attributes:
-        transfer: the core's.
-        filled: for each of its blocks, what it is copied from.
+        transfer: the transfer of the core.
+        filled: the source of each of its blocks.
         engine_blocks: the engine's blocks that it reads.
     """
 
@@ -85,20 +85,21 @@ class Stores:
     """The stores of one engine's requests.
 
     The engine may give the blocks that a store reads to another request before the store has ended:
-    their request ended, was preempted, or has left them behind its window. Workers then wait for
-    the store before anything is written there: it is fenced.
+    their request ended, was preempted, or has moved its window past them. Workers then wait for the
+    store before they write to these blocks: the store is fenced.
 
-    Full attention stores every block. Of what looks back less far, only what a later request can
-    use is stored: what is needed to go on at the end of the prompt and where another request's
-    prompt went on differently. Of an answer, whose end is not known, it is all; and of a model
-    without full attention, which nothing else tells where prompts part.
+    Full attention stores every block. Groups that look back less far store only blocks that a later
+    request can use: those needed to continue at the end of the prompt, and where another request's
+    prompt diverged. All blocks of an answer are stored, because its length is not known in advance.
+    All blocks are also stored in a model without full attention, since no other group shows where
+    prompts diverge.
 
     Args:
-        cache: of the engine.
-        groups: of the model.
-        keys: of its blocks.
-        edge: where errors of single requests end.
-        describe: for events; None if nobody listens.
+        cache: the cache of the engine.
+        groups: the groups of the model.
+        keys: makes the keys of blocks.
+        edge: catches errors of single requests.
+        describe: called for events; None when nobody listens.
     """
 
     def __init__(
@@ -126,15 +127,15 @@ class Stores:
         return len(self._running)
 
     def first_fill(self, options: RequestOptions) -> int:
-        """`next_fill` of a request of which nothing was considered yet."""
+        """`next_fill` of a request whose blocks were not considered yet."""
         return self._align if options.store or options.pin else NEVER
 
     def add_filled(self, tracked: TrackedRequest, computed_tokens: int, batch: StoreBatch) -> None:
         """Add the blocks that are full once `computed_tokens` are computed.
 
-        Speculative decoding computes guesses, too, and asynchronous scheduling counts tokens that
-        nobody has seen yet. A block has a hash when the request has all its tokens for good, and
-        none of those is computed again: a step scheduled from then on leaves the block as it is.
+        Speculative decoding also computes draft tokens, and asynchronous scheduling counts tokens
+        that are not sampled yet. A block has a hash once all of its tokens are final. They are not
+        computed again: later steps do not change the block.
         """
         request = tracked.request
         stop = min(computed_tokens, len(request.block_hashes) * self._keys.hash_tokens)
@@ -158,10 +159,10 @@ class Stores:
         """Add recurrent states.
 
         Args:
-            tracked: whose they are.
-            offers: of the engine: a group's index, the block that has a state after this step, and
-                the number of tokens that it is the state of.
-            batch: of the step.
+            tracked: the request.
+            offers: by the engine: the index of a group, the block with a state after this step, and
+                the number of tokens behind which it is the state.
+            batch: the batch of the step.
         """
         if tracked.next_fill == NEVER:
             return
@@ -179,7 +180,7 @@ class Stores:
         self._running.pop(transfer.id, None)
 
     def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:
-        """Something is written to these blocks from this step on: workers first wait for the stores
+        """The engine writes to these blocks from this step on: workers first wait for the stores
         that read them."""
         written = set(engine_blocks)
         orders.fences.extend(
@@ -189,12 +190,12 @@ class Stores:
         )
 
     def fence_all(self, orders: StepOrders) -> None:
-        """It is not known what is written to from this step on."""
+        """The engine may write to any block from this step on: fence all stores."""
         orders.fences.extend(self._running)
 
     def discard(self, engine_blocks: Iterable[int]) -> None:
-        """These blocks are overwritten before workers can wait for the stores that read them: what
-        those store of their requests is never found."""
+        """These blocks are overwritten before workers can wait for the stores that read them: the
+        stores are discarded."""
         written = set(engine_blocks)
         for running in self._running.values():
             if running.engine_blocks.isdisjoint(written):
@@ -210,8 +211,8 @@ class Stores:
             )
 
     def hold(self, request_id: str, orders: StepOrders) -> bool:
-        """Whether stores still read the blocks of a request that has ended: workers then say when
-        they do no more."""
+        """Whether stores still read the blocks of an ended request; workers then report their
+        end."""
         reading = [i for i, each in self._running.items() if each.reads_of(request_id)]
         if reading:
             orders.releases[request_id] = reading
@@ -235,9 +236,11 @@ class Stores:
     def _filled_between(
         self, tracked: TrackedRequest, start: int, stop: int
     ) -> dict[Group, list[_Filled]]:
-        """Blocks that were filled between `start` and `stop` tokens and are stored at once. Blocks
-        that the engine has no more are left out, and blocks that it may have given to others as it
-        scheduled this step: they were filled in an earlier one and left behind since."""
+        """Blocks that were filled between `start` and `stop` tokens and are stored now.
+
+        Blocks that the engine no longer has are left out. So are blocks that it may have given to
+        other requests in this step: an earlier step filled them, and the window has passed them.
+        """
         request = tracked.request
         computed = request.num_computed_tokens
         found: dict[Group, list[_Filled]] = {}
@@ -257,7 +260,7 @@ class Stores:
         return found
 
     def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
-        """Those of a group that looks back less far which a later request can use."""
+        """The blocks that a later request can use, of a group that looks back less far."""
         prompt, align, size = tracked.request.num_prompt_tokens, self._align, group.block_tokens
         ends = {each // align * align for each in (prompt, prompt - 1, tracked.junction)}
         wanted = {
@@ -274,8 +277,8 @@ class Stores:
     ) -> None:
         """Add blocks of a request, ascending by position, each behind the one that it builds on.
 
-        What looks back less far is worth nothing without full attention's last block, and needs
-        none of its own that comes before what a hit needs.
+        A block of a group that looks back less far is worth nothing without the last block of full
+        attention. It does not need earlier blocks of its own group that no hit needs.
         """
         request, options = tracked.request, tracked.options
         chains = batch.setdefault(tracked.built_on, _Chains())
@@ -329,7 +332,7 @@ class Stores:
 def _sources_of(
     blocks: Sequence[Block], keys: Sequence[bytes], filled: Mapping[int, _Filled]
 ) -> list[_Filled]:
-    """What each of `blocks` is copied from: not all that is filled need have got a slot."""
+    """The sources of `blocks`: a filled block may have got no slot."""
     if len(blocks) == len(filled):
         return list(filled.values())
     left = iter(filled.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model or a LoRA adapter has, told by its files, without reading them."""
+"""Identifies the weights of a model or LoRA adapter by its files, without reading them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def weight_files(model: str, revision: str | None) -> list[Path]:
 
     Args:
         model: a path, or a name in the Hugging Face cache.
-        revision: of the name; None for the newest.
+        revision: revision of the name; None for the newest.
     """
     path = Path(model)
     if not path.exists():
