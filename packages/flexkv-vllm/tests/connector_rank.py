@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from flexkv_vllm import intree_connector, stages
+from flexkv_vllm import stages
+from flexkv_vllm.compat import patches
 
 
 def flexkv_of(connector: Any) -> Any:
@@ -106,7 +107,7 @@ def each_thread_is_a_worker() -> Any:
     """While it is entered, `ConnectorRank.register` can be called in several threads."""
     within = contextlib.ExitStack()
     within.enter_context(
-        mock.patch.multiple(intree_connector, get_kv_transfer_group=lambda: _HERE.connector)
+        mock.patch.multiple(patches, get_kv_transfer_group=lambda: _HERE.connector)
     )
     within.enter_context(
         mock.patch.multiple(

@@ -180,7 +180,7 @@ class World(StagedWorkers):
     def _set_clock(self) -> None:
         """FlexKV sees steps take as long as their tokens do, and not as this machine does."""
         if self.side is not None:
-            self.side._chooser._timer._clock = lambda: self.computed_seconds
+            self.side._loads._chooser._timer._clock = lambda: self.computed_seconds
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
@@ -269,8 +269,8 @@ class World(StagedWorkers):
 
     def believe(self, rate: float) -> None:
         """FlexKV has measured nothing but loads of so many bytes per second."""
-        self.side._chooser._device._rates.clear()
-        self.side._chooser.loaded(rate)
+        self.side._loads._chooser._device._rates.clear()
+        self.side._loads._chooser.loaded(rate)
 
     def settle(self) -> None:
         """Until no copy and no disk operation is under way. At rest no worker polls its copies."""
@@ -305,8 +305,8 @@ class World(StagedWorkers):
     def assert_untracked(self) -> None:
         """Of requests that have ended nothing is known any more, on either side."""
         side = self.side
-        assert side._requests == {}
-        assert side._loads._unfinished == side._loads._running == {}
+        assert side._requests.by_id == {}
+        assert side._loads._loads._unfinished == side._loads._loads._running == {}
         assert side._stores._running == {}
         assert side._orders == StepMetadata()
         for rank in self.ranks:

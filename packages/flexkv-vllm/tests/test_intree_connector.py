@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from world_config import IN_MULTI, IN_TREE, make_config, make_kv_cache_config
 
 from flexkv import LayoutError
-from flexkv_vllm import intree_connector
+from flexkv_vllm.compat import patches
 
 BLOCKS = 8
 ENTRIES = pytest.mark.parametrize("entry", [IN_TREE, IN_MULTI], ids=["alone", "in-multi"])
@@ -95,7 +95,7 @@ def test_inside_a_connector_that_hides_it_flexkv_is_refused(tmp_path: Path) -> N
         config, KVConnectorRole.WORKER, make_kv_cache_config(BLOCKS)
     )
     with (
-        mock.patch.object(intree_connector, "get_kv_transfer_group", object),
+        mock.patch.object(patches, "get_kv_transfer_group", object),
         pytest.raises(LayoutError, match="is inside object, where FlexKV cannot read its orders"),
     ):
         connector.register_kv_caches(make_pages(BLOCKS))

@@ -20,11 +20,12 @@ from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, Lay
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.load_choice import LoadMode
+from flexkv.tiers.disk.directory import claim
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.groups import read_groups
+from flexkv_vllm.load_mode import load_mode_of
 from flexkv_vllm.stages import Place
-from flexkv_vllm.start import load_mode_of
 
 BLOCKS = 8
 
@@ -193,6 +194,33 @@ def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, m
     vllm_config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*pipeline_parallel_size is 2"):
         load_mode_of(config, vllm_config, groups, StoreTime.STEP)
+
+
+def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
+    vllm_config: VllmConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "blocks"
+    extra(vllm_config).update(load_mode="layerwise", ssd_cache_dir=str(folder), ssd_cache_gb=1e-3)
+    worker = Adapter(vllm_config, StoreTime.STEP)
+    worker.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
+    before = mapped_arenas()
+    try:
+        vllm_config.scheduler_config.async_scheduling = True
+        scheduler = Adapter(vllm_config, StoreTime.STEP)
+        with pytest.raises(ConfigError, match="load_mode is 'layerwise'") as raised:
+            scheduler.start_scheduler(make_kv_cache_config(BLOCKS))
+        assert mapped_arenas() == before  # though the traceback keeps the arena's object
+        (kept,) = folder.iterdir()
+        claim(str(folder), kept.name, share=False).release()
+        del raised
+    finally:
+        worker.shutdown()
+
+
+def mapped_arenas() -> int:
+    """Arenas that are mapped in this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
+    return sum("memfd:flexkv" in line for line in maps.splitlines())
 
 
 def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig) -> None:

@@ -35,9 +35,9 @@ def test_a_first_load_that_is_seen_late_decides_nothing(
     world.forget()
     (late,) = world.slow_down(rng, polls=(5, 5))
     reported = []
-    loaded = world.side._chooser.loaded
+    loaded = world.side._loads._chooser.loaded
     monkeypatch.setattr(
-        world.side._chooser, "loaded", lambda rate: (reported.append(rate), loaded(rate))
+        world.side._loads._chooser, "loaded", lambda rate: (reported.append(rate), loaded(rate))
     )
     monkeypatch.setattr(late, "copy_seconds", lambda ticket: 2.0**-20)
     busy = world.add(random_prompt(rng, 20), max_tokens=100)

@@ -73,13 +73,13 @@ def test_a_fetch_is_worth_no_more_than_it_brings(
     texts = prompts(20, 4)
     fill(world, texts)
     spans = []
-    is_worth_waiting = world.side._chooser.is_worth_waiting
+    is_worth_waiting = world.side._loads._chooser.is_worth_waiting
 
     def noted(fetch: Fetch, span: Span) -> bool:
         spans.append(span)
         return is_worth_waiting(fetch, span)
 
-    monkeypatch.setattr(world.side._chooser, "is_worth_waiting", noted)
+    monkeypatch.setattr(world.side._loads._chooser, "is_worth_waiting", noted)
     known = texts[0][: PROMPT_BLOCKS * BLOCK_TOKENS]
     assert hits(world, known + random_prompt(random.Random(21), 100)) == PROMPT_BLOCKS
     assert set(spans) == {Span(0, len(known))}
@@ -107,7 +107,7 @@ def test_what_the_engine_has_itself_is_not_prefetched(make_world: MakeWorld) -> 
         world.generate(text)
         world.settle()
     world.add(texts[0])
-    assert all(tracked.early is None for tracked in world.side._requests.values())
+    assert all(tracked.early is None for tracked in world.side._requests.by_id.values())
     world.run()
     assert world.cache.counters.fetched_blocks == 0
 

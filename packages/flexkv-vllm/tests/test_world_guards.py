@@ -31,7 +31,7 @@ def test_after_an_error_all_is_as_without_flexkv(
     states = "states" in guarded.place
     if states:
         monkeypatch.setattr(
-            "flexkv_vllm.scheduler_side.offered_states",
+            "flexkv_vllm.block_tables.offered_states",
             lambda output: {each: [] for each in output.num_scheduled_tokens},
         )
 

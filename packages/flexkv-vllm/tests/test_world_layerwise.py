@@ -26,7 +26,7 @@ def layerwise_loads(world: World) -> int:
 
 
 def seen(world: World) -> list:
-    return list(world.side._requests.values())
+    return list(world.side._requests.by_id.values())
 
 
 @MODES
@@ -55,7 +55,7 @@ def test_a_forgotten_prefix_comes_back_in_one_step(
 def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, slow: bool) -> None:
     """A load that others would feel is not beside their forward, though it is worth it."""
     world = make_world(settings={"load_mode": "auto"})
-    world.side._chooser._on_cores = False
+    world.side._loads._chooser._on_cores = False
     rng = random.Random(1)
     prompt = random_prompt(rng, 200)
     world.generate(prompt)

@@ -165,7 +165,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
         seen = now
 
     def enough(world: World) -> bool:
-        return world.cache.counters.resets > 0 and world.side._options.ignored > 0
+        return world.cache.counters.resets > 0 and world.side._requests.options.ignored > 0
 
     Traffic(
         world,
@@ -180,7 +180,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
     observe()
     counters = world.cache.counters
     assert total["resets"] == counters.resets
-    assert total["ignored_parameters"] == world.side._options.ignored
+    assert total["ignored_parameters"] == world.side._requests.options.ignored
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
     assert total[sample("failures", "load")] == counters.failed_loads

@@ -64,7 +64,7 @@ def test_blocks_that_a_request_does_not_load_are_not_kept_for_it(
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(2, 4)
     fill(world, texts)
-    monkeypatch.setattr(world.side._chooser, question, lambda *_args: answer)
+    monkeypatch.setattr(world.side._loads._chooser, question, lambda *_args: answer)
     request_id = world.add(texts[0], max_tokens=50)
     wait_until(lambda: world.outputs[request_id], world.step)
     world.settle()

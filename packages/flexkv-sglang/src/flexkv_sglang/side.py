@@ -298,11 +298,11 @@ class RankSide:
     def has_samples(self) -> bool:
         """Whether `take_samples` may have something."""
         figures = self._figures
-        return self._worker.has_samples or (figures is not None and figures.active)
+        return self._worker.figures.active or (figures is not None and figures.active)
 
     def take_samples(self) -> Samples:
         """What this rank counted since the last call."""
-        samples = self._worker.take_samples()
+        samples = self._worker.figures.take()
         if self._figures is not None:
             add(samples, self._figures.take())
         return samples

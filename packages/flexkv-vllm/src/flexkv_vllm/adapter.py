@@ -13,18 +13,14 @@ from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.orders import StepOrders, StepReport
 from flexkv.adapter.worker import WorkerSide
-from flexkv.host.session import Session
 from flexkv_vllm.compat.core import hit_sources
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_side import SchedulerSide
+from flexkv_vllm.settings import flush_seconds, read_settings
 from flexkv_vllm.stages import Place
-from flexkv_vllm.start import (
-    flush_seconds,
-    make_scheduler_side,
-    make_worker_side,
-    read_settings,
-)
+from flexkv_vllm.start_scheduler import make_scheduler_side
+from flexkv_vllm.start_worker import make_worker_side
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +49,6 @@ class Adapter:
         self._edge = Edge()
         self._config = read_settings(vllm_config)
         self._scheduler: SchedulerSide | None = None
-        self._session: Session | None = None
         self._worker: WorkerSide | None = None
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
@@ -65,7 +60,7 @@ class Adapter:
 
     def start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         if self._config.enable:
-            self._scheduler, self._session = make_scheduler_side(
+            self._scheduler = make_scheduler_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
             )
 
@@ -90,13 +85,10 @@ class Adapter:
         with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
             if self._worker is not None:
                 self._worker.close()
-            unused = True
             if self._scheduler is not None:
-                unused = self._scheduler.close(flush_seconds(self._vllm_config))
+                self._scheduler.close(flush_seconds(self._vllm_config))
                 self._scheduler.log_counters(self._edge.failures)
-            if self._session is not None and unused:
-                self._session.close()
-        self._worker = self._scheduler = self._session = None
+        self._worker = self._scheduler = None
 
     # Scheduler side.
 
@@ -181,9 +173,9 @@ class Adapter:
     def take_stats(self) -> FlexKVStats | None:
         """What was counted since the last call; None if nothing was."""
         side = self._worker or self._scheduler
-        if side is not None and side.has_samples:
+        if side is not None and side.figures.active:
             with self._edge.guard("counting", "the counts come later, or are lost"):
-                samples = side.take_samples()
+                samples = side.figures.take()
                 return FlexKVStats(data=samples) if samples else None
         return None
 

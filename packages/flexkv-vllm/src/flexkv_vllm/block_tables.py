@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that vLLM gives to requests and takes from them, followed step by step."""
+"""The blocks that vLLM gives to requests and takes from them, and the states in them, followed step
+by step."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from flexkv.adapter.fills import States
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.storing import Stores
-from flexkv_vllm.compat.core import zeroed_blocks
+from flexkv_vllm.compat.core import offered_states, zeroed_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -95,6 +97,11 @@ class BlockTables:
         zeroed = zeroed_blocks(output)
         if zeroed and self._stores.under_way:
             self._stores.discard(zeroed)
+
+    @staticmethod
+    def states_after(output: SchedulerOutput) -> States:
+        """The recurrent states that are complete after a step."""
+        return offered_states(output)
 
     def _has(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
         """vLLM schedules a request with all these blocks."""

@@ -7,7 +7,6 @@ away from vLLM. Errors at start are meant to stop the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.core import HybridConnector, fences_get_through, transfer_results
+from flexkv_vllm.load_mode import may_load_layerwise
 from flexkv_vllm.metrics import FlexKVPromMetrics, FlexKVStats
+from flexkv_vllm.scheduler_calls import SchedulerCalls
 from flexkv_vllm.stages import Place
-from flexkv_vllm.start import may_load_layerwise
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
@@ -38,14 +37,11 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
-class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
+class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
     """vLLM's view of FlexKV. See `KVConnectorBase_V1` for when vLLM calls what."""
 
     def __init__(
@@ -109,27 +105,6 @@ class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
     def on_new_request(self, request: Request) -> None:
         self._adapter.queued(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._adapter.match(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self._adapter.allocated(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._adapter.build_orders(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._adapter.step_ended(connector_output)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._adapter.finished(request, [block_ids]), None
-
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -144,9 +119,6 @@ class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
     def has_pending_push_work(self) -> bool:
         return self._adapter.wants_step
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._adapter.take_events()
-
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
@@ -156,9 +128,6 @@ class FlexKVConnectorV1(KVConnectorBase_V1, HybridConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._adapter.take_stats()
-
-    def shutdown(self) -> None:
-        self._adapter.shutdown()
 
     # In the processes that log and serve metrics, without an instance.
 

@@ -27,10 +27,13 @@ from flexkv_vllm.compat.events import (
     block_stored,
     event_extra_keys,
     event_hash,
+    group_traits,
 )
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 _LOCALITY = "LOCAL"
@@ -250,3 +253,21 @@ class BlockEvents:
             group_idx=group,
             locality=_LOCALITY,
         )
+
+
+def make_events(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+    cache: KVCache,
+    keys: BlockKeys,
+) -> BlockEvents | None:
+    """What tells KV events; None if the user did not turn them on in vLLM."""
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    return BlockEvents(
+        cache,
+        keys,
+        has_own_names=vllm_config.lora_config is not None or not keys.are_hashes,
+        traits=group_traits(kv_cache_config),
+    )

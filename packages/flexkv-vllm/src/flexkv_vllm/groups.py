@@ -11,8 +11,11 @@ from vllm.v1 import kv_cache_interface as interface
 
 from flexkv import LayoutError
 from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv_vllm.compat.core import fails_by_request, tells_states
+from flexkv_vllm.support import check_stages
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
@@ -117,4 +120,40 @@ def _reach(spec: KVCacheSpec) -> tuple[Reach, int]:
     raise LayoutError(
         f"the model's KV cache has a group of {name}; allowed: full attention, sliding windows, "
         f"chunked attention, and recurrent states that vLLM caches at the ends of blocks"
+    )
+
+
+def groups_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, engine_blocks: int = 1
+) -> Groups:
+    groups = read_groups(
+        kv_cache_config,
+        vllm_config.cache_config.block_size,
+        engine_blocks,
+        model_layers=vllm_config.model_config.get_total_num_hidden_layers(),
+        fails_by_request=fails_by_request(),
+        tells_states=tells_states(),
+    )
+    check_stages(vllm_config, groups)
+    return groups
+
+
+def check_groups_behind_shim(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> None:
+    """Refuse a model whose KV cache is not what the scheduler side assumes behind vLLM's own
+    connector, which does not show it.
+
+    Raises:
+        LayoutError: it is not.
+    """
+    groups = groups_of(vllm_config, kv_cache_config)
+    if groups.plain and groups.members == groups_of(vllm_config, None).members:
+        return
+    kinds = [f"{group.reach.value}, {group.engine_block_tokens} tokens" for group in groups.members]
+    raise LayoutError(
+        f"the model's KV cache has groups ({'; '.join(kinds)}) that vLLM's own FlexKVConnectorV1 "
+        f"does not pass on to FlexKV; allowed behind it: one group of full attention in blocks of "
+        f"{vllm_config.cache_config.block_size} tokens. For all others, let vLLM load the plugin "
+        f"'flexkv' (see VLLM_PLUGINS)"
     )

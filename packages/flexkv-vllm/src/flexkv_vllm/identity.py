@@ -17,6 +17,8 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
+from flexkv.adapter.groups import Groups
+from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.weights import digest, file_stamps, weight_files, weights_in
 
 if TYPE_CHECKING:
@@ -93,6 +95,11 @@ def request_stamp(request: Request) -> bytes:
     """The stamp of the request's LoRA adapter; empty if it has none."""
     adapter = request.lora_request
     return b"" if adapter is None else adapter_stamp(adapter)
+
+
+def block_keys(groups: Groups) -> BlockKeys:
+    """What names the blocks of a model."""
+    return BlockKeys(groups, request_stamp)
 
 
 def _weights(vllm_config: VllmConfig) -> str:

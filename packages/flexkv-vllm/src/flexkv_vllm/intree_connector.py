@@ -11,11 +11,9 @@ groups, or vLLM of requests whose loads failed: models that need either are refu
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,21 +23,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from flexkv import LayoutError
 from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.compat.patches import (
+    connectors_here,
+    implementation_of,
+    kv_cache_config_of,
+    step_metadata,
+)
+from flexkv_vllm.groups import check_groups_behind_shim
+from flexkv_vllm.scheduler_calls import SchedulerCalls
 from flexkv_vllm.stages import Place
-from flexkv_vllm.start import check_groups_behind_shim
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
 
 
-class FlexKVConnectorV1Impl:
+class FlexKVConnectorV1Impl(SchedulerCalls):
     """The methods that vLLM's own connector forwards, in its order."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
@@ -53,9 +53,6 @@ class FlexKVConnectorV1Impl:
                 "find old blocks after /reset_prefix_cache?reset_external=true. To make resets "
                 "work, let vLLM load the plugin 'flexkv' (see VLLM_PLUGINS)"
             )
-
-    def shutdown(self) -> None:
-        self._adapter.shutdown()
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         self._adapter.start_loads(self._step_metadata())
@@ -78,33 +75,9 @@ class FlexKVConnectorV1Impl:
         if not self._adapter.enabled:
             return
         self._connector = self._find_connector()
-        kv_cache_config = self._connector._kv_cache_config
+        kv_cache_config = kv_cache_config_of(self._connector)
         check_groups_behind_shim(self._vllm_config, kv_cache_config)
         self._adapter.start_worker(kv_caches, kv_cache_config, Place.here())
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._adapter.match(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self._adapter.allocated(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._adapter.build_orders(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._adapter.step_ended(connector_output)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._adapter.finished(request, [block_ids]), None
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._adapter.take_events()
 
     def get_kv_connector_stats(self) -> None:
         """None: vLLM's own connector could neither log nor serve what this returned."""
@@ -114,7 +87,7 @@ class FlexKVConnectorV1Impl:
 
     def _step_metadata(self) -> KVConnectorMetadata | None:
         """The orders of the running step, which vLLM bound to its own connector."""
-        return None if self._connector is None else self._connector._connector_metadata
+        return None if self._connector is None else step_metadata(self._connector)
 
     def _find_connector(self) -> KVConnectorBase_V1:
         """vLLM's connector that forwards to this object.
@@ -122,13 +95,13 @@ class FlexKVConnectorV1Impl:
         Raises:
             LayoutError: vLLM has put it where FlexKV cannot reach it.
         """
-        outermost = get_kv_transfer_group()
-        connectors = [outermost, *getattr(outermost, "_connectors", ())]
+        connectors = connectors_here()
         for connector in connectors:
-            if getattr(connector, "_flexkv_connector", None) is self:
-                return connector
+            if implementation_of(connector) is self:
+                found: KVConnectorBase_V1 = connector
+                return found
         raise LayoutError(
-            f"vLLM's own FlexKVConnectorV1 is inside {type(outermost).__name__}, where FlexKV "
+            f"vLLM's own FlexKVConnectorV1 is inside {type(connectors[0]).__name__}, where FlexKV "
             f"cannot read its orders; allowed: alone or in MultiConnector, or with the plugin "
             f"'flexkv' (see VLLM_PLUGINS)"
         )

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from flexkv_vllm.compat.core import CONNECTOR_NAME, register_connector
-from flexkv_vllm.preflight import check_when_chosen
+from flexkv_vllm.compat.core import CONNECTOR_NAME
+from flexkv_vllm.compat.patches import call_when_choosing, register_connector
+from flexkv_vllm.preflight import check_settings
 
 
 def register() -> None:
@@ -15,4 +16,4 @@ def register() -> None:
     before it reads weights.
     """
     register_connector(CONNECTOR_NAME, "flexkv_vllm.connector")
-    check_when_chosen()
+    call_when_choosing(check_settings)

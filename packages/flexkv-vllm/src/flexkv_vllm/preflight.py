@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
 from flexkv import load_config
 from flexkv_vllm.compat.core import CONNECTOR_NAME, check_version
 
@@ -22,23 +20,6 @@ if TYPE_CHECKING:
 _MULTI_CONNECTOR = "MultiConnector"
 _OFFLOADING_CONNECTOR = "OffloadingConnector"
 _OFFLOADING_SPEC = "FlexKVOffloadingSpec"
-
-
-def check_when_chosen() -> None:
-    """From now on check the settings whenever vLLM looks for FlexKV's class. Idempotent.
-
-    What vLLM calls then raises a `FlexKVError` if a setting or vLLM's version is not allowed.
-    """
-    find_class = KVConnectorFactory.get_connector_class
-    if getattr(find_class, "checks_flexkv", False):
-        return
-
-    def find_and_check(kv_transfer_config: KVTransferConfig) -> Any:
-        check_settings(kv_transfer_config)
-        return find_class(kv_transfer_config)
-
-    find_and_check.checks_flexkv = True  # type: ignore[attr-defined]
-    KVConnectorFactory.get_connector_class = find_and_check
 
 
 def check_settings(transfer: KVTransferConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between vLLM versions; for KV events see `compat_events`.
+"""What differs between vLLM versions; for KV events see `compat.events`.
 
 What the compatibility tests in compat-ci find not to fit is answered here, by looking for the
 feature and not at the version.
@@ -13,7 +13,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -83,16 +82,6 @@ def fences_get_through() -> bool:
         "kv_connector_metadata"
         in inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
     )
-
-
-def register_connector(name: str, module: str) -> None:
-    """Register the class `name` of `module` with vLLM, in place of one that has its name.
-
-    vLLM refuses a second registration, and runs plugins more than once in one process, so a
-    registered name is taken out of the registry first.
-    """
-    KVConnectorFactory._registry.pop(name, None)
-    KVConnectorFactory.register_connector(name, module, name)
 
 
 def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:

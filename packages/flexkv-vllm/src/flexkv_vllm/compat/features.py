@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 _SCHEDULING = "vllm.v1.core.sched.output"
 
@@ -100,10 +101,11 @@ def _misfit_methods() -> Iterator[str]:
     # By name, as vLLM does it: the connector's module imports this one by way of the start.
     connector = importlib.import_module("flexkv_vllm.connector").FlexKVConnectorV1
     yield from (f"an answer to {name}" for name in sorted(connector.__abstractmethods__))
-    for name, ours in vars(connector).items():
+    own = [each for each in connector.__mro__ if each.__module__.startswith("flexkv_vllm.")]
+    bases = [each for each in connector.__mro__ if each not in own]
+    for name, ours in chain.from_iterable(vars(each).items() for each in own):
         if name.startswith("_") or not inspect.isfunction(ours):
             continue
-        bases = connector.__mro__[1:]
         theirs = next((vars(base)[name] for base in bases if name in vars(base)), None)
         if theirs is None:
             yield f"KVConnectorBase_V1.{name}"

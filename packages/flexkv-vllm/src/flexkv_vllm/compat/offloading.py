@@ -4,20 +4,16 @@ looked up, not concluded from its version."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    OffloadingConnectorScheduler,
-)
 from vllm.v1.kv_offload import base
 
 from flexkv import LayoutError
 from flexkv.changes import Medium
-from flexkv_vllm.compat.core import fails_by_request
 from flexkv_vllm.compat.events import MEDIA
+from flexkv_vllm.compat.patches import key_positions
 
 _medium = getattr(base, "Medium", None)  # since 0.27; plain text before
 
@@ -39,13 +35,13 @@ def may_load_from(req_context: base.ReqContext, medium: Medium) -> bool:
 def prefix_of(req_context: base.ReqContext, keys: Collection[bytes]) -> list[bytes]:
     """Keys of the blocks of a request that end no later than those of `keys`: with what the engine
     has itself, where vLLM tells positions (since 0.32)."""
-    positions: Mapping[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+    positions = key_positions(req_context)
     end = max((positions.get(key, 0) for key in keys), default=0)
     before = [key for key, position in positions.items() if position <= end]
     return before or list(keys)
 
 
-def load_source(medium: Medium) -> Any:
+def load_source(medium: Medium = Medium.HOST) -> Any:
     """What vLLM's statistics call where a block came from. For vLLM from 0.32 on, which asks."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -65,26 +61,3 @@ def worker_config() -> VllmConfig:
             "vLLM sets no current configuration while it registers KV caches; allowed: a version "
             "that does (0.26 to 0.32)"
         ) from None
-
-
-def offer_only_what_was_computed() -> None:
-    """Have vLLM's connector offer no block of an ended request that was not wholly computed.
-
-    Up to 0.29 it counts the last token of an answer as computed, which no step computes on; up to
-    0.26 all tokens of an aborted request, too, and where those have no blocks the engine ends. From
-    0.30 on, where workers can name failed requests, it counts as is done here.
-    """
-    connector: Any = OffloadingConnectorScheduler
-    count = connector._calc_num_offloadable_tokens
-    if fails_by_request() or hasattr(count, "__wrapped__"):
-        return
-
-    @functools.wraps(count)
-    def count_computed(self: Any, req_status: Any, num_computed_tokens: int) -> Any:
-        request = req_status.req
-        if request.is_finished():
-            computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            num_computed_tokens = min(num_computed_tokens, computed)
-        return count(self, req_status, num_computed_tokens)
-
-    connector._calc_num_offloadable_tokens = count_computed

@@ -10,12 +10,15 @@ computed over bytes that are not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import OffloadingWorker
+
+from flexkv_vllm.compat.patches import (
+    answer_bad_blocks,
+    answer_failed_requests,
+    connectors_here,
+    request_of_load,
+)
 
 
 class LoadFailures:
@@ -37,9 +40,13 @@ class LoadFailures:
         are asked for, whenever loads are submitted."""
         if self._connector is not None:
             return
-        for connector in _connectors():
-            ours = connector.connector_worker
-            if ours is not None and ours.worker is worker:
+        for connector in connectors_here():
+            ours = getattr(connector, "connector_worker", None)
+            if (
+                isinstance(connector, OffloadingConnector)
+                and ours is not None
+                and ours.worker is worker
+            ):
                 self._complete(connector)
                 self._connector = connector
 
@@ -59,32 +66,18 @@ class LoadFailures:
         if self._by_block:
             self._blocks.update(blocks)
         else:
-            request_id = worker._load_jobs[job_id]
-            assert request_id is not None  # as it may be, from 0.33 on, where vLLM waits for a load
-            self._requests.add(request_id)
+            self._requests.add(request_of_load(worker, job_id))
 
     def _complete(self, connector: OffloadingConnector) -> None:
-        answers: Any = connector
         if self._by_block:
-            answers.get_block_ids_with_load_errors = self._take_blocks
-            return
-        ask = answers.get_transfer_results  # since 0.30; an older vLLM has one group here
-
-        def transfer_results(finished_req_ids: set[str]) -> Any:
-            results = ask(finished_req_ids)
-            results.failed_recving |= self._requests
-            self._requests = set()
-            return results
-
-        answers.get_transfer_results = transfer_results
+            answer_bad_blocks(connector, self._take_blocks)
+        else:
+            answer_failed_requests(connector, self._take_requests)
 
     def _take_blocks(self) -> set[int]:
         blocks, self._blocks = self._blocks, set()
         return blocks
 
-
-def _connectors() -> Iterable[OffloadingConnector]:
-    """vLLM's offloading connectors of this process, those within a `MultiConnector` too."""
-    found: Any = get_kv_transfer_group()
-    each = getattr(found, "_connectors", [found])
-    return [connector for connector in each if isinstance(connector, OffloadingConnector)]
+    def _take_requests(self) -> set[str]:
+        requests, self._requests = self._requests, set()
+        return requests

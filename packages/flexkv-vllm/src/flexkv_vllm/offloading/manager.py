@@ -26,7 +26,6 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
-from flexkv.changes import Medium
 from flexkv.host.session import Session
 from flexkv.mover import Status
 from flexkv_vllm.compat.offloading import load_source, prefix_of
@@ -110,7 +109,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         with self._edge.guard("telling where a hit came from", "it counts as host memory"):
             return load_source(self._request(req_context).source_of(key))
-        return load_source(Medium.HOST)
+        return load_source()
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         with self._edge.guard("ordering a load", "vLLM is told that it failed"):

@@ -4,6 +4,7 @@ name of the blocks that are made of them."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,10 +14,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import KVLayout, LayoutError, TensorView
 from flexkv.layout import Sharding, fingerprint
-from flexkv_vllm.identity import model_identity
+from flexkv_vllm.identity import model_identity, outlives_process
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("flexkv.vllm")
 
 _STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 """Of vLLM's cache configuration: what a page of a model with recurrent layers holds."""
@@ -59,6 +62,17 @@ def name_blocks(
         parts.append(f"{group.tokens_per_block} tokens: {geometry}")
     chunk = config.cache.blocks_per_chunk
     return fingerprint(parts, layouts[0], chunk, Sharding(config.parallel.world_size))
+
+
+def is_durable(vllm_config: VllmConfig) -> bool:
+    """Whether blocks of that name on disk mean the same to the next process. If not, logs why."""
+    if vllm_config.lora_config is not None:
+        logger.warning(
+            "OffloadingConnector does not report when the weights of a LoRA adapter change; no "
+            "blocks are kept on disk. FlexKV's own connector, FlexKVConnectorV1, can keep them"
+        )
+        return False
+    return outlives_process(vllm_config)
 
 
 def _views(

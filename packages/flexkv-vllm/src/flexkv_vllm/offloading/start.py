@@ -4,31 +4,28 @@ raised."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import CacheConfig, KVLayout
+from flexkv import CacheConfig
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.pages import Device
-from flexkv.adapter.start import closed_on_error, make_cache, open_rank
-from flexkv.host.arena import Arena
-from flexkv.host.session import Shard, attach
-from flexkv.layout import PlacedPlane
+from flexkv.adapter.start import attach_cache, open_rank
+from flexkv.host.session import Shard
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.core import warn_if_newer
-from flexkv_vllm.compat.offloading import offer_only_what_was_computed, worker_config
-from flexkv_vllm.identity import outlives_process
+from flexkv_vllm.compat.offloading import worker_config
+from flexkv_vllm.compat.patches import offer_only_what_was_computed
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
-from flexkv_vllm.offloading.pages import describe_groups, name_blocks
-from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, GroupMover
+from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_blocks
+from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
 from flexkv_vllm.support import check_launcher
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    pass
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -53,12 +50,9 @@ def make_worker(
         chunk,
         max(layout.shard_bytes(chunk) for layout in layouts),
         numa_node=device.numa_node,
-        durable=settings.ssd_cache_gb is None or _is_durable(vllm_config),
+        durable=settings.ssd_cache_gb is None or is_durable(vllm_config),
     )
-
-    def start(arena: Arena, threads: int) -> list[GroupMover]:
-        return _make_movers(device, layouts, chunk, arena, threads)
-
+    start = functools.partial(start_movers, device, layouts, chunk)
     ranks = config.parallel.world_size
     session, groups = open_rank(settings, config.engine_id, shard, ranks, start)
     return FlexKVOffloadingWorker(session, groups, rank, device, edge)
@@ -75,9 +69,7 @@ def make_manager(
     """
     warn_if_newer()
     offer_only_what_was_computed()
-    session = attach(settings.session_root, config.engine_id)
-    with closed_on_error(session):
-        cache = make_cache(settings, session, keeps_on_disk=session.info.durable)
+    session, cache = attach_cache(settings, config.engine_id, lambda info: info.durable)
     spec = session.arena.spec
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
@@ -86,30 +78,3 @@ def make_manager(
         session.info.fingerprint,
     )
     return FlexKVOffloadingManager(cache, session, edge, config.enable_kv_cache_events, settings)
-
-
-def _make_movers(
-    device: Device, layouts: Sequence[KVLayout], chunk: int, arena: Arena, threads: int
-) -> list[GroupMover]:
-    """A mover for each group; groups that have the same pages share one."""
-    movers: dict[tuple[PlacedPlane, ...], GroupMover] = {}
-    groups = []
-    for layout in layouts:
-        planes = tuple(layout.place(chunk))
-        if planes not in movers:
-            stored = range(len(planes))
-            mover = device.make_mover(planes, stored, layout.num_blocks, arena, threads)
-            movers[planes] = GroupMover(mover, layout.head_bytes)
-        groups.append(movers[planes])
-    return groups
-
-
-def _is_durable(vllm_config: VllmConfig) -> bool:
-    """Whether blocks on disk mean the same to the next process. If not, logs why."""
-    if vllm_config.lora_config is not None:
-        logger.warning(
-            "OffloadingConnector does not report when the weights of a LoRA adapter change; no "
-            "blocks are kept on disk. FlexKV's own connector, FlexKVConnectorV1, can keep them"
-        )
-        return False
-    return outlives_process(vllm_config)

@@ -15,11 +15,13 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from flexkv import Mover
+from flexkv import KVLayout, Mover
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.pages import Device
+from flexkv.host.arena import Arena
 from flexkv.host.session import Session
+from flexkv.layout import PlacedPlane
 from flexkv.mover import Direction, Status
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
@@ -217,3 +219,19 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         if slot_at != len(slots):
             raise ValueError(f"vLLM's blocks fill {slot_at} slots, but there are {len(slots)}")
         return plan
+
+
+def start_movers(
+    device: Device, layouts: Sequence[KVLayout], chunk: int, arena: Arena, threads: int
+) -> list[GroupMover]:
+    """A mover for each group; groups that have the same pages share one."""
+    movers: dict[tuple[PlacedPlane, ...], GroupMover] = {}
+    groups = []
+    for layout in layouts:
+        planes = tuple(layout.place(chunk))
+        if planes not in movers:
+            stored = range(len(planes))
+            mover = device.make_mover(planes, stored, layout.num_blocks, arena, threads)
+            movers[planes] = GroupMover(mover, layout.head_bytes)
+        groups.append(movers[planes])
+    return groups

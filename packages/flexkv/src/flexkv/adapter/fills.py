@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When blocks are stored, and which requests may fill one in a step."""
+"""When blocks are stored: with the steps that fill them, or when their request has finished."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from flexkv.adapter.request import TrackedRequest
+from flexkv.adapter.engine_cache import EngineCache
+from flexkv.adapter.orders import StepOrders
+from flexkv.adapter.request import NEVER, TrackedRequest
+from flexkv.adapter.storing import StoreBatch, Stores
+
+States = Mapping[str, Iterable[tuple[int, int, int]]]
+"""Recurrent states that are complete after a step: by request, group, block and tokens."""
 
 
 class StoreTime(enum.Enum):
@@ -57,3 +63,77 @@ class FillCalendar:
             several = [requests.get(each) for each, tokens in scheduled.items() if tokens > 1]
             due += [each for each in several if each is not None and each.due_step != step]
         return due
+
+
+class StepStores:
+    """Orders the stores of one engine's requests at their time.
+
+    Args:
+        engine: the engine's cache.
+        time: when to store.
+
+    Attributes:
+        stores: those under way.
+    """
+
+    def __init__(self, engine: EngineCache, time: StoreTime) -> None:
+        self.stores = Stores(engine)
+        self._plain = engine.groups.plain
+        self._by_step = time is StoreTime.STEP
+        self._calendar = FillCalendar()
+
+    def scheduled(self, tracked: TrackedRequest) -> None:
+        """The engine schedules a request with blocks that it may fill."""
+        if self._by_step:
+            self._calendar.watch(tracked, 1)
+
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        states: States,
+        requests: Mapping[str, TrackedRequest],
+        orders: StepOrders,
+    ) -> bool:
+        """Order stores of the blocks that a step fills. Whether there are any.
+
+        Args:
+            scheduled: tokens that the step computes, by request.
+            states: that are complete after it; of no use for a model of plain attention.
+            requests: all that are tracked.
+            orders: of the step.
+        """
+        if not self._by_step:
+            return False
+        batch: StoreBatch = {}
+        for tracked in self._calendar.take_due(scheduled, requests):
+            if tracked.next_fill == NEVER:
+                continue
+            tokens = scheduled.get(tracked.id)
+            if tokens is None:
+                self._calendar.watch(tracked, 1)
+                continue
+            computed = tracked.request.num_computed_tokens + tokens
+            if computed >= tracked.next_fill:
+                self.stores.add_filled(tracked, computed, batch)
+            self._calendar.watch(tracked, tracked.next_fill - computed)
+        if not self._plain:
+            for request_id, offers in states.items():
+                if request_id in requests:
+                    self.stores.add_states(requests[request_id], offers, batch)
+        self.stores.order(batch, orders)
+        return bool(batch)
+
+    def finished(
+        self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], orders: StepOrders
+    ) -> None:
+        """A request has finished with these blocks, by cached group, which the engine holds."""
+        if not self._by_step:
+            tracked.set_blocks(tables)
+            batch: StoreBatch = {}
+            self.stores.add_filled(tracked, tracked.request.num_computed_tokens, batch)
+            self.stores.order(batch, orders)
+
+    def must_hold(self, request_id: str, orders: StepOrders) -> bool:
+        """Whether the engine must hold the blocks of a request that has ended, since stores read
+        them and no fence keeps others from writing there."""
+        return not self._by_step and self.stores.hold(request_id, orders)

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv.adapter.engine import EnginePool, EngineRequest
+from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fetches import Fetches
-from flexkv.adapter.groups import Groups
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.load_in_parts import Loading
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import NEVER, TrackedRequest
-from flexkv.cache import KVCache
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 
@@ -41,21 +38,16 @@ class Loads:
     retry them in every step.
 
     Args:
-        cache: the cache of the engine.
+        engine: the engine's cache.
         fetches: the fetches of its requests.
-        groups: the groups of the model.
-        keys: makes the keys of blocks.
-        edge: catches errors of single requests.
     """
 
-    def __init__(
-        self, cache: KVCache, fetches: Fetches, groups: Groups, keys: BlockKeys, edge: Edge
-    ) -> None:
-        self._cache = cache
+    def __init__(self, engine: EngineCache, fetches: Fetches) -> None:
+        self._cache = engine.cache
+        self._groups = engine.groups
+        self._keys = engine.keys
+        self._edge = engine.edge
         self._fetches = fetches
-        self._groups = groups
-        self._keys = keys
-        self._edge = edge
         self._unfinished: dict[TrackedRequest, None] = {}
         self._running: dict[int, _Running] = {}
         self._half_loaded: set[bytes] = set()
@@ -154,7 +146,7 @@ class Loads:
         self.end(tracked)
 
     def ended(self, transfer: Transfer) -> None:
-        """A load's transfer has ended."""
+        """A transfer has ended; if it is no load, nothing happens."""
         running = self._running.pop(transfer.id, None)
         if running is None:
             return

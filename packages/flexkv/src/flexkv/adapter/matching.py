@@ -7,16 +7,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from flexkv.adapter.cost import Span
-from flexkv.adapter.engine import Describe, EnginePool, EngineRequest
+from flexkv.adapter.engine import EnginePool, EngineRequest
+from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fetches import Fetches
-from flexkv.adapter.groups import Groups, Reach
+from flexkv.adapter.groups import Reach
 from flexkv.adapter.hits import full_reach, longest_hit
-from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.load_choice import Left, LoadChooser
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.plan import Plan, Wanted, flat
 from flexkv.adapter.request import Match, TrackedRequest
-from flexkv.cache import KVCache
 from flexkv.transfer.fetch import Fetch
 
 
@@ -24,30 +23,18 @@ class Matcher:
     """Finds the loadable prefix of a request, and starts fetches from lower tiers.
 
     Args:
-        cache: the cache of the engine.
-        groups: the groups of the model.
-        keys: makes the keys of blocks.
+        engine: the engine's cache.
         fetches: the fetches of the engine's requests.
         chooser: decides whether a wait or a load is worth its time.
-        describe: called for events; None when nobody listens.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        groups: Groups,
-        keys: BlockKeys,
-        fetches: Fetches,
-        *,
-        chooser: LoadChooser,
-        describe: Describe | None,
-    ) -> None:
-        self._cache = cache
-        self._groups = groups
-        self._keys = keys
+    def __init__(self, engine: EngineCache, fetches: Fetches, chooser: LoadChooser) -> None:
+        self._cache = engine.cache
+        self._groups = engine.groups
+        self._keys = engine.keys
+        self._describe = engine.describe
         self._fetches = fetches
         self._chooser = chooser
-        self._describe = describe
         self._pool: EnginePool | None = None
 
     def bind_pool(self, pool: EnginePool) -> None:

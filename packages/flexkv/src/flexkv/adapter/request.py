@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -13,7 +13,8 @@ from flexkv.adapter.keys import MadeKeys
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.load_in_parts import Loading
 from flexkv.adapter.plan import Plan
-from flexkv.adapter.request_options import RequestOptions
+from flexkv.adapter.request_options import OptionsReader, RequestOptions, pin_owner
+from flexkv.cache import KVCache
 from flexkv.transfer.fetch import Fetch
 
 NEVER = sys.maxsize
@@ -120,13 +121,54 @@ class TrackedRequest:
             for table, blocks in zip(self.engine_blocks, tables, strict=True):
                 table.extend(blocks)
 
+    def store_nothing(self) -> None:
+        """Nothing more of it is stored."""
+        self.next_fill = NEVER
+
     def lose_blocks(self) -> None:
         """Its blocks are unknown: the engine has taken them, or the state here may be wrong. None
         of them are stored until the request begins again."""
         self.engine_blocks = []
         self.ran = False
-        self.next_fill = NEVER
+        self.store_nothing()
 
     def fail_from(self, tokens: int) -> None:
         """Offer it no tokens from `tokens` on: a load failed there."""
         self.failed_at = min(self.failed_at, tokens)
+
+
+class Requests:
+    """The requests of one engine that have not ended.
+
+    Args:
+        cache: of the engine.
+        ended: called with each request that has ended.
+
+    Attributes:
+        by_id: those that are tracked.
+        options: reads what their users ask for.
+    """
+
+    def __init__(self, cache: KVCache, ended: Callable[[TrackedRequest], None]) -> None:
+        self.by_id: dict[str, TrackedRequest] = {}
+        self.options = OptionsReader()
+        self._cache = cache
+        self._ended = ended
+
+    def track(self, request: EngineRequest) -> TrackedRequest:
+        """What is known of `request`, which has not ended."""
+        tracked = self.by_id.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        if tracked is not None:
+            self.end(tracked)  # an earlier one of the same id
+        tracked = TrackedRequest(request, self.options.of(request))
+        self.by_id[tracked.id] = tracked
+        if tracked.options.unpin:
+            self._cache.unpin(pin_owner(request, tracked.options))
+        return tracked
+
+    def end(self, tracked: TrackedRequest) -> None:
+        """The request has ended: all that is known of it goes, but for copies under way."""
+        self._ended(tracked)
+        self.by_id.pop(tracked.id, None)

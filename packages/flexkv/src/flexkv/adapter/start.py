@@ -15,7 +15,7 @@ from flexkv.config import GIB, CacheConfig
 from flexkv.errors import LayoutError
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
-from flexkv.host.session import Session, Shard, alone, join, lead
+from flexkv.host.session import Session, SessionInfo, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import LowerTier
 from flexkv.tiers.disk import open_disk_tier
@@ -52,6 +52,28 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_on_disk: bool) ->
         config.ssd_timeout_seconds,
         pin_seconds=config.pin_seconds,
     )
+
+
+def attach_cache(
+    config: CacheConfig, engine_id: str, keeps_on_disk: Callable[[SessionInfo], bool]
+) -> tuple[Session, KVCache]:
+    """The session that an engine's ranks have opened, and the cache over its arena.
+
+    Args:
+        config: of the engine.
+        engine_id: its name for the session.
+        keeps_on_disk: whether blocks on disk mean the same to the next process.
+
+    Returns:
+        Both are the caller's: the cache is closed before the session.
+
+    Raises:
+        ArenaError: the ranks have opened none.
+        DiskError: a cache directory cannot be used.
+    """
+    session = attach(config.session_root, engine_id)
+    with closed_on_error(session):
+        return session, make_cache(config, session, keeps_on_disk=keeps_on_disk(session.info))
 
 
 def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:

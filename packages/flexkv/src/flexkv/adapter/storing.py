@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from flexkv.adapter.engine import Describe, EngineRequest
-from flexkv.adapter.groups import Group, Groups, Reach
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.engine import EngineRequest
+from flexkv.adapter.engine_cache import EngineCache
+from flexkv.adapter.groups import Group, Reach
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.request import NEVER, TrackedRequest
 from flexkv.adapter.request_options import RequestOptions, pin_owner
-from flexkv.cache import KVCache
 from flexkv.index import Block
 from flexkv.transfer.copies import Transfer
 
@@ -95,27 +93,16 @@ class Stores:
     prompts diverge.
 
     Args:
-        cache: the cache of the engine.
-        groups: the groups of the model.
-        keys: makes the keys of blocks.
-        edge: catches errors of single requests.
-        describe: called for events; None when nobody listens.
+        engine: the engine's cache.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        groups: Groups,
-        keys: BlockKeys,
-        *,
-        edge: Edge,
-        describe: Describe | None,
-    ) -> None:
-        self._cache = cache
+    def __init__(self, engine: EngineCache) -> None:
+        groups = engine.groups
+        self._cache = engine.cache
         self._groups = groups
-        self._keys = keys
-        self._edge = edge
-        self._describe = describe
+        self._keys = engine.keys
+        self._edge = engine.edge
+        self._describe = engine.describe
         self._align = groups.alignment
         self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
         self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
@@ -176,7 +163,7 @@ class Stores:
                 self._begin(chains, built_on, orders)
 
     def ended(self, transfer: Transfer) -> None:
-        """A store's transfer has ended."""
+        """A transfer has ended; if it is no store, nothing happens."""
         self._running.pop(transfer.id, None)
 
     def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:

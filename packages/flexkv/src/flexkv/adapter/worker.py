@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.layers import LayerParts
 from flexkv.adapter.layerwise import LayerwiseLoads
-from flexkv.adapter.metrics import Samples
 from flexkv.adapter.orders import CopyOrder, StepOrders, StepReport
 from flexkv.adapter.rank_copies import RankCopies
 from flexkv.host.session import Session
@@ -55,6 +54,9 @@ class WorkerSide:
         edge: where errors of single transfers end.
         fails_by_request: whether a load that failed in part has failed whole, as where a part is
             worth nothing; else its blocks are told.
+
+    Attributes:
+        figures: of the copies.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class WorkerSide:
             stored=stored,
             edge=edge,
         )
-        self._figures = self._copies.figures
+        self.figures = self._copies.figures
         self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, edge)
         self._begun_loads: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}
@@ -111,7 +113,7 @@ class WorkerSide:
             if ticket is None:
                 continue
             status = self._copies.wait_for_end(ticket, "a store of a preempted request's blocks")
-            self._figures.end(ticket, status)
+            self.figures.end(ticket, status)
 
     def drain(self) -> None:
         """Wait until nothing that was ordered reads or writes the engine's blocks any more."""
@@ -221,17 +223,8 @@ class WorkerSide:
 
     def report(self, orders: StepOrders) -> StepReport | None:
         """What the scheduler side is to be told of this step; None if it is nothing."""
-        rate = self._figures.take_load_rate()
+        rate = self.figures.take_load_rate()
         return StepReport(orders.number, rate) if orders.number or rate else None
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether `take_samples` may have something."""
-        return self._figures.active
-
-    def take_samples(self) -> Samples:
-        """What was counted since the last call."""
-        return self._figures.take()
 
     def close(self) -> None:
         """End all copies, then leave the session. Idempotent."""
@@ -269,7 +262,7 @@ class WorkerSide:
                 if status is Status.FAILED:
                     load.bad_blocks.extend(engine_blocks)
                 del load.parts[ticket]
-                self._figures.end(ticket, status)
+                self.figures.end(ticket, status)
             if load.complete and not load.parts:
                 if not self._fails_by_request:
                     self._bad_blocks.update(load.bad_blocks)
@@ -283,7 +276,7 @@ class WorkerSide:
             status = self._copies.mover.poll(ticket)
             if status is not Status.PENDING:
                 del self._stores[transfer_id]
-                self._figures.end(ticket, status)
+                self.figures.end(ticket, status)
         for request_id, transfer_ids in list(self._releases.items()):
             if not any(self._is_running(transfer_id) for transfer_id in transfer_ids):
                 self._released.add(request_id)

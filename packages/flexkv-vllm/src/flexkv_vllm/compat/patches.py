@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where FlexKV reaches into vLLM: private attributes that it reads, and methods that it replaces.
+
+vLLM may change any of them without notice. What is missing is answered where it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from flexkv_vllm.compat.core import fails_by_request
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import OffloadingWorker, ReqContext
+
+
+def register_connector(name: str, module: str) -> None:
+    """Register the class `name` of `module` with vLLM, in place of one that has its name.
+
+    vLLM refuses a second registration, and runs plugins more than once in one process, so a
+    registered name is taken out of the registry first.
+    """
+    KVConnectorFactory._registry.pop(name, None)
+    KVConnectorFactory.register_connector(name, module, name)
+
+
+def call_when_choosing(check: Callable[[KVTransferConfig], None]) -> None:
+    """Have `check` called whenever vLLM looks for a connector's class; what it raises, vLLM gets.
+    Idempotent."""
+    find_class = KVConnectorFactory.get_connector_class
+    if getattr(find_class, "checks_flexkv", False):
+        return
+
+    def check_and_find(kv_transfer_config: KVTransferConfig) -> Any:
+        check(kv_transfer_config)
+        return find_class(kv_transfer_config)
+
+    check_and_find.checks_flexkv = True  # type: ignore[attr-defined]
+    KVConnectorFactory.get_connector_class = check_and_find
+
+
+def connectors_here() -> list[Any]:
+    """The connectors of this worker: vLLM's outermost one, and those in a `MultiConnector`."""
+    outermost: Any = get_kv_transfer_group()
+    return [outermost, *getattr(outermost, "_connectors", ())]
+
+
+def implementation_of(connector: Any) -> object:
+    """What vLLM's own `FlexKVConnectorV1` forwards to; None for others."""
+    return getattr(connector, "_flexkv_connector", None)
+
+
+def step_metadata(connector: KVConnectorBase_V1) -> KVConnectorMetadata | None:
+    """The orders of the running step, which vLLM has bound to a connector."""
+    return connector._connector_metadata
+
+
+def kv_cache_config_of(connector: KVConnectorBase_V1) -> KVCacheConfig | None:
+    """The configuration that vLLM made a connector with."""
+    return connector._kv_cache_config
+
+
+def key_positions(req_context: ReqContext) -> Mapping[bytes, int]:
+    """Positions of a request's blocks by key, where vLLM tells them (since 0.32)."""
+    return getattr(req_context, "_offload_key_positions", {})
+
+
+def request_of_load(worker: OffloadingWorker, job_id: int) -> str:
+    """Id of the request that a load of vLLM's offloading worker is for."""
+    request_id = worker._load_jobs[job_id]
+    assert request_id is not None  # as it may be, from 0.33 on, where vLLM waits for a load
+    return str(request_id)
+
+
+def answer_bad_blocks(connector: Any, take: Callable[[], set[int]]) -> None:
+    """Have an offloading connector say that `take` gives the blocks that loads did not fill."""
+    connector.get_block_ids_with_load_errors = take
+
+
+def answer_failed_requests(connector: Any, take: Callable[[], set[str]]) -> None:
+    """Have an offloading connector (vLLM from 0.30 on) say that `take` gives the requests whose
+    loads failed."""
+    ask = connector.get_transfer_results
+
+    def transfer_results(finished_req_ids: set[str]) -> Any:
+        results = ask(finished_req_ids)
+        results.failed_recving |= take()
+        return results
+
+    connector.get_transfer_results = transfer_results
+
+
+def offer_only_what_was_computed() -> None:
+    """Have vLLM's offloading connector offer no block of an ended request that was not wholly
+    computed.
+
+    Up to 0.29 it counts the last token of an answer as computed, which no step computes on; up to
+    0.26 all tokens of an aborted request, too, and where those have no blocks the engine ends. From
+    0.30 on, where workers can name failed requests, it counts as is done here.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    connector: Any = scheduler.OffloadingConnectorScheduler
+    count = connector._calc_num_offloadable_tokens
+    if fails_by_request() or hasattr(count, "__wrapped__"):
+        return
+
+    @functools.wraps(count)
+    def count_computed(self: Any, req_status: Any, num_computed_tokens: int) -> Any:
+        request = req_status.req
+        if request.is_finished():
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            num_computed_tokens = min(num_computed_tokens, computed)
+        return count(self, req_status, num_computed_tokens)
+
+    connector._calc_num_offloadable_tokens = count_computed

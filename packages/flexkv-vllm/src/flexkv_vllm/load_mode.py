@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How loads run beside vLLM's steps, and what is worth loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flexkv import CacheConfig, ConfigError, KVCache, load_config
+from flexkv.adapter.fills import StoreTime
+from flexkv.adapter.groups import Groups
+from flexkv.adapter.load_choice import LoadChooser, LoadMode
+from flexkv.host.arena import ArenaSpec
+from flexkv_vllm.compat.core import binds_pool
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
+    """Whether the settings in force let loads run beside the forward that needs them.
+
+    Raises:
+        ConfigError: a setting is not allowed.
+    """
+    return LoadMode(load_config(extra_config).load_mode) is not LoadMode.ASYNC
+
+
+def load_mode_of(
+    config: CacheConfig, vllm_config: VllmConfig, groups: Groups, store_time: StoreTime
+) -> LoadMode:
+    """How this engine's blocks are loaded: as the setting says, where it has a choice.
+
+    Raises:
+        ConfigError: the setting is not allowed in this engine.
+    """
+    mode = LoadMode(config.load_mode)
+    if mode is LoadMode.ASYNC or not groups.plain:
+        return LoadMode.ASYNC
+    if vllm_config.scheduler_config.async_scheduling:
+        # With the next step under way vLLM cannot take back what it computed on a load that failed.
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
+            f"ended; allowed: async; with vLLM's --no-async-scheduling also layerwise and auto"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        # As above: the first stage has begun the next step by then.
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM's pipeline_parallel_size is {stages}: "
+            f"steps begin before the last one has ended; allowed: async, or one stage"
+        )
+    if not binds_pool():
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but this vLLM does not let a connector discard "
+            f"blocks after a failed load; allowed: async (with vLLM 0.22 or newer all modes)"
+        )
+    if store_time is StoreTime.FINISH:
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM's own connector, behind which FlexKV "
+            f"runs, lets CUDA graphs skip its layers; allowed: async, or any mode with the plugin "
+            f"'flexkv' (see VLLM_PLUGINS)"
+        )
+    return mode
+
+
+def make_chooser(
+    config: CacheConfig, vllm_config: VllmConfig, mode: LoadMode, cache: KVCache, spec: ArenaSpec
+) -> LoadChooser:
+    """What says which hits of an engine are worth loading, and how.
+
+    Args:
+        config: from `read_settings`.
+        vllm_config: of the engine.
+        mode: from `load_mode_of`.
+        cache: of the engine.
+        spec: of its arena.
+    """
+    return LoadChooser(
+        mode,
+        config.min_load_tokens,
+        config.always_load,
+        sum(spec.format.shard_bytes),
+        spec.ranks,
+        on_cores=vllm_config.device_config.device_type == "cpu",
+        loading=lambda: cache.loading_blocks,
+    )

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's settings in vLLM's configuration, and what that says of the engine itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexkv import CacheConfig, LayoutError, load_config
+from flexkv.config import configure_logging
+from flexkv.config_sources import log_ignored_variables
+from flexkv_vllm.compat.core import check_version
+from flexkv_vllm.support import check_attention, check_parallelism
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def read_settings(vllm_config: VllmConfig) -> CacheConfig:
+    """FlexKV's settings for this engine.
+
+    Raises:
+        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
+    """
+    transfer = vllm_config.kv_transfer_config
+    config = load_config(transfer.kv_connector_extra_config if transfer else None)
+    configure_logging(config)
+    log_ignored_variables()
+    if config.enable:
+        check_version(config.allow_untested_engine)
+        check_parallelism(vllm_config)
+        check_attention(vllm_config)
+    return config
+
+
+def flush_seconds(vllm_config: VllmConfig) -> float:
+    """How long blocks that wait may be written when the engine ends: half of the time that vLLM
+    gives it, which is also for the requests under way and for the workers."""
+    timeout: float = getattr(vllm_config, "shutdown_timeout", 0)
+    return timeout / 2
+
+
+def engine_id_of(vllm_config: VllmConfig) -> str:
+    """The engine's name for its session.
+
+    Raises:
+        LayoutError: it has none.
+    """
+    transfer = vllm_config.kv_transfer_config
+    engine_id: str | None = None if transfer is None else transfer.engine_id
+    if not engine_id:
+        raise LayoutError("vLLM gave the connector no engine_id; allowed: any text")
+    return engine_id

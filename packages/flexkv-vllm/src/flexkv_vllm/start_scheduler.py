@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of a scheduler side: from vLLM's configuration and the arena that the workers made.
+
+Everything that can be wrong is found here, and raised: at run time nothing is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from flexkv import CacheConfig
+from flexkv.adapter.engine_cache import EngineCache
+from flexkv.adapter.fills import StoreTime
+from flexkv.adapter.guard import Edge
+from flexkv.adapter.start import attach_cache
+from flexkv_vllm.compat.core import warn_if_newer
+from flexkv_vllm.events import make_events
+from flexkv_vllm.groups import groups_of
+from flexkv_vllm.identity import block_keys, outlives_process
+from flexkv_vllm.load_mode import load_mode_of, make_chooser
+from flexkv_vllm.scheduler_side import SchedulerSide
+from flexkv_vllm.settings import engine_id_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+def make_scheduler_side(
+    config: CacheConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+    store_time: StoreTime,
+    edge: Edge,
+) -> SchedulerSide:
+    """Attach to the arena that the workers made.
+
+    Args:
+        config: from `read_settings`.
+        vllm_config: of the engine.
+        kv_cache_config: of the engine; None if vLLM does not tell it.
+        store_time: when to store.
+        edge: where run-time errors end.
+
+    Raises:
+        ArenaError: they made none.
+        ConfigError, LayoutError: a setting or the model is not allowed in this engine.
+        DiskError: a cache directory cannot be used.
+    """
+    warn_if_newer()
+    transfer = vllm_config.kv_transfer_config
+    with contextlib.ExitStack() as undo:
+        session, cache = attach_cache(
+            config,
+            engine_id_of(vllm_config),
+            lambda _: config.ssd_cache_gb is not None and outlives_process(vllm_config),
+        )
+        undo.callback(session.close)
+        undo.callback(cache.close)
+        spec = session.arena.spec
+        groups = groups_of(vllm_config, kv_cache_config, spec.format.engine_blocks)
+        mode = load_mode_of(config, vllm_config, groups, store_time)
+        keys = block_keys(groups)
+        events = make_events(vllm_config, kv_cache_config, cache, keys)
+        describe = None if events is None else events.describe
+        side = SchedulerSide(
+            EngineCache(session, cache, groups, keys, edge, describe),
+            make_chooser(config, vllm_config, mode, cache, spec),
+            store_time,
+            load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
+            events=events,
+        )
+        undo.pop_all()
+    if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.info(
+            "vLLM's --shutdown-timeout is 0: a server ends at once at SIGTERM, and blocks that "
+            "wait to be written to disk are lost; --shutdown-timeout 20 gives it time to write them"
+        )
+    logger.info(
+        "FlexKV caches prefixes in host memory: %d blocks of %s tokens, %.2f GiB, fingerprint %s",
+        spec.num_slots,
+        " or ".join(sorted({str(group.block_tokens) for group in groups.members})),
+        spec.total_bytes / (1 << 30),
+        session.info.fingerprint,
+    )
+    return side
