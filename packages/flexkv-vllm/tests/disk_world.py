@@ -49,18 +49,18 @@ def keep_in_engine(world: World, turns: int) -> list[bool]:
     for _ in range(turns):
         world.generate(shared + random_prompt(rng, 2 * BLOCK_TOKENS))
         world.settle()
-    found: list[bool] = world.cache._transfers.tiers[0].contains(keys)
+    found: list[bool] = world.cache._below.tiers[0].contains(keys)
     return found
 
 
 def settle_fetches(world: World) -> None:
     """Until nothing is read from disk, without a step of the engine."""
-    fetcher = world.cache._transfers._fetcher
-    wait_until(lambda: not fetcher._reads, world.poll)
+    fetcher = world.cache._below.fetcher
+    wait_until(lambda: not fetcher.reads, world.poll)
 
 
 def drive_of(world: World) -> Any:
-    (drive,) = world.cache._transfers.tiers[0].drives
+    (drive,) = world.cache._below.tiers[0].drives
     return drive
 
 

@@ -293,13 +293,13 @@ class World(StagedWorkers):
         if not self.is_on:
             return
         self.settle()
-        index, transfers = self.cache._index, self.cache._transfers
-        assert sorted(transfers._device._board._free) == list(range(CELLS))
+        index, fetcher = self.cache._index, self.cache._below.fetcher
+        assert sorted(self.cache._device._board._free) == list(range(CELLS))
         assert [block.key for block in index._ready.values() if block.leases] == []
         assert index._writing == {}
         used = [block.slot for block in index._ready.values()]
         assert sorted([*used, *index._free]) == list(range(index.num_slots))
-        assert transfers._fetcher._fetches == transfers._fetcher._waiting == {}
+        assert fetcher._fetches == fetcher._waiting == {}
         self.assert_untracked()
 
     def assert_untracked(self) -> None:

@@ -57,7 +57,7 @@ def loadable(world: World, whole: bool = True) -> Blocks:
     """What lookups find of every FlexKV block that a request can have had: all of vLLM's blocks in
     it, or only the last one."""
     found: Blocks = {HOST: set(), DISK: set()}
-    tiers = world.cache._transfers.tiers
+    tiers = world.cache._below.tiers
     side = world.side
     for request in world.requests.values():
         tracked = TrackedRequest(request, RequestOptions())

@@ -79,7 +79,7 @@ def test_capacities_are_reported_before_the_first_request(make_world: MakeWorld)
     assert world.scheduler.has_requests(), "a rank may report what it copied a step later"
     step_on(world)
     assert reported(world, "capacity_blocks", "host") == 30
-    ((_, disk),) = world.cache.tier_figures
+    ((_, disk, _),) = world.cache.tier_figures
     assert reported(world, "capacity_blocks", "disk") == disk.slots > 0
     assert len(world.stats) == 1
     assert not world.scheduler.has_requests()
@@ -97,7 +97,7 @@ def test_what_a_burst_left_is_written_and_its_queues_are_reported_empty(
     gate.open()
     step_on(world)
     keys = stored_keys(world, BLOCKS)
-    assert world.cache._transfers.tiers[0].contains(keys) == [True] * BLOCKS
+    assert world.cache._below.tiers[0].contains(keys) == [True] * BLOCKS
     assert reported(world, "blocks", "disk") == BLOCKS
     for queue in (("queue_length", "device"), ("queue_length", "disk"), ("queue_bytes",)):
         assert reported(world, *queue) == 0

@@ -184,7 +184,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
     assert total[sample("failures", "load")] == counters.failed_loads
-    ((_, figures),) = world.cache.tier_figures
+    ((_, figures, _),) = world.cache.tier_figures
     assert total[sample("copied_bytes", "disk", "write")] == figures.traffic.written_bytes
     values = scrape(registry)
     for tier, ready in (("host", world.cache.ready_blocks), ("disk", figures.blocks)):

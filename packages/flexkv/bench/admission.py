@@ -29,6 +29,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.disk.store import slots_within
 
@@ -59,9 +60,8 @@ class Node:
         self.disk = open_disk_tier(
             [folder], FINGERPRINT, BLOCK_BYTES, capacity_of(disk_blocks), stall_seconds=3600.0
         )
-        self.cache = KVCache(
-            self.arena, LRUPolicy(), [self.disk], ADMISSIONS[admission], stall_seconds=3600.0
-        )
+        tier = AttachedTier(self.disk, ADMISSIONS[admission], stall_seconds=3600.0)
+        self.cache = KVCache(self.arena, LRUPolicy(), [tier])
         self.engine: OrderedDict[bytes, None] = OrderedDict()
 
     def run(self, keys: Sequence[bytes], tally: Tally) -> None:

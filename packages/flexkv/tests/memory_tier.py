@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flexkv.changes import Change, Medium
-from flexkv.tiers.base import BlockResult, TierFigures, Traffic
+from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
 from flexkv.tiers.job import Outcome, Priority
 
 
@@ -34,7 +34,7 @@ class Task:
 
 
 class MemoryTier:
-    """See `LowerTier`. What it keeps has no bound.
+    """See `IndexedTier`. What it keeps has no bound.
 
     Attributes:
         blocks: what it has, least recently used first.
@@ -43,9 +43,8 @@ class MemoryTier:
         full: whether it drops what is to be written.
     """
 
-    medium = Medium.DISK
-
-    def __init__(self) -> None:
+    def __init__(self, medium: Medium = Medium.DISK) -> None:
+        self.medium = medium
         self.blocks: dict[bytes, bytes] = {}
         self.tasks: list[Task] = []
         self.stalled: set[bytes] = set()
@@ -144,5 +143,60 @@ class MemoryTier:
         results, self._results = self._results, []
         return results
 
+    def begin_close(self, flush_seconds: float) -> None:
+        pass
+
     def close(self, flush_seconds: float = 0.0) -> bool:
         return True
+
+
+class AskedMemoryTier:
+    """See `AskedTier`: a `MemoryTier` that others fill, and that answers when the test says.
+
+    Attributes:
+        memory: what it has, and its reads and writes.
+        questions: keys of those without an answer, by ticket.
+        readable: whether it is worth asking.
+    """
+
+    def __init__(self, memory: MemoryTier, question_seconds: float) -> None:
+        self.memory = memory
+        self.medium = memory.medium
+        self.question_seconds = question_seconds
+        self.questions: dict[int, list[bytes]] = {}
+        self.readable = True
+        self._asked = itertools.count(1)
+        self._answers: list[Answer] = []
+        self._asking: set[bytes] = set()  # since the last clear
+        self.read, self.write, self.poll = memory.read, memory.write, memory.poll
+        self.cancel, self.hasten = memory.cancel, memory.hasten
+        self.begin_close, self.close = memory.begin_close, memory.close
+
+    @property
+    def figures(self) -> TierFigures:
+        return self.memory.figures
+
+    def register(self, address: int, size: int) -> None:
+        pass
+
+    def ask(self, keys: Sequence[bytes]) -> int:
+        assert self._asking.isdisjoint(keys), "asked twice at a time"
+        self._asking.update(keys)
+        ticket = next(self._asked)
+        self.questions[ticket] = list(keys)
+        return ticket
+
+    def clear(self) -> None:
+        self.memory.clear()
+        self._asking.clear()
+
+    def answer(self, ticket: int, known: bool = True) -> None:
+        """Answer a question; or say that it cannot be found out."""
+        keys = self.questions.pop(ticket)
+        self._asking.difference_update(keys)
+        has = [key in self.memory.blocks for key in keys] if known else None
+        self._answers.append(Answer(ticket, has))
+
+    def take_answers(self) -> list[Answer]:
+        answers, self._answers = self._answers, []
+        return answers

@@ -20,6 +20,7 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
+from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.copies import LOAD_RESERVE, Transfer
 from packages.conftest import Clock
 
@@ -202,7 +203,7 @@ class FailingTier(MemoryTier):
 def test_a_clear_that_fails_leaves_nothing_to_be_found_until_one_succeeds() -> None:
     with contextlib.closing(Arena.create(ArenaSpec(BlockFormat(1, (64,)), 3), threads=1)) as arena:
         tier = FailingTier()
-        cache = KVCache(arena, LRUPolicy(), [tier])
+        cache = KVCache(arena, LRUPolicy(), [AttachedTier(tier)])
         transfer = cache.store(keys("a"), [0])
         assert transfer is not None
         with pytest.raises(OSError, match="no answer"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random use of a cache over two lower tiers whose reads and writes fail, hang, drop or come late.
+"""Random use of a cache over three lower tiers whose reads and writes fail, hang, drop or come
+late. The third has to be asked, and answers late, in vain or never.
 
 Known at any time: which keys are ready in the arena, with which bytes, and why each left; which are
 in each tier. Nothing may be written without the block before it, and at rest nothing is leased,
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from memory_tier import MemoryTier, Task
+from memory_tier import AskedMemoryTier, MemoryTier, Task
 
 from flexkv import KVCache
 from flexkv.admission import ADMISSIONS
@@ -30,8 +31,9 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.transfer import demote, fetch
+from flexkv.transfer import demote, fetch, reads, sources
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
@@ -74,13 +76,16 @@ class FaultModel(RuleBasedStateMachine):
     def start(self, admission: str) -> None:
         self.clock = Clock()
         self.patch = pytest.MonkeyPatch()
-        for module in (fetch, demote):
+        for module in (fetch, demote, reads, sources):
             self.patch.setattr(module, "time", self.clock)
         self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
-        self.tiers = [CheckedTier(), CheckedTier()]
-        self.cache = KVCache(
-            self.arena, LRUPolicy(), self.tiers, ADMISSIONS[admission], STALL_SECONDS
-        )
+        self.tiers: list[MemoryTier] = [CheckedTier(), CheckedTier(), MemoryTier()]
+        self.asked = AskedMemoryTier(self.tiers[2], STALL_SECONDS / 5)
+        tiers = [
+            AttachedTier(tier, ADMISSIONS[admission], STALL_SECONDS)
+            for tier in (*self.tiers[:2], self.asked)
+        ]
+        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
         self.transfers: list[Transfer] = []
         self.fetches: list[Fetch] = []
 
@@ -92,7 +97,7 @@ class FaultModel(RuleBasedStateMachine):
         self.patch.undo()
 
     @property
-    def tasks(self) -> list[tuple[CheckedTier, Task]]:
+    def tasks(self) -> list[tuple[MemoryTier, Task]]:
         return [(tier, task) for tier in self.tiers for task in tier.tasks]
 
     # Engine.
@@ -172,11 +177,11 @@ class FaultModel(RuleBasedStateMachine):
         _, task = data.draw(st.sampled_from(self.tasks))
         task.begun = True
 
-    @rule(number=st.integers(0, 1), chain=st.integers(0, CHAINS - 1), i=st.integers(0, LENGTH - 1))
+    @rule(number=st.integers(0, 2), chain=st.integers(0, CHAINS - 1), i=st.integers(0, LENGTH - 1))
     def stall(self, number: int, chain: int, i: int) -> None:
         self.tiers[number].stalled ^= {bytes([chain, i])}
 
-    @rule(number=st.integers(0, 1), chain=st.integers(0, CHAINS - 1), i=st.integers(0, LENGTH - 1))
+    @rule(number=st.integers(0, 2), chain=st.integers(0, CHAINS - 1), i=st.integers(0, LENGTH - 1))
     def lose(self, number: int, chain: int, i: int) -> None:
         if not any(task.key == bytes([chain, i]) for task in self.tiers[number].tasks):
             self.tiers[number].delete([bytes([chain, i])])
@@ -184,7 +189,17 @@ class FaultModel(RuleBasedStateMachine):
     @rule(chain=st.integers(0, CHAINS - 1), length=st.integers(1, LENGTH))
     def appear(self, chain: int, length: int) -> None:
         """The slower tier is one that other engines fill."""
-        self.tiers[1].blocks.update({key: content(key) for key in prefix_of(chain, length)})
+        for tier in self.tiers[1:]:
+            tier.blocks.update({key: content(key) for key in prefix_of(chain, length)})
+
+    @precondition(lambda self: self.asked.questions)
+    @rule(data=st.data(), known=st.booleans())
+    def answer(self, data: st.DataObject, known: bool) -> None:
+        self.asked.answer(data.draw(st.sampled_from(sorted(self.asked.questions))), known)
+
+    @rule()
+    def open_or_close_circuit(self) -> None:
+        self.asked.readable = not self.asked.readable
 
     @rule()
     def fill_up(self) -> None:
@@ -211,12 +226,12 @@ class FaultModel(RuleBasedStateMachine):
             self.cache.end_fetch(each)
         self.fetches.clear()
         self.drain(outcome)
-        transfers, index = self.cache._transfers, self.cache._index
-        fetcher, demoter = transfers._fetcher, transfers._demoter
-        assert demoter is not None
-        left = (fetcher._reads, fetcher._ticket_of, fetcher._waiting, fetcher._again)
-        assert not any(left)
-        assert not any((demoter._writes, demoter._writing, demoter._leaving))
+        below, index = self.cache._below, self.cache._index
+        reads = below.fetcher.reads
+        assert not any((reads, reads._read_of, reads._delivered, below.fetcher._waiting))
+        for demoter in below._demoters:
+            assert not any((demoter._writes, demoter._writing))
+        assert not below._leaving._leaving
         assert self.cache.transfers_under_way == 0
         assert len(self.arena.board._free) == CELLS
         assert not index._writing
@@ -230,6 +245,11 @@ class FaultModel(RuleBasedStateMachine):
         """At rest, all that leads to a key without a gap can be had."""
         self.rest(Outcome.DONE)
         prefix = prefix_of(chain, length)
+        below = self.cache._below
+        below._sources[2].clear()  # what was known of the tier that others fill is out of date
+        if self.cache.ask(prefix):
+            self.drain(Outcome.DONE)
+        assert not self.cache.ask(prefix)
         there = [each is not Presence.ABSENT for each in self.cache.presence(prefix)]
         reached = [*there, False].index(False)
         begun = self.cache.fetch(prefix)
@@ -283,16 +303,17 @@ class FaultModel(RuleBasedStateMachine):
 
     def drain(self, outcome: Outcome) -> None:
         """Until nothing is under way but fetches that wait for nothing more."""
-        transfers = self.cache._transfers
-        fetcher, demoter = transfers._fetcher, transfers._demoter
-        assert demoter is not None
+        below = self.cache._below
         for _ in range(100):
             for tier in self.tiers:
                 tier.stalled.clear()
                 tier.end_all(outcome)
+            self.asked.readable = True
+            for ticket in list(self.asked.questions):
+                self.asked.answer(ticket)
             self.poll()
-            works = self.tasks or self.transfers or fetcher._reads
-            if not (works or transfers._uses or demoter.busy):
+            works = self.tasks or self.transfers or below.fetcher.reads or self.asked.questions
+            if not (works or below._uses or any(each.busy for each in below._demoters)):
                 return
         raise AssertionError("something is under way for ever")
 

@@ -319,7 +319,7 @@ def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
     engine.store("a", "b", "c")
     engine.store("x", "y", "z")
     assert engine.fetched("a", "b", "c") == 3
-    ((medium, figures),) = engine.cache.tier_figures
+    ((medium, figures, _),) = engine.cache.tier_figures
     assert medium is Medium.DISK
     assert figures.blocks == figures.written_blocks == 6
     assert figures.traffic.written_bytes == 6 * FORMAT.slot_bytes

@@ -16,6 +16,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
@@ -50,9 +51,8 @@ class Engine:
         self.disk = open_disk_tier(
             [str(root)], FINGERPRINT, FORMAT.slot_bytes, capacity, stall_seconds=STALL_SECONDS
         )
-        self.cache = KVCache(
-            self.arena, LRUPolicy(), [self.disk], ADMISSIONS[admission], STALL_SECONDS
-        )
+        tier = AttachedTier(self.disk, ADMISSIONS[admission], STALL_SECONDS)
+        self.cache = KVCache(self.arena, LRUPolicy(), [tier])
 
     def finish(self, transfer: Transfer) -> None:
         """Copy, as the rank would: a load must find its own bytes."""

@@ -125,7 +125,7 @@ def test_events_say_what_can_be_loaded(
     assert subscriber.told[HOST] == {
         (int.from_bytes(key[-4:], "big"), event_hash(key[:-4])) for key in index
     }
-    (drive,) = world.cache._transfers.tiers[0].drives
+    (drive,) = world.cache._below.tiers[0].drives
     assert len(subscriber.told[DISK]) == len(drive.index) > len(index)
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate([1], max_tokens=1)

@@ -114,7 +114,7 @@ def test_a_request_that_ends_with_an_error_keeps_no_fetch(
     world.abort(request)
     world.step()
     assert errors == []
-    assert world.cache._transfers._fetcher._fetches == {}
+    assert world.cache._below.fetcher._fetches == {}
     hang.end()
     world.run()
     world.assert_at_rest()

@@ -14,19 +14,18 @@ import logging
 import time
 from collections.abc import Container, Hashable, Iterable, Sequence
 
-from flexkv.admission import ADMISSIONS, Admission
 from flexkv.changes import Change, Medium, take_newest
-from flexkv.counters import Counters
+from flexkv.counters import Counters, TierCounters
 from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.host.arena import Arena
 from flexkv.index import Block, BlockIndex
 from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
-from flexkv.tiers.base import LowerTier, TierFigures
+from flexkv.tiers.base import AttachedTier, TierFigures
 from flexkv.tiers.job import Priority
-from flexkv.transfer.copies import Transfer
+from flexkv.transfer.copies import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch
-from flexkv.transfer.scheduler import TransferScheduler
+from flexkv.transfer.lower import LowerTiers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,17 @@ class Presence(enum.Enum):
     """It can be loaded."""
     BELOW = "below"
     """A lower tier has it: it can be fetched."""
+    UNKNOWN = "unknown"
+    """A lower tier has to be asked: `KVCache.ask` does, and so does a fetch."""
     ABSENT = "absent"
+
+
+_BELOW: dict[bool | None, Presence] = {
+    True: Presence.BELOW,
+    None: Presence.UNKNOWN,
+    False: Presence.ABSENT,
+}
+"""By what lower tiers say."""
 
 
 class KVCache:
@@ -58,8 +67,6 @@ class KVCache:
             process must have only one KVCache on it.
         policy: decides what leaves when the arena is full.
         tiers: lower tiers, the fastest first; owned.
-        admission: decides what is written to them.
-        stall_seconds: how long a fetch waits for a lower tier that gives nothing.
         pin_seconds: how long a pin lasts of which nothing else is said.
     """
 
@@ -67,9 +74,7 @@ class KVCache:
         self,
         arena: Arena,
         policy: EvictionPolicy,
-        tiers: Sequence[LowerTier] = (),
-        admission: Admission = ADMISSIONS["write_through"],
-        stall_seconds: float = 1.0,
+        tiers: Sequence[AttachedTier] = (),
         *,
         pin_seconds: float = 3600.0,
     ) -> None:
@@ -81,19 +86,14 @@ class KVCache:
         self._counters = Counters()
         self._off = False
         self._stopped = False
-        self._transfers = TransferScheduler(
-            self._index,
-            arena.board,
-            arena.slot_view,
-            self._counters,
-            tiers=tiers,
-            admission=admission,
-            stall_seconds=stall_seconds,
-        )
+        self._device = DeviceLink(arena.board)
+        self._below = LowerTiers(self._index, arena.slot_view, tiers)
+        self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
     @property
     def counters(self) -> Counters:
         self._counters.evicted_blocks = self._index.evictions
+        self._counters.add_up(self._below.counters)
         return self._counters
 
     @property
@@ -118,27 +118,32 @@ class KVCache:
     @property
     def transfers_under_way(self) -> int:
         """Loads and stores that have not ended."""
-        return self._transfers.under_way
+        return len(self._device)
 
     @property
     def loading_blocks(self) -> int:
         """Blocks of the loads that have not ended."""
-        return self._transfers.loading_blocks
+        return self._device.loading_blocks
 
     @property
-    def tier_figures(self) -> list[tuple[Medium, TierFigures]]:
-        """Of the lower tiers."""
-        return [(tier.medium, tier.figures) for tier in self._transfers.tiers]
+    def tier_figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
+        """Of each lower tier, with what was fetched from it and demoted to it."""
+        return self._below.figures
 
     @property
     def has_lower_tiers(self) -> bool:
         """Whether anything can be fetched."""
-        return bool(self._transfers.tiers)
+        return bool(self._below)
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether a lower tier has to be asked which blocks it has."""
+        return self._below.must_ask
 
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
-        return self._transfers.busy
+        return bool(self._device) or self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix can be loaded, from the first key on. No side effect."""
@@ -149,15 +154,19 @@ class KVCache:
         if self._off:
             return [Presence.ABSENT] * len(keys)
         there = self._index.present(keys)
-        if not self._transfers.tiers:
+        if not self._below:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
-        answers = [tier.contains(absent) for tier in self._transfers.tiers] if absent else []
-        below = map(any, zip(*answers, strict=True))
-        return [
-            Presence.HOST if each else Presence.BELOW if next(below) else Presence.ABSENT
-            for each in there
-        ]
+        below = iter(self._below.look(absent) if absent else ())
+        return [Presence.HOST if each else _BELOW[next(below)] for each in there]
+
+    def ask(self, keys: Sequence[bytes]) -> bool:
+        """Have lower tiers find out which of these blocks they have, those that do not know.
+
+        Returns:
+            Whether an answer is awaited; it comes within the deadline of each tier that is asked.
+        """
+        return not self._off and self._below.fetcher.ask(keys)
 
     def record(self, keys: Sequence[bytes], context: RequestContext = UNKNOWN_REQUEST) -> None:
         """A scheduled request uses a prefix that somebody had, the engine itself included: count
@@ -169,12 +178,12 @@ class KVCache:
             keys: of the blocks that the request found, first block first.
             context: what is known of the request; for the eviction policy.
         """
-        self._transfers.used(keys, hit=context)
+        self._below.used(keys, hit=context)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request ends with this prefix, which it found or made: its end leaves every tier before
         its beginning. Counted by later polls."""
-        self._transfers.used(keys, hit=None)
+        self._below.used(keys, hit=None)
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys`, all of them ready, for a copy into the engine.
@@ -184,7 +193,7 @@ class KVCache:
         blocks = None if self._off else self._index.lease(keys)
         if blocks is None:
             return None
-        transfer = self._transfers.begin(Direction.LOAD, blocks)
+        transfer = self._device.begin(Direction.LOAD, blocks)
         if transfer is None:
             self._index.release(blocks)
             return None
@@ -202,15 +211,15 @@ class KVCache:
             What to watch until it is `done`, then to end; its blocks stay in the arena until
             then. None if no lower tier has anything to add.
         """
-        return None if self._off else self._transfers.fetch(keys, priority)
+        return None if self._off else self._below.fetcher.begin(keys, priority)
 
     def hasten(self, fetch: Fetch) -> None:
         """A request waits now for what was a prefetch."""
-        self._transfers.hasten(fetch)
+        self._below.fetcher.hasten(fetch)
 
     def end_fetch(self, fetch: Fetch) -> None:
         """Let the blocks of a fetch go, come or not. Idempotent."""
-        self._transfers.end_fetch(fetch)
+        self._below.fetcher.end(fetch)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """Positions, from `start` on, of the keys whose blocks have no slot."""
@@ -219,7 +228,7 @@ class KVCache:
 
     def is_demoting(self, key: bytes) -> bool:
         """Whether the block of `key` is being written to a lower tier, which may have it soon."""
-        return self._transfers.is_demoting(key)
+        return self._below.is_demoting(key)
 
     def store(
         self, keys: Sequence[bytes], positions: Sequence[int], begins: Container[int] = (0,)
@@ -247,7 +256,7 @@ class KVCache:
             self._counters.refused_blocks += len(refused)
         if not blocks:
             return None
-        transfer = self._transfers.begin(Direction.STORE, blocks)
+        transfer = self._device.begin(Direction.STORE, blocks)
         if transfer is None:
             self._counters.refused_blocks += len(blocks)
             self._index.abandon(blocks)
@@ -257,10 +266,10 @@ class KVCache:
 
     def cancel(self, transfer: Transfer) -> None:
         """Take back a transfer that no worker was told of."""
-        self._transfers.cancel(transfer)
+        self._device.cancel(transfer)
         if transfer.direction is Direction.STORE:
             self._index.abandon(transfer.blocks)
-            self._transfers.stored(transfer.blocks, False)
+            self._below.stored(transfer.blocks, False)
         else:
             self._index.release(transfer.blocks)
 
@@ -274,7 +283,8 @@ class KVCache:
 
         Returns the transfers with the engine that finished, their status DONE or FAILED.
         """
-        finished = self._transfers.poll()
+        self._below.poll()
+        finished = self._device.poll()
         for transfer in finished:
             count = len(transfer.blocks)
             if transfer.direction is Direction.STORE:
@@ -314,8 +324,7 @@ class KVCache:
     def watch(self) -> None:
         """From now on keep what `take_changes` tells; all that is there already is a change."""
         self._index.watch()
-        for tier in self._transfers.tiers:
-            tier.watch()
+        self._below.watch()
 
     def take_changes(self) -> list[Change]:
         """Blocks that became loadable or ceased to be, or may have, since the last call; none
@@ -325,15 +334,12 @@ class KVCache:
             Change(Medium.HOST, key, index.lookup((key,)) == 1)
             for key in take_newest(index.changed, _CHANGES)
         ]
-        for tier in self._transfers.tiers:
-            changes += tier.take_changes(_CHANGES)
+        changes += self._below.take_changes(_CHANGES)
         return changes
 
     def name_of(self, key: bytes, medium: Medium) -> bytes:
         """What changes in the tier of `medium` call the block of `key`."""
-        tiers = self._transfers.tiers
-        tier = next((tier for tier in tiers if tier.medium is medium), None)
-        return key if tier is None else tier.name_of(key)
+        return self._below.name_of(key, medium)
 
     def suspend(self) -> None:
         """Find, load and store nothing until a `clear` succeeds: all blocks may be outdated."""
@@ -345,7 +351,7 @@ class KVCache:
         self.suspend()
         self._index.clear()
         self._pins.clear()
-        self._transfers.clear()
+        self._below.clear()
         self._counters.resets += 1
         self._off = self._stopped
 
@@ -353,26 +359,18 @@ class KVCache:
         """Finish what ranks have reported, and end the lower tiers, which write what waits; see
         `LowerTier.close`. False if one hangs: then the arena must stay mapped."""
         self.poll()
-        written = self._written_blocks
-        ended = self._transfers.close(flush_seconds)
-        # Of these no tier gives a result any more.
-        self._counters.demoted_blocks += self._written_blocks - written
-        return ended
-
-    @property
-    def _written_blocks(self) -> int:
-        return sum(figures.written_blocks for _, figures in self.tier_figures)
+        return self._below.close(flush_seconds)
 
     def _check_ranks(self) -> None:
         """If a rank has ended its copies, every load would fail: have nothing any more. What is on
         disk stays for the next process."""
-        stopped = self._transfers.stopped_ranks
+        stopped = self._device.stopped_ranks
         if not stopped:
             return
         self._off = self._stopped = True
         self._index.clear()
         self._pins.clear()
-        self._transfers.forget_fetches()
+        self._below.fetcher.clear()
         logger.error(
             "rank %s has ended its copies after an error (see its log); loads and stores are "
             "disabled; restart the engine to use the cache again",
@@ -389,7 +387,7 @@ class KVCache:
             self._counters.failed_stores += 1
             if self._counters.failed_stores == 1:
                 logger.warning("a store of %d blocks failed; not cached (logged once)", count)
-        self._transfers.stored(transfer.blocks, transfer.status is Status.DONE)
+        self._below.stored(transfer.blocks, transfer.status is Status.DONE)
 
     def _finish_load(self, transfer: Transfer, count: int) -> None:
         if transfer.status is Status.DONE:

@@ -17,6 +17,8 @@ class Medium(enum.Enum):
 
     HOST = "host"
     DISK = "disk"
+    MOONCAKE = "mooncake"
+    OBJECTS = "objects"
 
 
 class Change(NamedTuple):

@@ -17,6 +17,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
@@ -37,8 +38,8 @@ class Node:
             stall_seconds=DEADLINE,
             files=files,
         )
-        admission = ADMISSIONS["write_through"]
-        self.cache = KVCache(self.arena, LRUPolicy(), [self.disk], admission, DEADLINE)
+        tier = AttachedTier(self.disk, ADMISSIONS["write_through"], DEADLINE)
+        self.cache = KVCache(self.arena, LRUPolicy(), [tier])
         for start in range(0, len(KEYS), 8):
             store = self.cache.store(KEYS[start : start + 8], range(8))
             assert store is not None
@@ -84,7 +85,7 @@ def test_a_fetch_over_a_hung_drive_ends_at_the_gap(
     good, bad = node.on_drive(0), node.on_drive(1)
     files.hang(tmp_path / "b")
     victim = node.fetch([good[0], bad[0], good[1]])
-    node.wait(lambda: victim.arrived == 1 and len(node.cache._transfers._fetcher._ticket_of) == 1)
+    node.wait(lambda: victim.arrived == 1 and len(node.cache._below.fetcher.reads._read_of) == 1)
     assert files.hanging.wait(DEADLINE)
     clock.skip(DEADLINE + 1)
     other = node.fetch([good[2]])

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 import pytest
 from memory_tier import MemoryTier
 
-from flexkv.counters import Counters
+from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import Demoter
+from flexkv.transfer.leaving import Leaving
+from flexkv.transfer.sources import IndexedSource
 from packages.conftest import Clock
 
 
@@ -29,11 +31,12 @@ class Arena:
         self.policy = LRUPolicy()
         self.index = BlockIndex(slots, self.policy)
         self.tier = MemoryTier()
-        self.counters = Counters()
         memory = memoryview(bytearray(slots))
-        self.demoter = Demoter(
-            self.index, lambda slot: memory[slot : slot + 1], self.tier, self.counters
-        )
+        source = IndexedSource(self.tier, 0, 1.0)
+        self.counters = source.counters
+        on_evict = ADMISSIONS["on_evict"]
+        self.demoter = Demoter(self.index, lambda slot: memory[slot : slot + 1], source, on_evict)
+        self.leaving = Leaving(self.index, [self.demoter])
 
     def add(self, names: str, parent: str = "") -> list[Block]:
         """Blocks of a prefix become ready, behind the block `parent`."""
@@ -49,7 +52,7 @@ class Arena:
 
     def poll(self) -> None:
         for result in self.tier.poll():
-            self.demoter.take(result)
+            self.leaving.wrote(self.demoter, self.demoter.take(result))
 
     def offer(self, names: str) -> str:
         """What is being written once these were offered."""
@@ -57,7 +60,7 @@ class Arena:
         return self.writing()
 
     def make_room(self) -> str:
-        self.demoter.make_room()
+        self.leaving.make_room()
         return self.writing()
 
     def writing(self) -> str:
@@ -85,7 +88,7 @@ class Arena:
     def assert_at_rest(self) -> None:
         assert not (self.demoter.busy)
         assert not (self.demoter._writing)
-        assert not (self.demoter._leaving)
+        assert not (self.leaving._leaving)
         assert not any(block.leases for block in self.index._ready.values())
         assert self.index.free_slots + len(self.index) == self.index.num_slots
 
@@ -235,7 +238,6 @@ def test_a_prefix_whose_beginning_is_lost_leaves_unwritten() -> None:
         node.poll()
         assert [node.index.lookup([key]) for key in keys("bcd")] == [1, 1, 0]
         assert node.order() == "cbzyxwv"
-        assert node.counters.evicted_blocks == 0
         assert node.index.evictions == 1
 
 

@@ -14,6 +14,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
@@ -40,9 +41,9 @@ class Node:
         for tier, names in zip(self.tiers, below, strict=True):
             tier.blocks = {key: content(key) for key in keys(names)}
         # Nothing is demoted: which tier has what stays as it is.
-        self.cache = KVCache(
-            self.arena, LRUPolicy(), self.tiers, ADMISSIONS["second_hit"], STALL_SECONDS
-        )
+        second_hit = ADMISSIONS["second_hit"]
+        tiers = [AttachedTier(tier, second_hit, STALL_SECONDS) for tier in self.tiers]
+        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
 
     def store(self, names: str) -> None:
         prefix = keys(names)
@@ -72,10 +73,13 @@ class Node:
 
     def assert_at_rest(self) -> None:
         """Nothing is under way, leased or lost."""
-        fetcher, index = self.cache._transfers._fetcher, self.cache._index
+        fetcher, index = self.cache._below.fetcher, self.cache._index
+        self.cache.poll()  # what has come is offered to faster tiers
         assert not (self.cache.busy)
-        assert not (fetcher._reads)
-        assert not (fetcher._ticket_of)
+        reads = fetcher.reads
+        assert not (reads)
+        assert not (reads._read_of)
+        assert not (reads._delivered)
         assert not (fetcher._waiting)
         assert not (index._writing)
         assert not (self.leased())

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 from disk_blocks import FINGERPRINT, SLOT, capacity_of
+from memory_tier import MemoryTier
 
+from flexkv.admission import ADMISSIONS
 from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv.index import BlockIndex
 from flexkv.tiers.disk import DiskTier, open_disk_tier
+from flexkv.transfer.demote import Demoter
+from flexkv.transfer.sources import IndexedSource
 from flexkv.transfer.uses import _BLOCKS, UseLog
 
 
@@ -45,9 +49,9 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
     keys = names(3 * _BLOCKS)
     index, policy = filled(keys)
-    log = UseLog(index, (), None)
-    log.note(keys[:-1], UNKNOWN_REQUEST, offers=True)
-    log.note(keys[:2], UNKNOWN_REQUEST, offers=True)
+    log = UseLog(index, (), ())
+    log.note(keys[:-1], UNKNOWN_REQUEST)
+    log.note(keys[:2], UNKNOWN_REQUEST)
     log.count()
     assert order(policy)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
     while log:
@@ -58,9 +62,9 @@ def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
 def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
     keys = names(3)
     index, policy = filled(keys)
-    log = UseLog(index, (), None)
+    log = UseLog(index, (), ())
     noted = keys[:1]
-    log.note(noted, None, offers=False)
+    log.note(noted, None)
     noted[:] = keys[1:]
     log.count()
     assert order(policy) == [keys[1], keys[2], keys[0]]
@@ -69,9 +73,9 @@ def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
 def test_a_backlog_is_counted_by_a_sixteenth() -> None:
     keys = names(4 * _BLOCKS)
     index, policy = filled(keys)
-    log = UseLog(index, (), None)
+    log = UseLog(index, (), ())
     for _ in range(8):
-        log.note(keys, None, offers=False)
+        log.note(keys, None)
     log.count()
     counted = 8 * 4 * _BLOCKS // 16
     assert order(policy)[-counted:] == keys[: -counted - 1 : -1]
@@ -80,22 +84,39 @@ def test_a_backlog_is_counted_by_a_sixteenth() -> None:
 def test_a_cleared_log_counts_nothing() -> None:
     keys = names(3)
     index, policy = filled(keys)
-    log = UseLog(index, (), None)
-    log.note(keys, None, offers=False)
+    log = UseLog(index, (), ())
+    log.note(keys, None)
     log.clear()
     assert not log
     log.count()
     assert order(policy) == keys
 
 
-def test_a_prefix_is_offered_whole_if_the_arena_has_what_the_tier_lacks(disk: DiskTier) -> None:
+def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() -> None:
     keys = names(2 * _BLOCKS)
     index, _ = filled(keys)
-    offered: list[Sequence[bytes]] = []
-    log = UseLog(index, (disk,), offered.append)
-    log.note(keys, None, offers=False)
-    log.note(names(9, "other"), UNKNOWN_REQUEST, offers=True)
-    log.note(keys, UNKNOWN_REQUEST, offers=True)
+    full, empty = MemoryTier(), MemoryTier()
+    full.blocks.update(dict.fromkeys(keys, b""))
+    memory = memoryview(bytearray(len(keys)))
+    demoters = [
+        Demoter(
+            index,
+            lambda slot: memory[slot : slot + 1],
+            IndexedSource(tier, place, 1.0),
+            ADMISSIONS["second_hit"],
+        )
+        for place, tier in enumerate((full, empty))
+    ]
+    log = UseLog(index, (), demoters)
+    log.note(keys, None)
+    log.note(names(9, "other"), UNKNOWN_REQUEST)
     while log:
         log.count()
-    assert offered == [keys]
+    assert empty.tasks == []
+    log.note(keys, UNKNOWN_REQUEST)
+    log.count()
+    assert empty.tasks == []
+    while log:
+        log.count()
+    assert [task.key for task in empty.tasks] == keys
+    assert full.tasks == []

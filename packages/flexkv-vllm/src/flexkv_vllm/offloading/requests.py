@@ -65,7 +65,8 @@ class RequestBlocks:
         if self._fetch is not None and not self._fetch.done and key in self._awaited:
             self._wanted[key] = None
             return LookupResult.HIT_PENDING
-        if presence is Presence.BELOW and self._from_disk and key not in self._tried:
+        below = presence in (Presence.BELOW, Presence.UNKNOWN)
+        if below and self._from_disk and key not in self._tried:
             self._wanted[key] = None
             self._lacks = True
             return LookupResult.HIT_PENDING

@@ -149,7 +149,7 @@ class CacheFigures:
             "refused_pin_blocks": counters.refused_pins,
         }
         totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
-        for medium, figures in self._cache.tier_figures:
+        for medium, figures, counted in self._cache.tier_figures:
             tier, traffic = medium.value, figures.traffic
             totals |= {
                 sample("query_tokens", tier): self._disk_queries,
@@ -159,7 +159,7 @@ class CacheFigures:
                 sample("copied_bytes", tier, "write"): traffic.written_bytes,
                 sample("copy_seconds", tier, "write"): traffic.written_seconds,
                 sample("stored_blocks", tier): figures.written_blocks,
-                sample("dropped_blocks", tier): counters.dropped_demotions,
+                sample("dropped_blocks", tier): counted.dropped_demotions,
                 sample("evicted_blocks", tier): figures.evicted_blocks,
                 sample("circuit_openings", tier): figures.openings,
                 sample("failures", "read"): counters.failed_fetches - counters.damaged_fetches,
@@ -179,7 +179,7 @@ class CacheFigures:
             "pinned_blocks": cache.pinned_blocks,
             sample("queue_length", "device"): cache.transfers_under_way,
         }
-        for medium, figures in cache.tier_figures:
+        for medium, figures, _ in cache.tier_figures:
             tier = medium.value
             gauges |= {
                 sample("blocks", tier): figures.blocks,

@@ -53,6 +53,8 @@ class Matcher:
             start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
             wanted = [Wanted(group, start, self._keys.of(tracked, group, start, stop))]
         else:
+            if self._awaits_answers(tracked, limit):
+                return  # `match` fetches
             hit = longest_hit(self._groups, self._obtainable(tracked), local_tokens, limit)
             wanted = self._needed(tracked, local_tokens, hit)
         self._fetches.begin_early(tracked, flat(wanted))
@@ -109,8 +111,10 @@ class Matcher:
     ) -> tuple[int, Match] | None:
         if local_tokens % self._groups.alignment:
             return 0, Match(local_tokens)
-        request = tracked.request
-        plan = self._plan(tracked, local_tokens, min(limit, request.num_tokens - 1))
+        limit = min(limit, tracked.request.num_tokens - 1)
+        if tracked.plan is None and self._awaits_answers(tracked, limit):
+            return None
+        plan = self._plan(tracked, local_tokens, limit)
         keys = flat(plan.wanted)
         hit = plan.hit
         awaited = hit
@@ -173,6 +177,15 @@ class Matcher:
 
     def _obtainable(self, tracked: TrackedRequest) -> Obtainable:
         return Obtainable(self._cache, tracked, self._keys, below=True)
+
+    def _awaits_answers(self, tracked: TrackedRequest, limit: int) -> bool:
+        """Whether a lower tier is being asked which blocks of the first `limit` tokens it has: what
+        a hit needs depends on it. Asks if need be."""
+        if not self._cache.must_ask:
+            return False
+        groups = self._groups.members
+        keys = (self._keys.of(tracked, each, 0, limit // each.block_tokens) for each in groups)
+        return self._cache.ask([key for own in keys for key in own])
 
     def _cached_by_engine(self, request: EngineRequest) -> int:
         """Tokens of the request that the engine has itself, as far as full attention goes.

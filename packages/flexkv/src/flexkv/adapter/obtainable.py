@@ -14,6 +14,8 @@ _FIRST_ASK = 16
 """Blocks in the first question to lower tiers. The number doubles each time that they have all: a
 prefix may end anywhere, and each block costs about half a microsecond."""
 
+_OBTAINABLE = (Presence.HOST, Presence.BELOW)
+
 
 class Obtainable:
     """`Present` for one request. If calls begin at the same first block of a group, each block is
@@ -76,5 +78,5 @@ class Obtainable:
         presence = self._cache.presence(keys)
         if self._below:
             self.in_host = self.in_host and Presence.BELOW not in presence
-            return [each is not Presence.ABSENT for each in presence]
+            return [each in _OBTAINABLE for each in presence]
         return [each is Presence.HOST for each in presence]

@@ -17,7 +17,7 @@ from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.session import Session, SessionInfo, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
-from flexkv.tiers.base import LowerTier
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 
 Movers = TypeVar("Movers")
@@ -48,8 +48,6 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_on_disk: bool) ->
         session.arena,
         POLICIES[config.eviction_policy](),
         open_tiers(config, session) if keeps_on_disk else [],
-        ADMISSIONS[config.ssd_admission],
-        config.ssd_timeout_seconds,
         pin_seconds=config.pin_seconds,
     )
 
@@ -76,8 +74,8 @@ def attach_cache(
         return session, make_cache(config, session, keeps_on_disk=keeps_on_disk(session.info))
 
 
-def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:
-    """The tiers below the arena that the settings name.
+def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
+    """The tiers below the arena that the settings name, the fastest first.
 
     Raises:
         DiskError: a cache directory cannot be used.
@@ -105,7 +103,7 @@ def open_tiers(config: CacheConfig, session: Session) -> list[LowerTier]:
             len(index),
             index.num_slots,
         )
-    return [tier]
+    return [AttachedTier(tier, ADMISSIONS[config.ssd_admission], config.ssd_timeout_seconds)]
 
 
 def open_rank(

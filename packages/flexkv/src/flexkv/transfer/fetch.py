@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way from lower tiers into the arena."""
+"""Prefixes on their way from lower tiers into the arena."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from flexkv.counters import Counters
-from flexkv.index import Block, BlockIndex, BlockState
-from flexkv.tiers.base import BlockResult, LowerTier
-from flexkv.tiers.job import Outcome, Priority
-
-Ticket: TypeAlias = tuple[LowerTier, int]
-"""A tier and the number of a batch there."""
+from flexkv.changes import Medium
+from flexkv.index import Block, BlockIndex
+from flexkv.tiers.job import Priority
+from flexkv.transfer.reads import Reads
+from flexkv.transfer.sources import Source
 
 
 @dataclass(slots=True, eq=False)
@@ -25,15 +22,18 @@ class Fetch:
 
     Attributes:
         keys: of the prefix.
-        blocks: by position; those that are there are leased by this fetch.
+        blocks: by position; those that are there are leased by this fetch. As long as tiers are
+            asked what they have, blocks are added.
         arrived: blocks that are there, from the first on.
-        stop: blocks that can still be there, from the first on; fewer once one has failed.
+        stop: blocks that can still be there, from the first on; fewer once one has failed, or no
+            tier has it.
         begun: time.monotonic() when it began.
         first: blocks that were there when it began, from the first on.
         progressed: time.monotonic() when it began or last had another block without a gap.
         priority: of its reads.
-        tickets: batches that read for it, those that others began included.
-        awaited: keys of the blocks that were not there when it began.
+        awaited: keys of the blocks that may come and were not there when it began.
+        asking: whether a tier is asked for the blocks behind `blocks`.
+        sources: which tier gave each block that has come since.
     """
 
     keys: Sequence[bytes]
@@ -44,8 +44,9 @@ class Fetch:
     first: int = 0
     progressed: float = field(default=0.0, repr=False)
     priority: Priority = Priority.LOAD
-    tickets: dict[Ticket, None] = field(default_factory=dict, repr=False)
     awaited: list[bytes] = field(default_factory=list, repr=False)
+    asking: bool = False
+    sources: dict[bytes, Source] = field(default_factory=dict, repr=False)
 
     @property
     def done(self) -> bool:
@@ -62,25 +63,29 @@ class Fetch:
         seconds = time.monotonic() - self.begun
         return seconds * (self.stop - self.arrived) / came if came else math.inf
 
+    def medium_of(self, key: bytes) -> Medium:
+        """Where the block of `key` was when the fetch began."""
+        source = self.sources.get(key)
+        return Medium.HOST if source is None else source.medium
+
     def advance(self) -> None:
         """Count the blocks that are there without a gap."""
         before = self.arrived
-        while self.arrived < self.stop and self.blocks[self.arrived] is not None:
+        while self.arrived < self.stop and (
+            self.arrived < len(self.blocks) and self.blocks[self.arrived] is not None
+        ):
             self.arrived += 1
         if self.arrived > before:
             self.progressed = time.monotonic()
 
-
-@dataclass(slots=True)
-class _Read:
-    """A batch that a tier reads: its blocks without a result, by position."""
-
-    blocks: dict[int, Block]
-    cancelled: bool = False
+    def cut(self, position: int) -> None:
+        """The block at `position` does not come."""
+        self.stop = min(self.stop, position)
+        self.asking = False
 
 
 class Fetcher:
-    """Reads blocks from lower tiers into free slots of the arena. Single-threaded.
+    """Fetches of requests. Single-threaded.
 
     A block that its tier cannot give is read from the next one that has it, as long as a fetch
     waits for it. If there is none, it ends the prefix.
@@ -88,35 +93,34 @@ class Fetcher:
     Args:
         index: of the arena.
         slot_view: memory of an arena slot.
-        tiers: lower tiers, the fastest first.
-        stall_seconds: a fetch that goes on by no block for as long ends with what it has, if the
-            tier of the next block gives nothing to others either, or says that it cannot be read.
-        counters: of the cache.
+        sources: lower tiers, the fastest first. A fetch that goes on by no block for as long as a
+            tier may stall takes the next block from the tiers behind it, or ends with what it has,
+            if the tier of that block gives nothing to others either, or says that it cannot be
+            read.
     """
 
     def __init__(
         self,
         index: BlockIndex,
         slot_view: Callable[[int], memoryview],
-        tiers: Sequence[LowerTier],
-        stall_seconds: float,
-        counters: Counters,
+        sources: Sequence[Source],
     ) -> None:
         self._index = index
-        self._slot_view = slot_view
-        self._tiers = tiers
-        self._stall_seconds = stall_seconds
-        self._counters = counters
-        self._reads: dict[Ticket, _Read] = {}
-        self._ticket_of: dict[bytes, Ticket] = {}
-        self._again: dict[LowerTier, list[Block]] = {}
+        self._sources = sources
+        self._came: dict[Fetch, int] = {}
+        self._reads = Reads(index, slot_view, sources, self._priority_of, self.settle)
         self._fetches: dict[Fetch, None] = {}
         self._waiting: dict[bytes, list[tuple[Fetch, int]]] = {}
-        self._last_arrival = dict.fromkeys(tiers, 0.0)
+        self._longest_stall = max((source.stall_seconds for source in sources), default=0.0)
 
     @property
     def busy(self) -> bool:
-        return bool(self._reads or self._fetches)
+        return bool(self._reads or self._fetches or self._came)
+
+    @property
+    def reads(self) -> Reads:
+        """What lower tiers read."""
+        return self._reads
 
     def begin(self, keys: Sequence[bytes], priority: Priority) -> Fetch | None:
         """Bring the blocks of a prefix into the arena, as many as are found and have room there.
@@ -126,29 +130,46 @@ class Fetcher:
 
         Returns None if no lower tier adds anything to what the arena has.
         """
-        index = self._index
-        first = index.lookup(keys)
-        if first == len(keys) or self._tier_of(keys[first]) is None:
+        first = self._index.lookup(keys)
+        if first == len(keys) or not self._may_come(keys[first]):
             return None
-        if priority is not Priority.LOAD:
-            keys = keys[: max(0, index.num_slots // 2 - self._held_blocks())]
-            if first >= len(keys):
-                return None
-        sources = self._sources(keys, first)
-        fetch = Fetch(keys, list(index.lease(keys[:first]) or ()), priority=priority)
+        if priority is not Priority.LOAD and first >= self._room():
+            self.ask(keys[first:])
+            return None
+        fetch = Fetch(keys, list(self._index.lease(keys[:first]) or ()), priority=priority)
         fetch.begun = fetch.progressed = time.monotonic()
         self._fetches[fetch] = None
-        self._fill(fetch, sources)
-        fetch.stop = len(fetch.blocks)
-        fetch.advance()
+        self._extend(fetch)
         fetch.first = fetch.arrived
+        blocks = fetch.blocks
+        fetch.awaited = [
+            key
+            for i, key in enumerate(keys[first : fetch.stop], first)
+            if i >= len(blocks) or blocks[i] is None
+        ]
         return fetch
+
+    def ask(self, keys: Sequence[bytes]) -> bool:
+        """Have tiers that must be asked find out which of these blocks they have. Returns whether
+        an answer is awaited."""
+        awaited = False
+        looks = [source.look(keys) for source in self._sources]
+        questions: dict[Source, list[bytes]] = {}
+        for i, key in enumerate(keys):
+            if key in self._index:
+                continue
+            source = self._first_that_may(looks, i)
+            if source is not None and looks[source.place][i] is None:
+                awaited = True
+                questions.setdefault(source, []).append(key)
+        for source, unknown in questions.items():
+            source.ask(unknown)
+        return awaited
 
     def hasten(self, fetch: Fetch) -> None:
         """A request waits for this fetch now."""
         fetch.priority = Priority.LOAD
-        for tier, number in fetch.tickets:
-            tier.hasten(number, fetch.priority)
+        self._reads.hasten(self._missing(fetch), fetch.priority)
 
     def end(self, fetch: Fetch) -> None:
         """Give the leases back; what has not begun and no other fetch wants is not read.
@@ -157,76 +178,58 @@ class Fetcher:
             return
         del self._fetches[fetch]
         self._index.release([block for block in fetch.blocks if block is not None])
-        for position, block in enumerate(fetch.blocks):
-            if block is None:
-                self._forget(fetch.keys[position], fetch)
-        for ticket in fetch.tickets:
-            read = self._reads.get(ticket)
-            if read and not any(block.key in self._waiting for block in read.blocks.values()):
-                read.cancelled = True
-                tier, number = ticket
-                tier.cancel(number)
+        missing = self._missing(fetch)
+        for key in missing:
+            waiting = [entry for entry in self._waiting.pop(key, ()) if entry[0] is not fetch]
+            if waiting:
+                self._waiting[key] = waiting
+        self._reads.cancel_unwanted(missing)
 
-    def take(self, tier: LowerTier, result: BlockResult) -> bool:
-        """Note a result of `tier`. False if it is not one of a fetch."""
-        ticket = (tier, result.ticket)
-        read = self._reads.get(ticket)
-        if read is None:
-            return False
-        block = read.blocks.pop(result.position)
-        if not read.blocks:
-            del self._reads[ticket]
-        done = result.outcome is Outcome.DONE
-        if done:
-            self._last_arrival[tier] = time.monotonic()
-        if block.state is BlockState.DROPPED:  # the arena was cleared meanwhile
-            self._index.abandon([block])
-            return True
-        del self._ticket_of[block.key]
-        self._counters.fetched_blocks += done
-        self._counters.failed_fetches += not done and result.outcome is not Outcome.DROPPED
-        self._counters.damaged_fetches += result.outcome is Outcome.DAMAGED
-        # Nothing is wrong with what a fetch that has ended cancelled: another may want it now.
-        cancelled = read.cancelled and result.outcome is Outcome.DROPPED
-        other = None if done else self._next_tier(tier, block.key, same=cancelled)
-        if other is not None:
-            self._again.setdefault(other, []).append(block)
-            return True
-        if done:
-            self._index.publish([block])
-        else:
-            self._index.abandon([block])
-        self.settle(block.key)
-        return True
+    def settle(self, key: bytes, source: Source | None = None) -> None:
+        """The block of `key` is no longer being written: hand it to the fetches that wait.
 
-    def read_again(self) -> None:
-        """Read what was not given and another tier has."""
-        again, self._again = self._again, {}
-        for tier, blocks in again.items():
-            waiting = [fetch for block in blocks for fetch, _ in self._waiting[block.key]]
-            ticket = self._read(tier, blocks, min(fetch.priority for fetch in waiting))
-            for fetch in waiting:
-                fetch.tickets[ticket] = None
-
-    def settle(self, key: bytes) -> None:
-        """The block of `key` is no longer being written: hand it to the fetches that wait."""
+        Args:
+            key: of the block.
+            source: the tier that gave it, if one did.
+        """
         for fetch, position in self._waiting.pop(key, ()):
             found = self._index.lease([key])
             if found is None:
-                fetch.stop = min(fetch.stop, position)
+                fetch.cut(position)
             else:
                 fetch.blocks[position] = found[0]
+                if source is not None:
+                    fetch.sources[key] = source
+            before = fetch.arrived
             fetch.advance()
+            self._note_arrivals(fetch, before)
 
-    def give_up_stalled(self) -> None:
-        """End the waiting of fetches whose next block does not come."""
-        if not self._waiting:
-            return
-        before = time.monotonic() - self._stall_seconds
-        for fetch in self._fetches:
-            if not fetch.done and fetch.progressed < before and self._hangs(fetch, before):
-                fetch.stop = fetch.arrived
-                self._counters.stalled_fetches += 1
+    def poll(self) -> None:
+        """All results of tiers were taken: read what was not given from the next tier, go on where
+        tiers have answered, and end the waiting of fetches whose next block does not come."""
+        polled = [source.poll() for source in self._sources]  # each of them
+        news = any(polled)
+        self._reads.settle()
+        if news:
+            for fetch in self._fetches:
+                if fetch.asking:
+                    self._extend(fetch)
+        if self._waiting or news:
+            self._give_up_stalled()
+
+    def take_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
+        """Keys of blocks that have come since the last call, one behind another for a fetch, where
+        a tier gave one that is not the fastest; and the place of the slowest that gave one."""
+        came, self._came = self._came, {}
+        arrivals = []
+        for fetch, start in came.items():
+            keys = fetch.keys[start : fetch.arrived]
+            place = max(
+                (fetch.sources[key].place for key in keys if key in fetch.sources), default=0
+            )
+            if place:
+                arrivals.append((keys, place))
+        return arrivals
 
     def clear(self) -> None:
         """The arena was cleared: no fetch has or gets anything."""
@@ -234,92 +237,126 @@ class Fetcher:
             self._index.release([block for block in fetch.blocks if block is not None])
             fetch.blocks.clear()
             fetch.arrived = fetch.stop = 0
-        for tier, number in self._reads:
-            tier.cancel(number)
-        self._ticket_of.clear()
+            fetch.asking = False
+        self._reads.clear()
         self._waiting.clear()
 
-    def _held_blocks(self) -> int:
-        return sum(len(fetch.blocks) for fetch in self._fetches)
+    def _missing(self, fetch: Fetch) -> list[bytes]:
+        blocks = enumerate(fetch.blocks)
+        return [fetch.keys[position] for position, block in blocks if block is None]
 
-    def _hangs(self, fetch: Fetch, before: float) -> bool:
-        """Whether the next block of `fetch` need not be waited for: its source has given nothing
-        since `before`, or is one part of a tier whose others go on."""
-        key = fetch.keys[fetch.arrived]
-        ticket = self._ticket_of.get(key)
-        if ticket is None:
-            return True
-        tier, _ = ticket
-        return self._last_arrival[tier] < before or not tier.contains([key])[0]
+    def _priority_of(self, key: bytes) -> Priority | None:
+        """How urgently the block of `key` is waited for."""
+        return min((fetch.priority for fetch, _ in self._waiting.get(key, ())), default=None)
 
-    def _next_tier(self, tier: LowerTier, key: bytes, same: bool) -> LowerTier | None:
-        """A tier behind `tier`, or itself if `same`, to read a block from that `tier` did not
-        give; None if nobody waits for it or has it."""
-        if key not in self._waiting:
-            return None
-        others = self._tiers[self._tiers.index(tier) + (not same) :]
-        return next((other for other in others if other.contains([key])[0]), None)
+    def _room(self) -> int:
+        """Blocks that prefetches may hold beside what all fetches hold now."""
+        held = sum(len(fetch.blocks) for fetch in self._fetches)
+        return self._index.num_slots // 2 - held
 
-    def _tier_of(self, key: bytes) -> LowerTier | None:
-        return next((tier for tier in self._tiers if tier.contains([key])[0]), None)
+    def _may_come(self, key: bytes) -> bool:
+        """Whether a lower tier has the block of `key`, or has to be asked."""
+        return any(source.look([key])[0] is not False for source in self._sources)
 
-    def _sources(self, keys: Sequence[bytes], first: int) -> list[LowerTier | None]:
-        """For each key from `first` on, up to the first that nobody can give, the tier to read its
-        block from; None for those that the arena has or is about to have."""
-        wanted = keys[first:]
-        answers = {tier: tier.contains(wanted) for tier in self._tiers}
-        sources: list[LowerTier | None] = []
+    def _first_that_may(self, looks: Sequence[Sequence[bool | None]], i: int) -> Source | None:
+        """The fastest tier that has block `i`, or has to be asked."""
+        for source, look in zip(self._sources, looks, strict=True):
+            if look[i] is not False:
+                return source
+        return None
+
+    def _extend(self, fetch: Fetch) -> None:
+        """Add the blocks behind those that a fetch has, as far as is known which tier has them."""
+        start = len(fetch.blocks)
+        sources, reach = self._plan(fetch.keys[start:])
+        most = len(sources) if fetch.priority is Priority.LOAD else max(0, self._room())
+        self._fill(fetch, sources[:most])
+        filled = len(fetch.blocks) - start
+        fetch.asking = filled == len(sources) < reach
+        fetch.stop = start + reach if fetch.asking else len(fetch.blocks)
+        before = fetch.arrived
+        fetch.advance()
+        self._note_arrivals(fetch, before)
+
+    def _plan(self, wanted: Sequence[bytes]) -> tuple[list[Source | None], int]:
+        """Which tier each block is to be read from, as far as that is known; tiers are asked about
+        the others.
+
+        Returns:
+            For each key, up to the first of which a tier has to be asked, the tier to read its
+            block from, None for those that the arena has or is about to have; and how many of
+            `wanted` can come, from the first on.
+        """
+        index, reads = self._index, self._reads
+        looks = [source.look(wanted) for source in self._sources]
+        plan: list[Source | None] = []
+        questions: dict[Source, list[bytes]] = {}
+        reach = 0
         for i, key in enumerate(wanted):
-            ticket = self._ticket_of.get(key)
-            if ticket is not None and not answers[ticket[0]][i]:
-                break  # what reads it hangs
-            if key in self._index:
-                sources.append(None)
-                continue
-            tier = next((tier for tier, present in answers.items() if present[i]), None)
-            if tier is None:
-                break
-            sources.append(tier)
-        return sources
+            read = reads.of(key)
+            if read is not None and looks[read.source.place][i] is False and not reads.leave(key):
+                break  # what reads it hangs, and no other tier has it
+            source = None
+            if key not in index:
+                source = self._first_that_may(looks, i)
+                if source is None:
+                    break
+                if looks[source.place][i] is None:
+                    questions.setdefault(source, []).append(key)
+            reach += 1
+            if not questions:
+                plan.append(source)
+        for source, keys in questions.items():
+            source.ask(keys)
+        return plan, reach
 
-    def _fill(self, fetch: Fetch, sources: Sequence[LowerTier | None]) -> None:
+    def _fill(self, fetch: Fetch, plan: Sequence[Source | None]) -> None:
         """Lease what is there, read what is not, until the arena has no slot left."""
         index = self._index
-        reads: dict[LowerTier, list[Block]] = {}
+        reads: dict[Source, list[Block]] = {}
+        joined: list[bytes] = []
         first = len(fetch.blocks)
-        wanted = fetch.keys[first : first + len(sources)]
+        wanted = fetch.keys[first : first + len(plan)]
         # All that is there, so that it does not make room for what is not.
         there = [index.lease([key]) for key in wanted]
-        for position, (key, tier) in enumerate(zip(wanted, sources, strict=True), first):
+        for position, (key, source) in enumerate(zip(wanted, plan, strict=True), first):
             found = there[position - first]
             if found is None and key not in index:
                 before = fetch.keys[position - 1] if position else None
-                block = None if tier is None else index.reserve(key, before)
-                if tier is None or block is None:
+                block = None if source is None else index.reserve(key, before)
+                if source is None or block is None:
                     break
-                reads.setdefault(tier, []).append(block)
+                reads.setdefault(source, []).append(block)
+            elif found is None:
+                joined.append(key)
             if found is None:
-                fetch.awaited.append(key)
-                if key in self._ticket_of:
-                    fetch.tickets[self._ticket_of[key]] = None
                 self._waiting.setdefault(key, []).append((fetch, position))
             fetch.blocks.append(found[0] if found else None)
         unused = there[len(fetch.blocks) - first :]
         index.release([found[0] for found in unused if found is not None])
-        for tier, number in fetch.tickets:
-            tier.hasten(number, fetch.priority)
-        for tier, blocks in reads.items():
-            fetch.tickets[self._read(tier, blocks, fetch.priority)] = None
+        self._reads.hasten(joined, fetch.priority)
+        for source, blocks in reads.items():
+            self._reads.begin(source, blocks, fetch.priority)
 
-    def _read(self, tier: LowerTier, blocks: Sequence[Block], priority: Priority) -> Ticket:
-        keys = [block.key for block in blocks]
-        views = [self._slot_view(block.slot) for block in blocks]
-        ticket = (tier, tier.read(keys, views, priority))
-        self._reads[ticket] = _Read(dict(enumerate(blocks)))
-        self._ticket_of.update(dict.fromkeys(keys, ticket))
-        return ticket
+    def _note_arrivals(self, fetch: Fetch, start: int) -> None:
+        if len(self._sources) > 1 and fetch.arrived > start:
+            self._came.setdefault(fetch, start)
 
-    def _forget(self, key: bytes, fetch: Fetch) -> None:
-        waiting = [entry for entry in self._waiting.pop(key, ()) if entry[0] is not fetch]
-        if waiting:
-            self._waiting[key] = waiting
+    def _give_up_stalled(self) -> None:
+        now = time.monotonic()
+        for fetch in self._fetches:
+            if fetch.done:
+                continue
+            key = fetch.keys[fetch.arrived]
+            read = self._reads.of(key)
+            stall = self._longest_stall if read is None else read.source.stall_seconds
+            if fetch.progressed >= now - stall:
+                continue
+            if read is not None:
+                if not self._reads.is_hung(key, now):
+                    continue
+                read.source.counters.stalled_fetches += 1
+                if self._reads.leave(key):
+                    fetch.progressed = now
+                    continue
+            fetch.cut(fetch.arrived)

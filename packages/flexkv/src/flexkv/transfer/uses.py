@@ -8,12 +8,13 @@ counted later, some blocks in each poll.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from flexkv.eviction import RequestContext
 from flexkv.index import BlockIndex
-from flexkv.tiers.base import LowerTier
+from flexkv.tiers.base import IndexedTier
+from flexkv.transfer.demote import Demoter
 
 _BLOCKS = 32
 """Blocks that one poll counts at least: about 0.03 ms with one disk of a million slots."""
@@ -29,9 +30,8 @@ class _Use:
     keys: Sequence[bytes]
     left: int
     hit: RequestContext | None
-    offers: bool
-    lacks: bool = False
-    """Whether the arena has a block that the first lower tier has not."""
+    lacking: list[Demoter] = field(default_factory=list)
+    """Of the tiers that lack a block which the arena has."""
 
 
 class UseLog:
@@ -39,20 +39,17 @@ class UseLog:
 
     Args:
         index: of the arena.
-        tiers: lower tiers, the fastest first.
-        complete: is given a prefix that was used, of which the first lower tier lacks a block; None
-            if there is no tier.
+        tiers: those that count uses.
+        demoters: of the tiers that are offered a prefix that a request found, if they lack a block
+            of it.
     """
 
     def __init__(
-        self,
-        index: BlockIndex,
-        tiers: Sequence[LowerTier],
-        complete: Callable[[Sequence[bytes]], None] | None,
+        self, index: BlockIndex, tiers: Sequence[IndexedTier], demoters: Sequence[Demoter]
     ) -> None:
         self._index = index
         self._tiers = tiers
-        self._complete = complete
+        self._demoters = demoters
         self._uses: deque[_Use] = deque()
         self._backlog = 0
 
@@ -60,17 +57,16 @@ class UseLog:
         """Whether a use is not counted yet."""
         return bool(self._uses)
 
-    def note(self, keys: Sequence[bytes], hit: RequestContext | None, *, offers: bool) -> None:
+    def note(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         """A prefix was used.
 
         Args:
             keys: first block first; copied.
             hit: the scheduled request that found it; None if a request ends that was counted
                 before, or made it.
-            offers: whether to offer it to the first lower tier if that lacks a block.
         """
         if keys:
-            self._uses.append(_Use(list(keys), len(keys), hit, offers))
+            self._uses.append(_Use(list(keys), len(keys), hit))
             self._backlog += len(keys)
 
     def count(self) -> None:
@@ -86,8 +82,8 @@ class UseLog:
             self._count_part(use, part)
             if use.left == 0:
                 self._uses.popleft()
-                if use.lacks and self._complete is not None:
-                    self._complete(use.keys)
+                for demoter in use.lacking:
+                    demoter.complete(use.keys)
 
     def clear(self) -> None:
         """The arena was cleared."""
@@ -101,9 +97,6 @@ class UseLog:
             self._index.hit(part, use.hit)
         for tier in self._tiers:
             tier.touch(part)
-        if use.offers and self._tiers and not use.lacks:
-            below = self._tiers[0].contains(part)
-            use.lacks = any(
-                not there and self._index.lookup((key,))
-                for key, there in zip(part, below, strict=True)
-            )
+        for demoter in self._demoters if use.hit is not None else ():
+            if demoter not in use.lacking and demoter.lacks_any(part):
+                use.lacking.append(demoter)

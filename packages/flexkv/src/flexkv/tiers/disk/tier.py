@@ -32,6 +32,7 @@ class DiskTier:
         self._places: dict[Job, tuple[int, list[int]]] = {}
         self._queued_blocks = 0
         self._results: list[BlockResult] = []
+        self._closing = 0.0
 
     @property
     def drives(self) -> Sequence[Drive]:
@@ -163,12 +164,17 @@ class DiskTier:
         results, self._results = self._results, []
         return results
 
-    def close(self, flush_seconds: float = 0.0) -> bool:
+    def begin_close(self, flush_seconds: float) -> None:
         # All at once: an engine is given few seconds, however many drives it has.
-        begun = time.monotonic()
+        self._closing = self._closing or time.monotonic()
         for drive in self._drives:
             drive.begin_close(flush_seconds)
-        ended = [drive.close(time.monotonic() - begun, flush_seconds) for drive in self._drives]
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        self.begin_close(flush_seconds)
+        ended = [
+            drive.close(time.monotonic() - self._closing, flush_seconds) for drive in self._drives
+        ]
         self._batches.clear()
         self._places.clear()
         self._queued_blocks = 0

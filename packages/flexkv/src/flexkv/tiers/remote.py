@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that engines share over a network, as a lower tier.
+
+`BlockStore` is what a store has to do, with calls that block; `RemoteTier` makes an `AskedTier` of
+it: threads, a bounded queue, circuits, figures, and what a reset means for others.
+
+Epochs: blocks lie in the store under a fingerprint, an epoch and a key. A reset says that keys mean
+something else from now on in this process, and in processes that start later; in others they may
+mean the old or the new. So after a reset a process goes on in an epoch of its own, at random, which
+nobody else ever reads. The store's epoch is renewed for those that start later. A process that
+hears that its epoch is over leaves it for one of its own as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from flexkv.changes import Medium
+from flexkv.tiers import circuit
+from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
+from flexkv.tiers.circuit import Circuit, CircuitState
+from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.link import Link
+
+logger = logging.getLogger(__name__)
+
+QUESTION_THREADS = 2
+"""Questions at once. They have a link of their own: behind reads they would miss their deadline."""
+
+PAUSE_SECONDS = 5.0
+"""How long a circuit stays open: a probe costs one question, of a few milliseconds."""
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for what runs; half of it for writes that wait, unless it is told more."""
+
+_RETRY_SECONDS = 0.05
+_LONGEST_RETRY_SECONDS = 5.0
+"""Between two tries to renew the store's epoch; twice as long after each."""
+
+
+class BlockStore(Protocol):
+    """Keeps blocks for several engines. All calls block, and come from several threads at once; an
+    exception means that the store could do nothing of it.
+
+    The names of blocks in the store contain the fingerprint, which the store is made with, the
+    epoch and the whole key. Bytes are verified here: a checksum over the name and the bytes is
+    stored with each block, and a block whose bytes or name do not fit is DAMAGED, and removed.
+    A buffer is a block: its address is `address_of(buffer)`, and it lies in the registered memory.
+    """
+
+    def register(self, address: int, size: int) -> None:
+        """See `AskedTier.register`. Called before any other call."""
+        ...
+
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
+        """For each key whether its block is there, complete; None if the epoch is over, because
+        another engine renewed it. Epochs that are no process's own are never over."""
+        ...
+
+    def get(
+        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        """Read blocks: DONE, MISSING, DAMAGED or FAILED for each."""
+        ...
+
+    def put(
+        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        """Write blocks that are not there yet: DONE, also for those that are, FAILED, or DROPPED
+        where the store has no room."""
+        ...
+
+    def renew_epoch(self) -> None:
+        """Have processes that open the store from now on find nothing that is there now."""
+        ...
+
+    def close(self) -> None:
+        """Called once no other call runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLimits:
+    """What a remote tier may cost.
+
+    Attributes:
+        question_seconds: deadline of a question.
+        timeout_seconds: a read or write that takes longer counts as failed for the circuit, and
+            the tier as stalled until it ends.
+        threads: reads and writes at once.
+        batch_bytes: of one read or write; larger blocks go one by one.
+        queue_bytes: that may wait; writes beyond it are dropped.
+    """
+
+    question_seconds: float
+    timeout_seconds: float = 1.0
+    threads: int = 8
+    batch_bytes: int = 4 << 20
+    queue_bytes: int = 1 << 30
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Jobs of one `read` or `write` without a result, with the positions of their blocks."""
+
+    jobs: dict[Job, Sequence[int]]
+    keys: Sequence[bytes]
+
+
+class RemoteTier:
+    """See `AskedTier`.
+
+    Args:
+        medium: its name.
+        store: owned.
+        epoch: of the store when it was opened.
+        slot_bytes: bytes of a block.
+        limits: see there.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        store: BlockStore,
+        epoch: str,
+        slot_bytes: int,
+        limits: RemoteLimits,
+    ) -> None:
+        self.medium = medium
+        self.question_seconds = limits.question_seconds
+        self._store = store
+        self._epoch = epoch
+        self._slot_bytes = slot_bytes
+        self._batch_blocks = max(1, limits.batch_bytes // slot_bytes)
+        self._timeout_seconds = limits.timeout_seconds
+        self._reads = Circuit(limits.timeout_seconds, PAUSE_SECONDS)
+        self._writes = Circuit(limits.timeout_seconds, PAUSE_SECONDS)
+        name = f"flexkv-{medium.value}"
+        write_bytes = limits.threads * max(limits.batch_bytes, slot_bytes)
+        stall_seconds = limits.timeout_seconds
+        self._link = Link(name, limits.threads, write_bytes, limits.queue_bytes, stall_seconds)
+        self._questions = Link(f"{name}-ask", QUESTION_THREADS, 0, 0, stall_seconds)
+        self._tickets = itertools.count(1)
+        self._batches: dict[int, _Batch] = {}
+        self._ticket_of: dict[Job, int] = {}
+        self._asked: dict[Job, tuple[int, str, list[Sequence[bool] | None]]] = {}
+        self._writing: set[bytes] = set()
+        self._queued_blocks = 0
+        self._results: list[BlockResult] = []
+        self._traffic = Traffic()
+        self._renewal = _Renewal(name, store.renew_epoch)
+
+    @property
+    def figures(self) -> TierFigures:
+        return TierFigures(
+            blocks=0,
+            slots=0,
+            written_blocks=self._traffic.written_bytes // self._slot_bytes,
+            evicted_blocks=0,
+            queued_blocks=self._queued_blocks,
+            queued_bytes=self._link.queued_bytes,
+            open_reads=int(self._reads.state is not CircuitState.CLOSED),
+            open_writes=int(self._writes.state is not CircuitState.CLOSED),
+            openings=self._reads.openings + self._writes.openings,
+            traffic=self._traffic,
+        )
+
+    @property
+    def readable(self) -> bool:
+        return self._reads.allows and not (self._link.stalled or self._questions.stalled)
+
+    def register(self, address: int, size: int) -> None:
+        self._store.register(address, size)
+
+    def ask(self, keys: Sequence[bytes]) -> int:
+        ticket = next(self._tickets)
+        found: list[Sequence[bool] | None] = []
+        job = Job(Priority.LOAD, 0, partial(self._find, self._epoch, list(keys), found))
+        self._asked[job] = ticket, self._epoch, found
+        self._reads.begin()
+        self._questions.submit(job)
+        return ticket
+
+    def take_answers(self) -> list[Answer]:
+        answers = []
+        for job in self._questions.poll():
+            ticket, epoch, found = self._asked.pop(job)
+            failed = job.outcomes[0] is not Outcome.DONE
+            late = job.seconds > self.question_seconds
+            self._note(self._reads, failed or late, job.seconds, "questions to")
+            has = None if failed else found[0]
+            if not failed and has is None and epoch == self._epoch:
+                self._epoch = secrets.token_hex(16)
+            # What another epoch has is of no use.
+            answers.append(Answer(ticket, has if epoch == self._epoch else None))
+        return answers
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+        ticket = next(self._tickets)
+        self._begin(ticket, keys, buffers, range(len(keys)), priority)
+        return ticket
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        ticket = next(self._tickets)
+        wanted = [i for i, key in enumerate(keys) if key not in self._writing]
+        there = sorted(set(range(len(keys))).difference(wanted))
+        self._results += [BlockResult(ticket, i, Outcome.DONE) for i in there]
+        size = len(wanted) * self._slot_bytes
+        full = self._link.queued_bytes + size > self._link.queue_bytes
+        if full or not self._writes.allows or self._link.stalled:
+            self._results += [BlockResult(ticket, i, Outcome.DROPPED) for i in wanted]
+            return ticket
+        self._writing.update(keys)
+        self._begin(ticket, keys, buffers, wanted, Priority.WRITE)
+        return ticket
+
+    def clear(self) -> None:
+        self._epoch = secrets.token_hex(16)
+        self._writing.clear()
+        self._renewal.begin()
+
+    def cancel(self, ticket: int) -> None:
+        if ticket in self._batches:
+            self._link.cancel(list(self._batches[ticket].jobs))
+
+    def hasten(self, ticket: int, priority: Priority) -> None:
+        if ticket in self._batches:
+            self._link.hasten(list(self._batches[ticket].jobs), priority)
+
+    def poll(self) -> list[BlockResult]:
+        for job in self._link.poll():
+            self._end(job)
+        results, self._results = self._results, []
+        return results
+
+    def begin_close(self, flush_seconds: float) -> None:
+        self._link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
+        self._questions.begin_close(0.0)
+        self._renewal.begin_close()
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        self.begin_close(flush_seconds)
+        bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
+        end = time.monotonic() + bound
+        links = [self._link.close(bound)]
+        links.append(self._questions.close(max(0.0, end - time.monotonic())))
+        renewed = self._renewal.close(max(0.0, end - time.monotonic()))
+        self.poll()
+        if not all(links):
+            logger.warning("%s hangs: its threads are left as they are", self.medium.value)
+            return False
+        if renewed:
+            self._store.close()
+        return True
+
+    def _find(
+        self, epoch: str, keys: Sequence[bytes], found: list[Sequence[bool] | None]
+    ) -> list[Outcome]:
+        found.append(self._store.find(epoch, keys))
+        return [Outcome.DONE]
+
+    def _begin(
+        self,
+        ticket: int,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        positions: Sequence[int],
+        priority: Priority,
+    ) -> None:
+        """Begin to read or write the blocks at `positions`."""
+        if not positions:
+            return
+        writes = priority is Priority.WRITE
+        call = self._store.put if writes else self._store.get
+        jobs: dict[Job, Sequence[int]] = {}
+        for start in range(0, len(positions), self._batch_blocks):
+            part = positions[start : start + self._batch_blocks]
+            work = partial(call, self._epoch, [keys[i] for i in part], [buffers[i] for i in part])
+            job = Job(priority, len(part) * self._slot_bytes, work, len(part))
+            jobs[job] = part
+            self._ticket_of[job] = ticket
+        self._batches[ticket] = _Batch(jobs, list(keys))
+        self._queued_blocks += len(positions)
+        (self._writes if writes else self._reads).begin(len(jobs))
+        self._link.submit(*jobs)
+
+    def _end(self, job: Job) -> None:
+        ticket = self._ticket_of.pop(job)
+        batch = self._batches[ticket]
+        positions = batch.jobs.pop(job)
+        if not batch.jobs:
+            del self._batches[ticket]
+        self._queued_blocks -= len(positions)
+        writes = job.priority is Priority.WRITE
+        if writes:
+            self._writing.difference_update(batch.keys[i] for i in positions)
+        self._results += [
+            BlockResult(ticket, i, outcome)
+            for i, outcome in zip(positions, job.outcomes, strict=True)
+        ]
+        moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
+        if moved:
+            self._traffic.add(moved * self._slot_bytes, job.seconds, writes)
+        device, what = (self._writes, "writes to") if writes else (self._reads, "reads from")
+        if Outcome.DROPPED in job.outcomes:
+            device.drop()
+        else:
+            failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
+            self._note(device, failed, job.seconds, what)
+
+    def _note(self, device: Circuit, failed: bool, seconds: float, what: str) -> None:
+        if device.end(failed, seconds):
+            logger.error(
+                "%d %s %s in a row failed or took longer than %g s (questions: %g s): none for "
+                "%g s, then one is tried; check the store and the network",
+                circuit.FAILURES,
+                what,
+                self.medium.value,
+                self._timeout_seconds,
+                self.question_seconds,
+                PAUSE_SECONDS,
+            )
+
+
+class _Renewal:
+    """Renews the epoch of a store, and tries again until it is done.
+
+    Args:
+        name: of the thread.
+        renew: does it; blocks, and raises if it cannot.
+    """
+
+    def __init__(self, name: str, renew: Callable[[], None]) -> None:
+        self._name = f"{name}-renewal"
+        self._renew = renew
+        self._work = threading.Condition()
+        self._wanted = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Renew it, once more if it is being renewed."""
+        with self._work:
+            self._wanted = True
+            if self._thread is None:
+                # A daemon: a thread that hangs must not keep the process from ending.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._work.notify()
+
+    def begin_close(self) -> None:
+        """What is wanted is tried at once, for the last time."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+
+    def close(self, timeout: float) -> bool:
+        """Whether the thread has ended within so many seconds."""
+        self.begin_close()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failures = 0
+        while True:
+            with self._work:
+                if failures and not self._closing:
+                    pause = min(_RETRY_SECONDS * 2.0**failures, _LONGEST_RETRY_SECONDS)
+                    self._work.wait(pause)
+                while not (self._wanted or self._closing):
+                    self._work.wait()
+                if not self._wanted:
+                    return
+                self._wanted, last = False, self._closing
+            try:
+                self._renew()
+                failures = 0
+            except Exception as error:  # noqa: BLE001
+                # Whatever it is: later processes would find what a reset was to forget.
+                self._wanted = not last
+                failures += 1
+                if failures == 1 or last:
+                    logger.error(
+                        "%s: a reset cannot be told to the store (%s), retried until it can; if "
+                        "this process ends before, engines that start find blocks of before it",
+                        self._name,
+                        error,
+                    )
+
+
+def address_of(buffer: memoryview) -> int:
+    """Where a writable buffer begins in memory; valid as long as its memory is mapped."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All copies between the arena and the tiers below it.
+
+Each tier has links of its own, with their own threads. What is urgent goes first on every one
+(`Priority`); what waits is bounded; what stalls is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from flexkv.changes import Change, Medium
+from flexkv.counters import TierCounters
+from flexkv.eviction import RequestContext
+from flexkv.index import Block, BlockIndex
+from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier, TierFigures
+from flexkv.transfer.demote import Demoter
+from flexkv.transfer.fetch import Fetcher
+from flexkv.transfer.leaving import Leaving
+from flexkv.transfer.sources import sources_of
+from flexkv.transfer.uses import UseLog
+
+
+class LowerTiers:
+    """The tiers below one arena. Single-threaded; nothing waits but `close`.
+
+    Args:
+        index: of the arena; blocks are leased in it, reserved and published.
+        slot_view: memory of an arena slot.
+        tiers: the fastest first; owned.
+
+    Attributes:
+        fetcher: what comes into the arena.
+        tiers: as given.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        slot_view: Callable[[int], memoryview],
+        tiers: Sequence[AttachedTier],
+    ) -> None:
+        self.tiers: list[AnyTier] = [each.tier for each in tiers]
+        self._sources = sources_of(tiers)
+        self.fetcher = Fetcher(index, slot_view, self._sources)
+        self._demoters = [
+            Demoter(index, slot_view, source, each.admission)
+            for source, each in zip(self._sources, tiers, strict=True)
+        ]
+        self._on_store = [each for each in self._demoters if each.admission.on_store]
+        on_hit = [each for each in self._demoters if each.admission.on_hit]
+        on_evict = [each for each in self._demoters if each.admission.on_evict]
+        self._leaving = Leaving(index, on_evict)
+        self._indexed: list[IndexedTier] = [
+            tier for tier in self.tiers if not isinstance(tier, AskedTier)
+        ]
+        self._uses = UseLog(index, self._indexed, on_hit)
+
+    def __bool__(self) -> bool:
+        """Whether there is a tier."""
+        return bool(self.tiers)
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether a tier has to be asked which blocks it has."""
+        return len(self._indexed) < len(self.tiers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` may find anything."""
+        demotes = any(demoter.busy for demoter in self._demoters)
+        return bool(self._uses or self.fetcher.busy or demotes)
+
+    @property
+    def figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
+        """Of each tier, with what was fetched from it and demoted to it."""
+        return [(each.medium, each.tier.figures, each.counters) for each in self._sources]
+
+    @property
+    def counters(self) -> list[TierCounters]:
+        """Of each tier."""
+        return [source.counters for source in self._sources]
+
+    def register(self, address: int, size: int) -> None:
+        """See `AskedTier.register`."""
+        for tier in self.tiers:
+            if isinstance(tier, AskedTier):
+                tier.register(address, size)
+
+    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        """For each key whether a tier can give its block now; None if one has to be asked."""
+        looks = [source.look(keys) for source in self._sources]
+        if len(looks) == 1:
+            return looks[0]
+        return [
+            True if True in each else None if None in each else False
+            for each in zip(*looks, strict=True)
+        ]
+
+    def is_demoting(self, key: bytes) -> bool:
+        """Whether the block of `key` is being written to a tier."""
+        return any(demoter.is_writing(key) for demoter in self._demoters)
+
+    def stored(self, blocks: Sequence[Block], ready: bool) -> None:
+        """Blocks came from the engine, or failed to."""
+        if not self.tiers:
+            return
+        for block in blocks:
+            self.fetcher.settle(block.key)
+        if ready:
+            for demoter in self._on_store:
+                demoter.offer([block.key for block in blocks])
+
+    def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
+        """A prefix was used; `hit` is the scheduled request that found it, if one did."""
+        self._uses.note(keys, hit)
+
+    def poll(self) -> None:
+        """Bring everything up to date."""
+        # Before the results are taken: what a tier drops at once is not on its way.
+        for keys, place in self.fetcher.take_arrivals():
+            self._promote(keys, place)
+        reads = self.fetcher.reads
+        for source, demoter in zip(self._sources, self._demoters, strict=True):
+            for result in source.tier.poll():
+                if not reads.take(source, result):
+                    self._leaving.wrote(demoter, demoter.take(result))
+        self.fetcher.poll()
+        self._uses.count()
+        self._leaving.make_room()
+
+    def watch(self) -> None:
+        """See `IndexedTier.watch`."""
+        for tier in self._indexed:
+            tier.watch()
+
+    def take_changes(self, limit: int) -> Iterable[Change]:
+        """See `IndexedTier.take_changes`; `limit` is for each tier."""
+        return [change for tier in self._indexed for change in tier.take_changes(limit)]
+
+    def name_of(self, key: bytes, medium: Medium) -> bytes:
+        """What changes in the tier of `medium` call the block of `key`."""
+        tier = next((tier for tier in self._indexed if tier.medium is medium), None)
+        return key if tier is None else tier.name_of(key)
+
+    def clear(self) -> None:
+        """The cache was cleared: the tiers too, and what is on its way arrives nowhere."""
+        self.fetcher.clear()
+        self._uses.clear()
+        for source in self._sources:
+            source.tier.clear()
+            source.clear()
+
+    def close(self, flush_seconds: float) -> bool:
+        """End the tiers, all at the same time. False if one hangs, and still reads or writes arena
+        memory."""
+        written = [tier.figures.written_blocks for tier in self.tiers]
+        for tier in self.tiers:
+            tier.begin_close(flush_seconds)
+        ended = [tier.close(flush_seconds) for tier in self.tiers]
+        for source, before in zip(self._sources, written, strict=True):
+            # Of these the tier gives no result any more.
+            source.counters.demoted_blocks += source.tier.figures.written_blocks - before
+        return all(ended)
+
+    def _promote(self, keys: Sequence[bytes], place: int) -> None:
+        """Write blocks that came from the tier at `place`, or a faster one, to those before it."""
+        for demoter in self._on_store:
+            if demoter.source.place < place:
+                demoter.offer(keys)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lower tiers as sources of blocks: what each has, as far as that is known."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexkv.changes import Medium
+from flexkv.counters import TierCounters
+from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
+
+HAS_SECONDS = 60.0
+"""How long a block counts as there after a tier has said so, or taken it. One that has gone since
+costs a read that finds nothing."""
+
+LACKS_SECONDS = 5.0
+"""How long a block counts as absent after a tier has said so. A request that is asked about in
+every step asks once in this time; a block that another node writes meanwhile is a miss for as
+long."""
+
+_ANSWERS = 1 << 17
+"""Answers that are remembered at most: some 20 MB."""
+
+
+class Source(abc.ABC):
+    """A tier at its place among the tiers of a cache. Single-threaded.
+
+    Attributes:
+        place: 0 for the fastest.
+        stall_seconds: see `AttachedTier`.
+        counters: of what was fetched from the tier and written to it.
+    """
+
+    def __init__(self, tier: AnyTier, place: int, stall_seconds: float) -> None:
+        self.tier = tier
+        self.place = place
+        self.stall_seconds = stall_seconds
+        self.counters = TierCounters()
+
+    @property
+    def medium(self) -> Medium:
+        return self.tier.medium
+
+    @abc.abstractmethod
+    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        """For each key whether the tier can give its block now; None if it has to be asked, or is
+        being asked. No side effect."""
+
+    @abc.abstractmethod
+    def ask(self, keys: Iterable[bytes]) -> None:
+        """Find out about keys that `look` does not know."""
+
+    @abc.abstractmethod
+    def note(self, key: bytes, has: bool) -> None:
+        """A read or write has shown whether the tier has the block."""
+
+    @abc.abstractmethod
+    def poll(self) -> bool:
+        """Whether `look` may know more than at the last call."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """The tier was cleared."""
+
+
+class IndexedSource(Source):
+    """A tier that knows its blocks: nothing is asked or remembered."""
+
+    def __init__(self, tier: IndexedTier, place: int, stall_seconds: float) -> None:
+        super().__init__(tier, place, stall_seconds)
+        self._indexed = tier
+
+    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        return self._indexed.contains(keys)
+
+    def ask(self, keys: Iterable[bytes]) -> None:
+        pass
+
+    def note(self, key: bytes, has: bool) -> None:
+        pass
+
+    def poll(self) -> bool:
+        return False
+
+    def clear(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Question:
+    """Keys that a tier was asked about; none once the answer is of no use."""
+
+    keys: Sequence[bytes]
+    deadline: float
+    late: bool = False
+
+
+class AskedSource(Source):
+    """A tier that has to ask, and what it has answered."""
+
+    def __init__(self, tier: AskedTier, place: int, stall_seconds: float) -> None:
+        super().__init__(tier, place, stall_seconds)
+        self._asked = tier
+        self._known: dict[bytes, tuple[bool, float]] = {}
+        self._asking: dict[bytes, float] = {}
+        self._questions: dict[int, _Question] = {}
+
+    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        now, readable = time.monotonic(), self._asked.readable
+        return [self._look(key, now, readable) for key in keys]
+
+    def ask(self, keys: Iterable[bytes]) -> None:
+        now = time.monotonic()
+        wanted = [key for key in dict.fromkeys(keys) if key not in self._asking]
+        if not wanted:
+            return
+        deadline = now + self._asked.question_seconds
+        self._questions[self._asked.ask(wanted)] = _Question(wanted, deadline)
+        self._asking.update(dict.fromkeys(wanted, deadline))
+
+    def note(self, key: bytes, has: bool) -> None:
+        self._remember(key, has, time.monotonic())
+
+    def poll(self) -> bool:
+        now = time.monotonic()
+        news = False
+        for answer in self._asked.take_answers():
+            question = self._questions.pop(answer.ticket)
+            has = answer.has or [False] * len(question.keys)
+            for key, each in zip(question.keys, has, strict=False):
+                del self._asking[key]
+                self._remember(key, each, now)
+            news = True
+        for question in self._questions.values():
+            if question.deadline <= now and not question.late:
+                question.late = news = True
+                self.counters.late_questions += 1
+        return news
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._asking.clear()
+        for question in self._questions.values():
+            question.keys = ()
+
+    def _look(self, key: bytes, now: float, readable: bool) -> bool | None:
+        has, until = self._known.get(key, (False, 0.0))
+        if until > now:
+            return has and readable
+        if not readable or self._asking.get(key, now + 1.0) <= now:
+            return False
+        return None
+
+    def _remember(self, key: bytes, has: bool, now: float) -> None:
+        known = self._known
+        known.pop(key, None)  # to its end
+        known[key] = has, now + (HAS_SECONDS if has else LACKS_SECONDS)
+        if len(known) > _ANSWERS:
+            del known[next(iter(known))]
+
+
+def sources_of(tiers: Sequence[AttachedTier]) -> list[Source]:
+    """One for each of `tiers`, the fastest first."""
+    return [
+        AskedSource(each.tier, place, each.stall_seconds)
+        if isinstance(each.tier, AskedTier)
+        else IndexedSource(each.tier, place, each.stall_seconds)
+        for place, each in enumerate(tiers)
+    ]

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store on a network as a tier: what it answers, reads, writes, drops and gives up."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from memory_store import EPOCH, MemoryStore
+
+from flexkv.changes import Medium
+from flexkv.tiers import circuit, remote
+from flexkv.tiers.base import AskedTier, BlockResult
+from flexkv.tiers.circuit import FAILURES
+from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
+from packages.conftest import PATIENCE_SECONDS, Clock
+
+SLOT = 4096
+SLOTS = 64
+
+
+def names(text: str) -> list[bytes]:
+    return [each.encode() for each in text]
+
+
+def content(key: bytes) -> bytes:
+    return (key * SLOT)[:SLOT]
+
+
+class Client:
+    """A tier over a store, and buffers that are borrowed by one batch at a time."""
+
+    def __init__(self, store: MemoryStore, **limits: Any) -> None:
+        self.store = store
+        given = RemoteLimits(**({"question_seconds": 60.0, "timeout_seconds": 60.0} | limits))
+        self.tier = RemoteTier(Medium.DISK, store, EPOCH, SLOT, given)
+        self._memory = memoryview(mmap.mmap(-1, SLOT * SLOTS))
+        self.buffers = [self._memory[i * SLOT : (i + 1) * SLOT] for i in range(SLOTS)]
+        self._results: list[BlockResult] = []
+
+    def until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not done():
+            assert time.monotonic() < end
+            time.sleep(0.0002)
+
+    def outcomes(self, ticket: int, count: int) -> list[Outcome]:
+        def came() -> bool:
+            self._results += self.tier.poll()
+            return sum(result.ticket == ticket for result in self._results) == count
+
+        self.until(came)
+        mine = {each.position: each.outcome for each in self._results if each.ticket == ticket}
+        self._results = [each for each in self._results if each.ticket != ticket]
+        return [mine[i] for i in range(count)]
+
+    def begin_read(self, text: str, priority: Priority = Priority.LOAD) -> int:
+        keys = names(text)
+        return self.tier.read(keys, self.buffers[: len(keys)], priority)
+
+    def read(self, text: str) -> list[Outcome]:
+        """The outcome of each block; the bytes of all that are DONE were right."""
+        outcomes = self.outcomes(self.begin_read(text), len(text))
+        for key, buffer, outcome in zip(names(text), self.buffers, outcomes, strict=False):
+            assert outcome is not Outcome.DONE or bytes(buffer) == content(key)
+        return outcomes
+
+    def begin_write(self, text: str) -> int:
+        keys = names(text)
+        for key, buffer in zip(keys, self.buffers, strict=False):
+            buffer[:] = content(key)
+        return self.tier.write(keys, self.buffers[: len(keys)])
+
+    def write(self, text: str) -> list[Outcome]:
+        return self.outcomes(self.begin_write(text), len(text))
+
+    def ask(self, text: str) -> Sequence[bool] | None:
+        ticket = self.tier.ask(names(text))
+        answers = []
+
+        def came() -> bool:
+            answers.extend(self.tier.take_answers())
+            return bool(answers)
+
+        self.until(came)
+        (answer,) = answers
+        assert answer.ticket == ticket
+        return answer.has
+
+
+DONE = Outcome.DONE
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Client]]:
+    made: list[Client] = []
+
+    def start(store: MemoryStore | None = None, **limits: Any) -> Client:
+        made.append(Client(store or MemoryStore(), **limits))
+        return made[-1]
+
+    yield start
+    for client in made:
+        client.store.release()
+        client.store.broken.clear()
+        assert client.tier.close()
+
+
+def test_it_is_a_tier_that_is_asked(make: Callable[..., Client]) -> None:
+    client = make()
+    assert isinstance(client.tier, AskedTier)
+    client.tier.register(4096, 8192)
+    assert client.store.registered == (4096, 8192)
+    buffer = client.buffers[3]
+    assert address_of(buffer) - address_of(client.buffers[0]) == 3 * SLOT
+
+
+def test_what_one_engine_wrote_another_finds_and_reads(make: Callable[..., Client]) -> None:
+    one = make(batch_bytes=2 * SLOT)
+    other = make(one.store)
+    assert one.write("abcde") == [DONE] * 5
+    assert other.ask("axe") == [True, False, True]
+    assert other.read("abxe") == [DONE, DONE, Outcome.MISSING, DONE]
+    figures = one.tier.figures
+    assert (figures.written_blocks, figures.traffic.written_bytes) == (5, 5 * SLOT)
+    assert other.tier.figures.traffic.read_bytes == 3 * SLOT
+    assert figures.queued_blocks == figures.queued_bytes == 0
+
+
+def test_a_damaged_block_is_no_hit(make: Callable[..., Client]) -> None:
+    client = make()
+    client.write("ab")
+    client.store.damage(b"a")
+    assert client.read("ab") == [Outcome.DAMAGED, DONE]
+
+
+def test_what_is_being_written_is_not_written_twice(make: Callable[..., Client]) -> None:
+    client = make()
+    client.store.hanging = {"put"}
+    first = client.begin_write("abc")
+    again = client.begin_write("bcd")
+    client.store.release()
+    assert client.outcomes(first, 3) == client.outcomes(again, 3) == [DONE] * 3
+    assert sorted(client.store.puts) == [names("abc"), names("d")]
+
+
+def test_writes_beyond_the_queue_are_dropped(make: Callable[..., Client]) -> None:
+    client = make(queue_bytes=3 * SLOT)
+    assert client.write("abcd") == [Outcome.DROPPED] * 4
+    assert client.write("abc") == [DONE] * 3
+    assert client.store.keys() == names("abc")
+
+
+def test_what_was_cancelled_before_it_began_is_dropped(make: Callable[..., Client]) -> None:
+    client = make(threads=1, batch_bytes=SLOT)
+    client.write("ab")
+    client.store.hanging = {"get"}
+    ticket = client.begin_read("ab")
+    client.until(lambda: client.tier.figures.queued_bytes == SLOT)
+    client.tier.cancel(ticket)
+    client.store.release()
+    assert client.outcomes(ticket, 2) == [DONE, Outcome.DROPPED]
+
+
+def test_a_prefetch_that_is_hastened_goes_first(make: Callable[..., Client]) -> None:
+    client = make(threads=1, batch_bytes=SLOT)
+    client.write("abc")
+    client.store.hanging = {"get"}
+    busy = client.begin_read("a")
+    client.until(lambda: client.tier.figures.queued_bytes == 0)
+    early = client.begin_read("b", Priority.PREFETCH)
+    late = client.begin_read("c", Priority.PREFETCH)
+    client.tier.hasten(late, Priority.LOAD)
+    client.store.release()
+    for ticket in (busy, early, late):
+        client.outcomes(ticket, 1)
+    assert client.store.gets == [[b"a"], [b"c"], [b"b"]]
+
+
+@pytest.mark.parametrize("call", ["get", "find"])
+def test_failures_open_the_circuit_and_a_probe_closes_it(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, clock: Clock, call: str
+) -> None:
+    monkeypatch.setattr(circuit, "time", clock)
+    client = make()
+    client.write("a")
+    client.store.broken = {call}
+    for _ in range(FAILURES):
+        assert client.tier.readable
+        if call == "get":
+            assert client.read("a") == [Outcome.FAILED]
+        else:
+            assert client.ask("a") is None
+    figures = client.tier.figures
+    assert not client.tier.readable
+    assert (figures.open_reads, figures.open_writes, figures.openings) == (1, 0, 1)
+    clock.skip(remote.PAUSE_SECONDS)
+    assert client.tier.readable
+    assert client.ask("a") == (None if call == "find" else [True])
+    assert client.tier.readable is (call == "get")
+    client.store.broken.clear()
+    clock.skip(remote.PAUSE_SECONDS)
+    assert client.ask("a") == [True]
+    assert client.tier.readable
+    assert client.read("a") == [DONE]
+
+
+def test_failed_writes_stop_writes_and_no_reads(make: Callable[..., Client]) -> None:
+    client = make()
+    client.write("a")
+    client.store.broken = {"put"}
+    for i in range(FAILURES):
+        assert client.write(chr(ord("A") + i)) == [Outcome.FAILED]
+    assert client.write("z") == [Outcome.DROPPED]
+    assert client.read("a") == [DONE]
+    assert client.tier.figures.open_writes == 1
+
+
+def test_questions_that_are_always_late_are_asked_no_more(make: Callable[..., Client]) -> None:
+    client = make(question_seconds=1e-9)
+    for _ in range(FAILURES):
+        assert client.tier.readable
+        assert client.ask("a") == [False]  # late, and of use for later requests
+    assert not client.tier.readable
+
+
+def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock) -> None:
+    client = make()
+    client.store.hanging = {"find"}
+    client.tier.ask(names("a"))
+    client.until(lambda: bool(client.tier._questions._running))
+    assert client.tier.readable
+    clock.skip(PATIENCE_SECONDS + 1)
+    assert not client.tier.readable
+    assert client.write("a") == [DONE]
+    client.store.release()
+    client.until(lambda: bool(client.tier.take_answers()))
+    assert client.tier.readable
+
+
+def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[..., Client]) -> None:
+    client, other = make(), None
+    client.write("ab")
+    client.store.hanging = {"put"}
+    outdated = client.begin_write("x")
+    client.until(lambda: client.tier.figures.queued_bytes == 0)
+    client.tier.clear()
+    client.store.release()
+    client.outcomes(outdated, 1)
+    assert client.ask("abx") == [False] * 3
+    assert client.read("a") == [Outcome.MISSING]
+    assert client.write("ac") == [DONE] * 2
+    assert client.ask("abc") == [True, False, True]
+    client.until(lambda: client.store.renewed == 1)
+    # An engine that still is in the old epoch learns of it, and shares nothing any more either.
+    other = make(client.store)
+    assert other.ask("ab") is None
+    assert other.write("b") == [DONE]
+    assert (client.ask("b"), other.ask("abc")) == ([False], [False, True, False])
+    assert client.store.keys() == names("abx")
+
+
+def test_a_reset_is_told_to_the_store_until_it_takes_it(
+    make: Callable[..., Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make()
+    client.store.broken = {"renew"}
+    client.tier.clear()
+    client.until(lambda: "a reset cannot be told" in caplog.text)
+    assert client.ask("a") == [False]
+    client.store.broken.clear()
+    client.until(lambda: client.store.renewed == 1)
+    assert caplog.text.count("a reset cannot be told") == 1
+
+
+def test_a_reset_right_before_the_end_reaches_the_store() -> None:
+    client = Client(MemoryStore())
+    client.tier.clear()
+    assert client.tier.close()
+    assert client.store.renewed == 1
+    assert client.store.closed
+
+
+def test_a_store_that_hangs_at_the_end_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "CLOSE_SECONDS", 0.05)
+    client = Client(MemoryStore())
+    client.store.hanging = {"get"}
+    client.begin_read("a")
+    client.until(lambda: client.tier.figures.queued_bytes == 0)
+    assert not client.tier.close()
+    assert not client.store.closed
+    client.store.release()
+
+
+def test_writes_that_wait_are_made_at_the_end() -> None:
+    client = Client(MemoryStore(), threads=1, batch_bytes=SLOT)
+    client.begin_write("abcdefgh")
+    assert client.tier.close()
+    assert client.store.keys() == names("abcdefgh")
+    assert client.tier.figures.written_blocks == 8

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache over a real disk and a store that other engines fill; the test plays the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from memory_store import MemoryStore
+
+from flexkv import KVCache
+from flexkv.admission import ADMISSIONS
+from flexkv.changes import Medium
+from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
+from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.disk import open_disk_tier
+from flexkv.tiers.job import Priority
+from flexkv.tiers.remote import RemoteLimits, RemoteTier
+from flexkv.transfer.fetch import Fetch
+from packages.conftest import PATIENCE_SECONDS
+
+SLOT = 4096
+FINGERPRINT = "fe" * 16
+LONG = 60.0
+"""Seconds that no test waits for: no deadline passes unless the clock is put forward."""
+
+
+def names(text: str) -> list[bytes]:
+    return [each.encode() for each in text]
+
+
+def content(key: bytes) -> bytes:
+    return (key * SLOT)[:SLOT]
+
+
+class Node:
+    """An engine with `slots` blocks in host memory, a disk and a share of `store`."""
+
+    def __init__(
+        self,
+        root: Path,
+        store: MemoryStore,
+        *,
+        slots: int = 8,
+        disk: str | None = "second_hit",
+        remote: str = "second_hit",
+        question_seconds: float = LONG,
+        stall_seconds: float = LONG,
+    ) -> None:
+        self.store = store
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), slots), threads=1)
+        limits = RemoteLimits(question_seconds, timeout_seconds=LONG, batch_bytes=SLOT)
+        self.remote = RemoteTier(Medium.MOONCAKE, store, "shared", SLOT, limits)
+        tiers = [AttachedTier(self.remote, ADMISSIONS[remote], stall_seconds)]
+        if disk is not None:
+            self.disk = open_disk_tier(
+                [str(root)], FINGERPRINT, SLOT, 64 * (SLOT + 64) + 32768, stall_seconds=LONG
+            )
+            tiers.insert(0, AttachedTier(self.disk, ADMISSIONS[disk], stall_seconds))
+        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not done():
+            assert time.monotonic() < end
+            self.cache.poll()
+            time.sleep(0.0002)
+
+    def settle(self) -> None:
+        self.until(lambda: not self.cache.busy)
+
+    def begin_store(self, text: str) -> None:
+        """The engine's blocks have been copied, and nobody has polled since."""
+        prefix = names(text)
+        transfer = self.cache.store(prefix, self.cache.missing(prefix))
+        assert transfer is not None
+        for block in transfer.blocks:
+            with self.arena.slot_view(block.slot) as view:
+                view[:] = content(block.key)
+        self.arena.board.report(transfer.cell, 0, Status.DONE)
+
+    def store_blocks(self, text: str) -> None:
+        self.begin_store(text)
+        self.settle()
+
+    def put_on_disk(self, text: str) -> None:
+        """Have blocks on disk, and not in host memory."""
+        self.store_blocks(text)
+        self.cache._below._demoters[0].offer(names(text))
+        self.settle()
+        index = self.cache._index
+        for key in reversed(names(text)):
+            found = index.lease([key])
+            assert found is not None
+            index.drop(found)
+            index.release(found)
+        assert self.on_disk(text) == text
+
+    def on_disk(self, text: str) -> str:
+        there = self.disk.contains(names(text))
+        return "".join(name for name, has in zip(text, there, strict=True) if has)
+
+    def begin(self, text: str, priority: Priority = Priority.LOAD) -> Fetch:
+        fetch = self.cache.fetch(names(text), priority)
+        assert fetch is not None
+        return fetch
+
+    def fetched(self, text: str) -> str:
+        """What of a prefix has come once a fetch ended, each block with its own bytes."""
+        fetch = self.cache.fetch(names(text))
+        if fetch is not None:
+            self.until(lambda: fetch.done)
+        hits = self.cache.lookup(names(text))
+        if fetch is not None:
+            self.cache.end_fetch(fetch)
+        self.assert_own_bytes()
+        return text[:hits]
+
+    def assert_own_bytes(self) -> None:
+        for key, block in self.cache._index._ready.items():
+            with self.arena.slot_view(block.slot) as view:
+                assert bytes(view) == content(key)
+
+    def assert_at_rest(self) -> None:
+        """Nothing is under way, leased or lost."""
+        self.settle()
+        index, reads = self.cache._index, self.cache._below.fetcher.reads
+        assert not reads
+        assert not reads._read_of
+        assert not self.cache._below.fetcher._waiting
+        assert not self.cache._below._leaving._leaving
+        assert not index._writing
+        assert [block.key for block in index._ready.values() if block.leases] == []
+        assert index.free_slots + len(index) == index.num_slots
+
+    def close(self) -> None:
+        self.store.release()
+        self.settle()
+        assert self.cache.close()
+        self.arena.close()
