@@ -14,11 +14,11 @@ import torch
 from flexkv.host.arena import Arena
 from flexkv.host.numa import bytes_by_node, node_of_device
 from flexkv_kernels import (
-    Crossovers,
+    Calibration,
     CudaMode,
     CudaMover,
     CudaOptions,
-    calibrated_crossovers,
+    calibrated,
     cuda_device,
 )
 from integration.gpu.rig import Rig
@@ -43,19 +43,24 @@ class Lab:
     Attributes:
         rig: the memory.
         repeats: measurements of everything.
-        crossovers: what FlexKV has calibrated on this device.
         notes: what a reader of the figures should know of the memory.
     """
 
     rig: Rig
     repeats: int
-    crossovers: Crossovers
     notes: tuple[str, ...]
+
+    def calibration(self, shape: Shape) -> Calibration:
+        """What FlexKV has calibrated on this device for such pages."""
+        planes = shape.planes(self.rig.base, self.rig.blocks)
+        return calibrated(DEVICE, planes, range(len(planes)))
 
     @contextmanager
     def mover(self, shape: Shape, mode: CudaMode = CudaMode.AUTO) -> Iterator[CudaMover]:
         """A mover for pages of this shape; by default it copies as FlexKV does for its users."""
-        options = CudaOptions(mode=mode, crossovers=self.crossovers)
+        options = self.calibration(shape).options()
+        if mode is not CudaMode.AUTO:
+            options = CudaOptions(mode=mode, ring_bytes=options.ring_bytes)
         with closing(_mover(self.rig, shape, options)) as mover:
             yield mover
 
@@ -64,7 +69,6 @@ class Lab:
 def open_lab(quick: bool) -> Iterator[Lab]:
     """Memory on the device and an arena near it. ValueError without a usable device."""
     torch.cuda.init()
-    crossovers = calibrated_crossovers(DEVICE)
     node = node_of_device(cuda_device(DEVICE).pci_bus_id)
     nodes = frozenset() if node is None else frozenset({node})
     rig = Rig(QUICK_BLOCKS if quick else BLOCKS, f"cuda:{DEVICE}", nodes)
@@ -73,9 +77,9 @@ def open_lab(quick: bool) -> Iterator[Lab]:
         start = time.perf_counter()
         registered = _mover(rig, Shape(BLOCK_BYTES), CudaOptions(mode=CudaMode.DMA))
         seconds = time.perf_counter() - start
-        notes = (f"crossovers: {crossovers}", describe_arena(rig.arena, seconds))
+        notes = (describe_arena(rig.arena, seconds),)
         with closing(registered):
-            yield Lab(rig, QUICK_REPEATS if quick else REPEATS, crossovers, notes)
+            yield Lab(rig, QUICK_REPEATS if quick else REPEATS, notes)
 
 
 def describe_arena(arena: Arena, seconds: float) -> str:

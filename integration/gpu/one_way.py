@@ -63,7 +63,7 @@ def check_row(rig: Rig, shape: Shape, name: str, copies: dict[Direction, Copy]) 
 
 def modes_for(shape: Shape) -> list[CudaMode]:
     """AUTO, what users have, and each way by itself; short runs by DMA would take seconds."""
-    modes = [CudaMode.AUTO, CudaMode.KERNEL]
+    modes = [CudaMode.AUTO, CudaMode.STAGED, CudaMode.KERNEL]
     if cuda_device(DEVICE).capability >= (9, 0):
         modes.append(CudaMode.TMA)
     if shape.run_bytes >= 4 * KIB:

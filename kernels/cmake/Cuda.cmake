@@ -113,11 +113,15 @@ target_sources(flexkv_kernels PRIVATE
   cuda/device_memory.cpp
   cuda/device_side.cpp
   cuda/driver.cpp
+  cuda/driver_batch.cpp
   cuda/driver_copies.cpp
   cuda/host_registration.cpp
   cuda/kernel_copies.cpp
   cuda/lane.cpp
-  cuda/tile_table.cpp)
+  cuda/slot_runs.cpp
+  cuda/staged_copies.cpp
+  cuda/tile_table.cpp
+  cuda/ways.cpp)
 target_include_directories(flexkv_kernels PRIVATE src cuda)
 target_include_directories(flexkv_kernels SYSTEM PRIVATE "${FKV_CUDA_INCLUDE}")
 target_link_libraries(flexkv_kernels PRIVATE ${CMAKE_DL_LIBS})

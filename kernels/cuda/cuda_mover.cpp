@@ -23,22 +23,6 @@ constexpr unsigned long kTimerSlackNs = 5000;
 
 constexpr std::size_t index_of(Direction direction) { return static_cast<std::size_t>(direction); }
 
-bool is_wrong_stream(CUresult result) {
-  return result == CUDA_ERROR_INVALID_HANDLE || result == CUDA_ERROR_INVALID_VALUE ||
-         result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_CONTEXT_IS_DESTROYED ||
-         result == CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
-}
-
-// For a call about a stream that the caller has named, as its argument `name`.
-void check_stream(const Driver& driver, CUresult result, const std::string& name,
-                  std::uint64_t stream, const std::string& call) {
-  if (is_wrong_stream(result)) {
-    throw InvalidArgument(name + " is " + std::to_string(stream) + ", no stream of this device: " +
-                          driver.describe(result, call));
-  }
-  driver.check(result, call + " on the caller's stream");
-}
-
 }  // namespace
 
 CudaMover::CudaMover(Layout layout, const CudaTuning& tuning)
@@ -54,7 +38,7 @@ void CudaMover::start(const Driver& driver, std::int32_t ordinal) {
                           " lacks: it takes a compute capability of 9.0 or more");
   }
   const CurrentDevice current(*device);
-  device_side_ = std::make_unique<DeviceSide>(device, layout_, tuning_);
+  device_side_ = std::make_unique<DeviceSide>(device, layout_, tuning_, way_counts_);
   thread_ = std::thread(&CudaMover::work, this);
   pthread_setname_np(thread_.native_handle(), "flexkv-mover");
 }
@@ -254,9 +238,9 @@ void CudaMover::enqueue_slice(std::size_t direction) {
   Taken taken;
   try {
     if (!transfer->path.has_value()) {
-      begin(*transfer, lane.stream());
+      begin(*transfer, lane);
     }
-    taken = enqueue_copies(*transfer, lane.stream());
+    taken = enqueue_copies(*transfer, lane);
     if (taken.last) {
       write_flag(*transfer, lane.stream());
     }
@@ -276,10 +260,15 @@ void CudaMover::enqueue_slice(std::size_t direction) {
   }
 }
 
-void CudaMover::begin(Transfer& transfer, CUstream stream) {
-  transfer.path = choose_path(transfer);
+void CudaMover::begin(Transfer& transfer, const Lane& lane) {
+  device_side_->ways.choose(transfer);
+  const bool staged = transfer.path == Path::staged;
+  const CUstream stream = staged ? lane.first_stage() : lane.stream();
   if (transfer.after != nullptr) {
     follow_after(transfer, stream);
+  }
+  if (staged) {
+    device_side_->staged_copies->follow_ring(transfer, lane);
   }
   transfer.begun = device_side_->timed_events.take();
   device_side_->driver().check(device_side_->driver().cuEventRecord(transfer.begun, stream),
@@ -296,20 +285,15 @@ void CudaMover::follow_after(Transfer& transfer, CUstream stream) {
   device_side_->driver().check(result, "cuStreamWaitEvent");
 }
 
-Path CudaMover::choose_path(const Transfer& transfer) const {
-  if (tuning_.forced.has_value()) {
-    return *tuning_.forced;
+Taken CudaMover::enqueue_copies(Transfer& transfer, const Lane& lane) {
+  switch (*transfer.path) {
+    case Path::driver:
+      return device_side_->driver_copies.enqueue(transfer, lane.stream());
+    case Path::staged:
+      return device_side_->staged_copies->enqueue(transfer, lane);
+    default:
+      return device_side_->kernel_copies.enqueue(transfer, lane.stream());
   }
-  const std::size_t direction = index_of(transfer.direction);
-  if (DriverCopies::mean_run(transfer) >= tuning_.crossover[direction]) {
-    return Path::driver;
-  }
-  return device_side_->device->has_bulk_copy() ? tuning_.kernel[direction] : Path::kernel;
-}
-
-Taken CudaMover::enqueue_copies(Transfer& transfer, CUstream stream) {
-  return transfer.path == Path::driver ? device_side_->driver_copies.enqueue(transfer, stream)
-                                       : device_side_->kernel_copies.enqueue(transfer, stream);
 }
 
 // A flag in the arena is written by the stream, so that a process that watches it need not wait for

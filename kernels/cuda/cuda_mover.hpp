@@ -25,10 +25,12 @@
 #include "layout.hpp"
 #include "ticketed_mover.hpp"
 #include "transfer.hpp"
+#include "ways.hpp"
 
 namespace flexkv::cuda {
 
 struct DeviceSide;
+class Lane;
 
 class CudaMover final : public TicketedMover {
  public:
@@ -46,6 +48,7 @@ class CudaMover final : public TicketedMover {
                              std::int64_t timeout_us) override;
   void close() override;
   std::string error() override;
+  std::array<std::uint64_t, 5> path_bytes() const override { return way_counts_.read(); }
 
  private:
   // Callers' side, all under mutex_.
@@ -61,10 +64,9 @@ class CudaMover final : public TicketedMover {
   bool wait_for_work();
   bool can_enqueue(std::size_t direction) const;
   void enqueue_slice(std::size_t direction);
-  Taken enqueue_copies(Transfer& transfer, CUstream stream);
-  void begin(Transfer& transfer, CUstream stream);
+  Taken enqueue_copies(Transfer& transfer, const Lane& lane);
+  void begin(Transfer& transfer, const Lane& lane);
   void follow_after(Transfer& transfer, CUstream stream);
-  Path choose_path(const Transfer& transfer) const;
   void write_flag(Transfer& transfer, CUstream stream) const;
   void collect_ended();
   void finish(TransferPtr transfer);
@@ -78,6 +80,7 @@ class CudaMover final : public TicketedMover {
   // Made by start(), unmade by close(). Of the thread, but for the pool of events.
   std::unique_ptr<DeviceSide> device_side_;
   std::array<TransferPtr, 2> active_;  // by Direction: being enqueued; of the thread
+  WayCounts way_counts_;
 
   // Guarded by mutex_, up to thread_.
   std::condition_variable work_;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_tuning.hpp"
 
+#include <algorithm>
+#include <bit>
 #include <string>
 
 #include "mover.hpp"
@@ -10,11 +12,29 @@ namespace {
 
 constexpr std::uint32_t kMaxThreadBlocks = 1024;
 
-// 6 % of an H200's multiprocessors. A guess from others' reports (12 of 132 for plain accesses, 4 of
-// 152 for bulk copies), not tuned yet.
-constexpr std::uint32_t kThreadBlocks = 8;
+// What follows is tuned on nothing yet: it is what others report, for devices that were not measured.
 
-std::optional<Path> path_of(std::uint32_t mode) {
+// Of kernels that drive the link: 12 of 132 multiprocessors (vLLM) to 4 of 152 with bulk copies (SGLang).
+constexpr std::uint32_t kLinkThreadBlocks = 8;
+
+// Of kernels within device memory: one with 64 KiB in flight copies some 60 GB/s, more than the link.
+constexpr std::uint32_t kStagedThreadBlocks = 2;
+
+// From here on a copy engine reaches 39 to 52 of 55 GB/s (vllm#42212).
+constexpr std::uint64_t kLongRun = 64 * 1024;
+
+// Eight segments of 4 MiB: the link takes 75 us for one, far more than two streams need to meet.
+constexpr std::uint64_t kRingBytes = std::uint64_t{32} << 20;
+constexpr std::uint64_t kMaxRingBytes = std::uint64_t{1} << 30;
+
+// Longer runs are as fast as these.
+constexpr std::uint64_t kLongestClass = std::uint64_t{1} << 20;
+
+int power_of(std::uint64_t bytes) {
+  return static_cast<int>(std::bit_width(std::clamp<std::uint64_t>(bytes, 1, kLongestClass)));
+}
+
+std::optional<Path> path_of(const std::string& name, std::uint32_t mode) {
   switch (mode) {
     case FKV_CUDA_AUTO:
       return std::nullopt;
@@ -24,32 +44,79 @@ std::optional<Path> path_of(std::uint32_t mode) {
       return Path::kernel;
     case FKV_CUDA_TMA:
       return Path::bulk_kernel;
+    case FKV_CUDA_STAGED:
+      return Path::staged;
     default:
-      throw InvalidArgument("mode is " + std::to_string(mode) +
-                            ", it must be 0 (auto), 1 (DMA), 2 (kernel) or 3 (TMA)");
+      throw InvalidArgument(name + " is " + std::to_string(mode) +
+                            ", it must be 0 (auto), 1 (DMA), 2 (kernel), 3 (TMA) or 4 (staged)");
   }
 }
 
-Path kernel_of(const char* name, std::uint32_t mode) {
-  if (mode != FKV_CUDA_AUTO && mode != FKV_CUDA_KERNEL && mode != FKV_CUDA_TMA) {
-    throw InvalidArgument(std::string(name) + " is " + std::to_string(mode) +
-                          ", it must be 2 (kernel), 3 (TMA) or 0 (kernel)");
+void check_thread_blocks(std::uint32_t thread_blocks) {
+  if (thread_blocks > kMaxThreadBlocks) {
+    throw InvalidArgument("thread_blocks is " + std::to_string(thread_blocks) +
+                          ", it must be at most " + std::to_string(kMaxThreadBlocks));
   }
-  return mode == FKV_CUDA_TMA ? Path::bulk_kernel : Path::kernel;
+}
+
+std::uint32_t default_thread_blocks(Path path) {
+  return path == Path::staged ? kStagedThreadBlocks : kLinkThreadBlocks;
 }
 
 }  // namespace
 
-CudaTuning tune(const fkv_cuda_options& options) {
-  if (options.thread_blocks > kMaxThreadBlocks) {
-    throw InvalidArgument("thread_blocks is " + std::to_string(options.thread_blocks) +
-                          ", it must be at most " + std::to_string(kMaxThreadBlocks));
+RunClass class_of(Direction direction, std::uint64_t run_bytes, std::uint64_t slot_run_bytes) {
+  return {direction, power_of(run_bytes), power_of(slot_run_bytes)};
+}
+
+Way CudaTuning::choose(Direction direction, std::uint64_t run_bytes,
+                       std::uint64_t slot_run_bytes) const {
+  Way way{Path::kernel, 0};
+  const auto measured = choices.find(class_of(direction, run_bytes, slot_run_bytes));
+  if (forced.has_value()) {
+    way.path = *forced;
+  } else if (measured != choices.end()) {
+    way = measured->second;
+  } else if (run_bytes >= kLongRun) {
+    way.path = Path::driver;
+  } else if (slot_run_bytes >= kLongRun) {
+    way.path = Path::staged;
   }
-  return {path_of(options.mode),
-          {options.load_crossover, options.store_crossover},
-          {kernel_of("load_kernel", options.load_kernel),
-           kernel_of("store_kernel", options.store_kernel)},
-          options.thread_blocks == 0 ? kThreadBlocks : options.thread_blocks};
+  if (thread_blocks != 0) {
+    way.thread_blocks = thread_blocks;
+  } else if (way.thread_blocks == 0) {
+    way.thread_blocks = default_thread_blocks(way.path);
+  }
+  return way;
+}
+
+CudaTuning tune(const fkv_cuda_options& options) {
+  CudaTuning tuning{path_of("mode", options.mode), options.thread_blocks,
+                    options.ring_bytes == 0 ? kRingBytes : options.ring_bytes, {}};
+  check_thread_blocks(options.thread_blocks);
+  if (tuning.ring_bytes > kMaxRingBytes || tuning.ring_bytes < 4096) {
+    throw InvalidArgument("ring_bytes is " + std::to_string(options.ring_bytes) +
+                          ", it must be between 4096 and " + std::to_string(kMaxRingBytes));
+  }
+  if (tuning.forced.has_value() && tuning.forced != Path::staged) {
+    tuning.ring_bytes = 0;
+  }
+  for (std::uint32_t i = 0; i < options.n_choices; ++i) {
+    const fkv_cuda_choice& choice = options.choices[i];
+    const std::string name = "choice " + std::to_string(i) + ": ";
+    if (choice.direction > FKV_STORE) {
+      throw InvalidArgument(name + "direction is " + std::to_string(choice.direction) +
+                            ", it must be 0 (load) or 1 (store)");
+    }
+    const std::optional<Path> path = path_of(name + "mode", choice.mode);
+    if (!path.has_value()) {
+      throw InvalidArgument(name + "mode is 0 (auto), it must be one of the others");
+    }
+    check_thread_blocks(choice.thread_blocks);
+    tuning.choices[class_of(static_cast<Direction>(choice.direction), choice.run_bytes,
+                            choice.slot_run_bytes)] = {*path, choice.thread_blocks};
+  }
+  return tuning;
 }
 
 }  // namespace flexkv::cuda

@@ -1,26 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The settings of the CUDA mover and their defaults.
+// The settings of the CUDA mover, their defaults, and the way that a transfer goes.
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <tuple>
 
 #include "flexkv/mover.h"
 #include "transfer.hpp"
 
 namespace flexkv::cuda {
 
-// Checked settings; see fkv_cuda_options.
-struct CudaTuning {
-  std::optional<Path> forced;              // every transfer goes this way
-  std::array<std::uint64_t, 2> crossover;  // by Direction
-  std::array<Path, 2> kernel;              // by Direction: the way below the crossover
+// A way, and for kernels the most thread blocks of a launch.
+struct Way {
+  Path path;
   std::uint32_t thread_blocks;
 };
 
-// Checks the options and fills in what they leave open. Throws InvalidArgument.
+// How a transfer falls apart: direction, and the powers of two in the mean bytes of its runs and of its
+// runs in the arena alone.
+using RunClass = std::tuple<Direction, int, int>;
+
+RunClass class_of(Direction direction, std::uint64_t run_bytes, std::uint64_t slot_run_bytes);
+
+// Checked settings; see fkv_cuda_options.
+struct CudaTuning {
+  std::optional<Path> forced;  // every transfer goes this way
+  std::uint32_t thread_blocks;  // 0: as the way says
+  std::uint64_t ring_bytes;     // 0: no ring
+  std::map<RunClass, Way> choices;
+
+  // For a transfer with runs of these mean lengths.
+  Way choose(Direction direction, std::uint64_t run_bytes, std::uint64_t slot_run_bytes) const;
+};
+
+// Checks the options and fills in what they leave open. Throws InvalidArgument, std::bad_alloc.
 CudaTuning tune(const fkv_cuda_options& options);
 
 }  // namespace flexkv::cuda

@@ -22,7 +22,22 @@ CUdevice find_device(const Driver& driver, std::int32_t ordinal) {
   return device;
 }
 
+bool is_wrong_stream(CUresult result) {
+  return result == CUDA_ERROR_INVALID_HANDLE || result == CUDA_ERROR_INVALID_VALUE ||
+         result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_CONTEXT_IS_DESTROYED ||
+         result == CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+}
+
 }  // namespace
+
+void check_stream(const Driver& driver, CUresult result, const std::string& name,
+                  std::uint64_t stream, const std::string& call) {
+  if (is_wrong_stream(result)) {
+    throw InvalidArgument(name + " is " + std::to_string(stream) + ", no stream of this device: " +
+                          driver.describe(result, call));
+  }
+  driver.check(result, call + " on the caller's stream");
+}
 
 std::int32_t device_count(const Driver& driver) {
   int count = 0;

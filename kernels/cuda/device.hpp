@@ -60,6 +60,11 @@ class CurrentDevice {
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
+// For a call about a stream that the caller has named, as its argument `name`: throws InvalidArgument if
+// it is no stream of the device, DriverError.
+void check_stream(const Driver& driver, CUresult result, const std::string& name,
+                  std::uint64_t stream, const std::string& call);
+
 // How many devices there are. Throws DriverError.
 std::int32_t device_count(const Driver& driver);
 

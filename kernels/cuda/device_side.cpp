@@ -18,18 +18,39 @@ Priorities priorities(const Driver& driver) {
   return range;
 }
 
+// Without room for the rings, transfers go other ways.
+std::unique_ptr<StagedCopies> make_staged(const Device& device, const KernelCopies& kernels,
+                                          const HostRange& range, const Layout& layout,
+                                          const CudaTuning& tuning) {
+  if (tuning.ring_bytes == 0) {
+    return nullptr;
+  }
+  try {
+    const auto arena = reinterpret_cast<std::uintptr_t>(layout.arena());
+    return std::make_unique<StagedCopies>(device, kernels, range, arena, tuning.ring_bytes);
+  } catch (const DriverError& error) {
+    if (tuning.forced.has_value() || error.result != CUDA_ERROR_OUT_OF_MEMORY) {
+      throw;
+    }
+    return nullptr;
+  }
+}
+
 }  // namespace
 
-DeviceSide::DeviceSide(std::shared_ptr<Device> on, const Layout& layout, const CudaTuning& tuning)
+DeviceSide::DeviceSide(std::shared_ptr<Device> on, const Layout& layout, const CudaTuning& tuning,
+                       WayCounts& counts)
     : device(std::move(on)),
       arena(driver(), layout),
       events(driver()),
       timed_events(driver(), true),
       lanes{Lane(driver(), priorities(driver()).highest),
             Lane(driver(), priorities(driver()).lowest)},
-      tiles(driver(), layout, arena.device_address(), lanes[0].stream()),
+      tiles(driver(), layout, lanes[0].stream()),
       driver_copies(driver(), layout, arena.range()),
-      kernel_copies(*device, tiles, arena.device_address(), tuning.thread_blocks) {
+      kernel_copies(*device, tiles, arena.device_address()),
+      staged_copies(make_staged(*device, kernel_copies, arena.range(), layout, tuning)),
+      ways(tuning, *device, staged_copies.get(), counts) {
   // A device that cannot run the kernels shows it now, not in the first transfer.
   kernel_copies.launch_empty(lanes[0].stream());
   driver().check(driver().cuStreamSynchronize(lanes[0].stream()), "an empty launch of the kernels");

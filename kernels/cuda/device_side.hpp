@@ -15,7 +15,9 @@
 #include "kernel_copies.hpp"
 #include "lane.hpp"
 #include "layout.hpp"
+#include "staged_copies.hpp"
 #include "tile_table.hpp"
+#include "ways.hpp"
 
 namespace flexkv::cuda {
 
@@ -54,8 +56,9 @@ class RegisteredArena {
 
 // A device must be current when one is made or destroyed.
 struct DeviceSide {
-  // `layout` must outlive this. Throws InvalidArgument, DriverError, std::bad_alloc.
-  DeviceSide(std::shared_ptr<Device> on, const Layout& layout, const CudaTuning& tuning);
+  // All arguments must outlive this. Throws InvalidArgument, DriverError, std::bad_alloc.
+  DeviceSide(std::shared_ptr<Device> on, const Layout& layout, const CudaTuning& tuning,
+             WayCounts& counts);
 
   const Driver& driver() const noexcept { return device->driver(); }
 
@@ -69,6 +72,9 @@ struct DeviceSide {
   TileTable tiles;
   DriverCopies driver_copies;
   KernelCopies kernel_copies;
+  // None if no transfer is to go this way, or if device memory for the rings is short.
+  const std::unique_ptr<StagedCopies> staged_copies;
+  Ways ways;
 };
 
 }  // namespace flexkv::cuda

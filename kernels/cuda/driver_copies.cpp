@@ -2,7 +2,6 @@
 #include "driver_copies.hpp"
 
 #include <algorithm>
-#include <string>
 
 namespace flexkv::cuda {
 namespace {
@@ -13,7 +12,7 @@ constexpr std::uint64_t kSampledRuns = 256;
 }  // namespace
 
 DriverCopies::DriverCopies(const Driver& driver, const Layout& layout, const HostRange& range)
-    : driver_(driver),
+    : batch_(driver),
       range_(range),
       arena_(reinterpret_cast<std::uintptr_t>(layout.arena())) {}
 
@@ -53,42 +52,14 @@ Taken DriverCopies::enqueue(Transfer& transfer, CUstream stream) {
   }
   const bool load = transfer.direction == Direction::load;
   const std::uint64_t arena = range_.device_address + (arena_ - range_.address);
-  std::uint32_t count = 0;
-  for (Run piece; count < kCopies && next_piece(transfer, piece); ++count) {
+  for (Run piece; !batch_.full() && next_piece(transfer, piece);) {
     const CUdeviceptr page = piece.page_address;
     const CUdeviceptr slot = arena + piece.arena_offset;
-    destinations_[count] = load ? page : slot;
-    sources_[count] = load ? slot : page;
-    sizes_[count] = piece.bytes;
+    batch_.add(load ? page : slot, load ? slot : page, piece.bytes);
   }
-  copy(count, stream);
-  return {count, count < kCopies};
-}
-
-void DriverCopies::copy(std::size_t count, CUstream stream) {
-  if (count == 0) {
-    return;
-  }
-  CUmemcpyAttributes attributes{};
-  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
-  std::size_t first = 0;
-  if (driver_.cuMemcpyBatchAsync13 != nullptr) {
-    driver_.check(driver_.cuMemcpyBatchAsync13(destinations_.data(), sources_.data(), sizes_.data(),
-                                               count, &attributes, &first, 1, stream),
-                  "cuMemcpyBatchAsync");
-  } else if (driver_.cuMemcpyBatchAsync12 != nullptr) {
-    std::size_t failed = count;
-    const CUresult result =
-        driver_.cuMemcpyBatchAsync12(destinations_.data(), sources_.data(), sizes_.data(), count,
-                                     &attributes, &first, 1, &failed, stream);
-    driver_.check(result, "copy " + std::to_string(failed) + " of a cuMemcpyBatchAsync");
-  } else {
-    for (std::size_t i = 0; i < count; ++i) {
-      driver_.check(driver_.cuMemcpyAsync(destinations_[i], sources_[i], sizes_[i], stream),
-                    "cuMemcpyAsync");
-    }
-  }
+  const Taken taken{batch_.count(), !batch_.full()};
+  batch_.enqueue(stream);
+  return taken;
 }
 
 }  // namespace flexkv::cuda

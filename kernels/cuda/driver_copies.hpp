@@ -3,11 +3,10 @@
 // Copies by the device's copy engines: one descriptor for each run.
 #pragma once
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
 
 #include "driver.hpp"
+#include "driver_batch.hpp"
 #include "layout.hpp"
 #include "transfer.hpp"
 
@@ -26,20 +25,12 @@ class DriverCopies {
   Taken enqueue(Transfer& transfer, CUstream stream);
 
  private:
-  // Descriptors of a slice. A call takes some 0.5 us for each and keeps the driver's lock meanwhile,
-  // which the engine's launches need too. Not tuned yet.
-  static constexpr std::size_t kCopies = 256;
-
   static RunCursor cursor(const Transfer& transfer);
   bool next_piece(Transfer& transfer, Run& piece) const;
-  void copy(std::size_t count, CUstream stream);
 
-  const Driver& driver_;
+  DriverBatch batch_;
   const HostRange& range_;
   const std::uint64_t arena_;  // address of the arena in this process
-  std::array<CUdeviceptr, kCopies> destinations_;
-  std::array<CUdeviceptr, kCopies> sources_;
-  std::array<std::size_t, kCopies> sizes_;
 };
 
 }  // namespace flexkv::cuda

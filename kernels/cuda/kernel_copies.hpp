@@ -15,9 +15,8 @@ namespace flexkv::cuda {
 // Of one thread. A device must be current.
 class KernelCopies {
  public:
-  // `arena` is its address as the device sees it; `thread_blocks` the most of one launch.
-  KernelCopies(const Device& device, const TileTable& tiles, std::uint64_t arena,
-               std::uint32_t thread_blocks);
+  // `arena` is its address as the device sees it.
+  KernelCopies(const Device& device, const TileTable& tiles, std::uint64_t arena);
 
   // Launches every kernel this mover may use, with nothing to do. Throws DriverError.
   void launch_empty(CUstream stream) const;
@@ -26,13 +25,26 @@ class KernelCopies {
   // bulk copies go by the other kernel. Throws DriverError; then nothing was enqueued.
   Taken enqueue(Transfer& transfer, CUstream stream) const;
 
+  // The same for the next `blocks` blocks between pages and a segment of a ring instead of the arena;
+  // the transfer stands where it stood.
+  void enqueue_staged(const Transfer& transfer, std::uint64_t blocks, CUdeviceptr segment,
+                      CUstream stream) const;
+
  private:
-  void launch(const CopyBatch& batch, std::uint32_t width, bool bulk, CUstream stream) const;
+  // What `launch` needs beside a batch.
+  struct Shape {
+    std::uint32_t width;
+    bool bulk;
+    std::uint32_t thread_blocks;
+  };
+
+  CopyBatch batch_of(const Transfer& transfer, const TileTable::Part& part,
+                     std::uint64_t blocks) const;
+  void launch(const CopyBatch& batch, const Shape& shape, CUstream stream) const;
 
   const Device& device_;
   const TileTable& tiles_;
   const std::uint64_t arena_;
-  const std::uint32_t thread_blocks_;
 };
 
 }  // namespace flexkv::cuda

@@ -9,10 +9,12 @@
 namespace flexkv::cuda {
 
 Lane::Lane(const Driver& driver, int priority) : driver_(driver) {
-  // Non-blocking: not ordered with the legacy default stream, which an engine may use for compute.
-  driver_.check(driver_.cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, priority),
-                "cuStreamCreateWithPriority");
   try {
+    // Non-blocking: not ordered with the legacy default stream, which an engine may use for compute.
+    for (CUstream* stream : {&stream_, &first_stage_}) {
+      driver_.check(driver_.cuStreamCreateWithPriority(stream, CU_STREAM_NON_BLOCKING, priority),
+                    "cuStreamCreateWithPriority");
+    }
     for (Slice& slice : slices_) {
       slice.end = create_event(driver_, true);
     }
@@ -28,7 +30,11 @@ void Lane::destroy() noexcept {
       driver_.cuEventDestroy(slice.end);
     }
   }
-  driver_.cuStreamDestroy(stream_);
+  for (CUstream stream : {stream_, first_stage_}) {
+    if (stream != nullptr) {
+      driver_.cuStreamDestroy(stream);
+    }
+  }
 }
 
 CUevent Lane::end_slice(TransferPtr& transfer, const Taken& taken) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stream of one direction and what is on its way in it.
+// The streams of one direction and what is on its way in them.
 #pragma once
 
 #include <array>
@@ -24,7 +24,10 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
+  // Where copies end, and slices with them.
   CUstream stream() const noexcept { return stream_; }
+  // For the first of two stages.
+  CUstream first_stage() const noexcept { return first_stage_; }
   bool empty() const noexcept { return count_ == 0; }
   bool full() const noexcept { return count_ == kSlices || copies_ >= kCopies; }
 
@@ -61,6 +64,7 @@ class Lane {
 
   const Driver& driver_;
   CUstream stream_ = nullptr;
+  CUstream first_stage_ = nullptr;
   std::array<Slice, kSlices> slices_;
   std::size_t oldest_ = 0;
   std::size_t count_ = 0;

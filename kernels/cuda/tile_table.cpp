@@ -30,8 +30,8 @@ void cut_plane(const Plane& plane, std::vector<Tile>& tiles) {
 
 }  // namespace
 
-std::uint32_t common_width(const Geometry& geometry, std::uint64_t arena) {
-  std::uint64_t bits = arena | 16;
+std::uint32_t common_width(const Geometry& geometry) {
+  std::uint64_t bits = 16;
   for (std::uint32_t i = geometry.first; i < geometry.last; ++i) {
     const Plane& plane = geometry.planes[i];
     bits |= plane.base | plane.block_stride | plane.row_bytes | plane.slot_offset;
@@ -40,9 +40,8 @@ std::uint32_t common_width(const Geometry& geometry, std::uint64_t arena) {
   return static_cast<std::uint32_t>(bits & (~bits + 1));  // the lowest bit set
 }
 
-TileTable::TileTable(const Driver& driver, const Layout& layout, std::uint64_t arena,
-                     CUstream stream)
-    : driver_(driver), arena_(arena) {
+TileTable::TileTable(const Driver& driver, const Layout& layout, CUstream stream)
+    : driver_(driver) {
   const Geometry all = layout.all();
   std::vector<Tile> tiles;
   for (std::uint32_t i = all.first; i < all.last; ++i) {
@@ -67,7 +66,7 @@ TileTable::TileTable(const Driver& driver, const Layout& layout, std::uint64_t a
 TileTable::Part TileTable::part(const Geometry& geometry) const noexcept {
   const std::uint32_t first = first_tiles_[geometry.first];
   return {reinterpret_cast<const Tile*>(memory_) + first, first_tiles_[geometry.last] - first,
-          common_width(geometry, arena_)};
+          common_width(geometry)};
 }
 
 TileTable::~TileTable() { driver_.cuMemFree(memory_); }

@@ -14,8 +14,8 @@
 namespace flexkv::cuda {
 
 // The widest access in bytes, at most 16, that fits every address of the geometry and every length,
-// given blocks at `arena` plus a multiple of it.
-std::uint32_t common_width(const Geometry& geometry, std::uint64_t arena);
+// given blocks at multiples of it in the arena.
+std::uint32_t common_width(const Geometry& geometry);
 
 // The tiles of all planes, made once: planes are cut at row ends, and rows of more than kTileBytes at
 // multiples of that. A device must be current when one is made or destroyed.
@@ -27,10 +27,9 @@ class TileTable {
     std::uint32_t width = 0;  // see common_width
   };
 
-  // `arena` is its address as the device sees it; `stream` takes the table to the device, which is
-  // waited for; `layout` must outlive this. Throws InvalidArgument if a launch could not number so
+  // `stream` takes the table to the device, which is waited for; `layout` must outlive this. Throws InvalidArgument if a launch could not number so
   // many tiles, DriverError, std::bad_alloc.
-  TileTable(const Driver& driver, const Layout& layout, std::uint64_t arena, CUstream stream);
+  TileTable(const Driver& driver, const Layout& layout, CUstream stream);
   ~TileTable();
   TileTable(const TileTable&) = delete;
   TileTable& operator=(const TileTable&) = delete;
@@ -40,7 +39,6 @@ class TileTable {
 
  private:
   const Driver& driver_;
-  const std::uint64_t arena_;
   CUdeviceptr memory_ = 0;
   std::vector<std::uint32_t> first_tiles_;  // by plane, and the number of all
 };

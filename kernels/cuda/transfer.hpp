@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,7 +17,10 @@
 namespace flexkv::cuda {
 
 // The ways bytes can go.
-enum class Path { driver, kernel, bulk_kernel };
+enum class Path : std::uint8_t { driver, kernel, bulk_kernel, staged };
+constexpr std::size_t kPaths = 4;
+
+struct SlotRuns;
 
 // What one slice has taken of a transfer.
 struct Taken {
@@ -38,6 +42,8 @@ struct Transfer {
   std::optional<RunCursor> runs;  // Path::driver: what is left
   Run rest{};                     // Path::driver: of a run that had to be cut
   std::uint64_t launched = 0;     // otherwise: blocks handed to the kernel
+  std::uint32_t thread_blocks = 0;  // otherwise: the most of a launch
+  const SlotRuns* slot_runs = nullptr;
   CUevent begun = nullptr;        // recorded before the first copy
   std::int64_t copy_ns = 0;       // see fkv_mover_copy_ns
   bool flag_in_stream = false;    // the stream writes the flag

@@ -137,6 +137,10 @@ int fkv_mover_hold(fkv_mover* mover, int64_t ticket, uint64_t stream, int64_t ti
   }
 }
 
+void fkv_mover_path_bytes(const fkv_mover* mover, uint64_t out[5]) {
+  std::ranges::copy(mover->mover->path_bytes(), out);
+}
+
 int fkv_mover_error(fkv_mover* mover, char* err, size_t err_len) {
   try {
     const std::string error = mover->mover->error();

@@ -3,6 +3,7 @@
 // What the C ABI needs of a mover, whatever device its pages are on.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -62,6 +63,8 @@ class Mover {
   // Why a transfer failed that was not stopped by close(), of the last one; empty if none did. Throws
   // Closed in a forked child.
   virtual std::string error() = 0;
+  // See fkv_mover_path_bytes.
+  virtual std::array<std::uint64_t, 5> path_bytes() const { return {}; }
   // Whether this process is a fork of the one that made the mover, so that its threads are not here.
   virtual bool orphaned() const = 0;
 };

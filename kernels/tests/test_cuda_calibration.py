@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing between DMA and kernels from measured speeds, and the file that keeps the choice."""
+"""Choosing the way of each class from measured speeds, and the file that keeps the choice."""
 
 from __future__ import annotations
 
@@ -9,117 +9,177 @@ from pathlib import Path
 
 import pytest
 
-from flexkv_kernels import (
-    Crossover,
-    Crossovers,
-    CudaMode,
-    calibrated_crossovers,
-    cuda_calibration,
-)
-from flexkv_kernels.cuda_calibration import RUN_BYTES, choose
+from flexkv_kernels import Calibration, CudaChoice, CudaMode, Direction, calibrated
+from flexkv_kernels import cuda_calibration as calibration
+from flexkv_kernels.cuda_calibration import choose, choose_ring, classes_of
+from flexkv_kernels.cuda_measure import Sample, TransferClass, placed_at, run_lengths
+from flexkv_kernels.native_mover import PlaneTuple
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda
 
-DMA, KERNEL, TMA = CudaMode.DMA, CudaMode.KERNEL, CudaMode.TMA
-FLAT = [50.0] * len(RUN_BYTES)
+DMA, KERNEL, TMA, STAGED = list(CudaMode)[1:]
+KIB = 1024
+HEADS, TOKENS, ROW = 2, 16, 256
+PAGE = TOKENS * ROW
+LAYERS = 4
+
+
+def nhd_planes(base: int = 1 << 20) -> list[PlaneTuple]:
+    """Rows of two heads side by side, in four layers; in the arena a head's layers are together."""
+    return [
+        (
+            base + layer * (1 << 24) + head * ROW,
+            HEADS * PAGE,
+            TOKENS,
+            HEADS * ROW,
+            ROW,
+            (head * LAYERS + layer) * PAGE,
+        )
+        for layer in range(LAYERS)
+        for head in range(HEADS)
+    ]
+
+
+PLANES = nhd_planes()
+ALL = range(len(PLANES))
 
 
 @pytest.fixture(autouse=True)
-def _few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device is slow."""
-    monkeypatch.setattr(cuda_calibration, "BLOCKS", 1)
+    monkeypatch.setattr(calibration, "TRANSFER_BYTES", 128 * KIB)
+    monkeypatch.setattr("flexkv_kernels.cuda_measure.REPEATS", 1)
 
 
-def rising(to: float, at: int) -> list[float]:
-    """Speeds that grow with the length until they reach ``to`` at number ``at``."""
-    return [min(to, to * (i + 1) / (at + 1)) for i in range(len(RUN_BYTES))]
+def sample(mode: CudaMode, blocks: int, speed: float, run_bytes: int = 256) -> Sample:
+    return Sample(Direction.LOAD, run_bytes, 4096, mode, blocks, speed)
 
 
 @pytest.mark.parametrize(
-    ("dma", "kernel", "tma", "chosen"),
+    ("samples", "mode", "blocks"),
     [
-        (rising(50, 3), FLAT, [40.0] * 8, Crossover(RUN_BYTES[3], KERNEL)),
-        (rising(50, 3), FLAT, [51.0] * 8, Crossover(RUN_BYTES[3], TMA)),
-        (rising(49, 3), FLAT, FLAT, Crossover(RUN_BYTES[3], KERNEL)),  # 0.98 is enough
-        (rising(40, 3), FLAT, FLAT, Crossover(2 * RUN_BYTES[-1], KERNEL)),
-        (FLAT, FLAT, FLAT, Crossover(0, KERNEL)),
-        ([60.0, *rising(50, 5)[1:]], FLAT, FLAT, Crossover(RUN_BYTES[5], KERNEL)),  # an outlier
+        ([sample(DMA, 0, 7), sample(STAGED, 1, 40), sample(KERNEL, 8, 35)], STAGED, 1),
+        ([sample(STAGED, 1, 40), sample(STAGED, 2, 50), sample(STAGED, 4, 51)], STAGED, 2),
+        ([sample(DMA, 0, 49), sample(STAGED, 1, 50)], DMA, 0),
+        ([sample(DMA, 0, 48), sample(STAGED, 1, 50)], STAGED, 1),
+        ([sample(TMA, 4, 50), sample(KERNEL, 4, 49)], TMA, 4),
     ],
 )
-def test_dma_is_chosen_from_where_it_stays_about_as_fast(
-    dma: list[float], kernel: list[float], tma: list[float], chosen: Crossover
+def test_the_fastest_is_chosen_and_of_about_equal_ones_the_smallest(
+    samples: list[Sample], mode: CudaMode, blocks: int
 ) -> None:
-    assert choose({DMA: dma, KERNEL: kernel, TMA: tma}) == chosen
+    for found in (samples, samples[::-1]):
+        assert choose(found) == [CudaChoice(Direction.LOAD, 256, 4096, mode, blocks)]
 
 
-def test_the_device_is_measured_once(fake: FakeCuda, tmp_path: Path) -> None:
+def test_each_class_has_a_choice_of_its_own() -> None:
+    samples = [sample(DMA, 0, 7), sample(STAGED, 1, 40), sample(DMA, 0, 50, 65536)]
+    assert [choice.mode for choice in choose(samples)] == [STAGED, DMA]
+
+
+def test_the_smallest_ring_that_is_fast_enough_is_chosen() -> None:
+    assert choose_ring({16: 40.0, 32: 50.0, 64: 51.0}) == 32
+    assert choose_ring({}) == 0
+
+
+def test_runs_are_counted_on_both_sides_and_in_the_arena() -> None:
+    assert run_lengths(PLANES) == (ROW, HEADS * LAYERS * PAGE)
+    assert run_lengths(PLANES[:HEADS]) == (ROW, PAGE)  # one layer: its heads lie apart
+    whole: list[PlaneTuple] = [(4096, 9000, 4, 1024, 1024, 0), (8192, 9000, 1, 512, 512, 4096)]
+    assert run_lengths(whole) == (4608, 4608)
+
+
+def test_pages_are_measured_in_the_shape_that_they_have() -> None:
+    placed, taken = placed_at(1 << 30, PLANES, 3)
+    assert taken == 3 * LAYERS * HEADS * PAGE
+    assert [plane[0] - (1 << 30) for plane in placed] == [
+        layer * 3 * HEADS * PAGE + head * ROW for layer in range(LAYERS) for head in range(HEADS)
+    ]
+    assert [plane[1:] for plane in placed] == [plane[1:] for plane in PLANES]
+
+
+def test_whole_blocks_shares_and_layers_are_classes() -> None:
+    load, store = Direction.LOAD, Direction.STORE
+    assert classes_of(PLANES, range(4, 8)) == [
+        TransferClass(load, 0, 8),
+        TransferClass(load, 0, 2),
+        TransferClass(store, 4, 8),
+    ]
+    assert classes_of(PLANES[:1], range(0)) == [TransferClass(load, 0, 1)]
+
+
+def test_a_device_is_measured_once_for_a_layout(fake: FakeCuda, tmp_path: Path) -> None:
     live = fake.live
     cache = tmp_path / "new" / "folder"
-    crossovers = calibrated_crossovers(0, driver=fake.path, cache_dir=cache)
-    copies = (
-        fake.calls("cuMemcpyBatchAsync"),
-        fake.calls("fkv_copy_16"),
-        fake.calls("fkv_copy_bulk"),
-    )
-    assert min(copies) > len(RUN_BYTES)
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=cache)
+    assert found.mode is CudaMode.AUTO
+    assert {(c.direction, c.run_bytes, c.slot_run_bytes) for c in found.choices} == {
+        (Direction.LOAD, 256, HEADS * LAYERS * PAGE),
+        (Direction.LOAD, 256, PAGE),
+        (Direction.STORE, 256, HEADS * LAYERS * PAGE),
+    }
+    assert {s.mode for s in found.samples} == {KERNEL, TMA, STAGED}  # too short for DMA
     assert fake.live == live
     (path,) = cache.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert calibrated_crossovers(0, driver=fake.path, cache_dir=cache) == crossovers
-    assert fake.calls("cuMemcpyBatchAsync") == copies[0]
+    launches = fake.calls("cuLaunchKernel")
+    # Where the pages lie does not matter, and the samples are kept.
+    again = calibrated(0, nhd_planes(5 << 20), ALL, driver=fake.path, cache_dir=cache)
+    assert (again, again.samples) == (found, found.samples)
+    assert fake.calls("cuLaunchKernel") == launches
+    calibrated(0, PLANES[:4], range(4), driver=fake.path, cache_dir=cache)
+    assert len(list(cache.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
-    "content",
+    "change",
     [
-        "",
-        "[]",
-        "null",
-        '{"load": 3, "store": 4}',
-        '{"load": {"run_bytes": -1, "kernel": "TMA"}, "store": {"run_bytes": 1, "kernel": "TMA"}}',
-        '{"load": {"run_bytes": 1, "kernel": "DMA"}, "store": {"run_bytes": 1, "kernel": "TMA"}}',
-        '{"load": {"run_bytes": 1, "kernel": "X"}, "store": {"run_bytes": 1, "kernel": "TMA"}}',
+        {"mode": "X"},
+        {"ring_bytes": -1},
+        {"choices": [3]},
+        {"choices": 4},
+        {"samples": [{}]},
+        {"choices": [{"direction": "LOAD", "mode": "AUTO", "run_bytes": 1, "slot_run_bytes": 1}]},
+        {"choices": [{"direction": "LOAD", "mode": "TMA", "run_bytes": -1, "slot_run_bytes": 1}]},
     ],
 )
-def test_a_broken_file_is_measured_anew(fake: FakeCuda, tmp_path: Path, content: str) -> None:
-    calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path)
+def test_a_broken_file_is_measured_again(
+    fake: FakeCuda, tmp_path: Path, change: dict[str, object]
+) -> None:
+    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
-    path.write_text(content)
-    before = fake.calls("cuMemcpyBatchAsync")
-    calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path)
-    assert fake.calls("cuMemcpyBatchAsync") > before
-    assert set(json.loads(path.read_text())) == {"load", "store"}
+    good = json.loads(path.read_text())
+    for content in (json.dumps(good | change), "", "[]", "null"):
+        path.write_text(content)
+        before = fake.calls("cuLaunchKernel")
+        calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+        assert fake.calls("cuLaunchKernel") > before
+        assert set(json.loads(path.read_text())) == set(good)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(fake: FakeCuda, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path / "file")
-    assert fake.calls("cuMemcpyBatchAsync") > 0
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "file")
+    assert found.choices
 
 
 @pytest.mark.parametrize("name", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyBatchAsync", "run"])
 def test_where_measuring_fails_dma_is_used_alone(fake: FakeCuda, tmp_path: Path, name: str) -> None:
     live = fake.live
     fake.fail(name, OUT_OF_MEMORY)
-    found = calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path)
-    assert found == Crossovers(Crossover(0, KERNEL), Crossover(0, KERNEL))
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    assert found == Calibration(DMA)
     assert list(tmp_path.iterdir()) == []
     assert fake.live == live
 
 
-def test_a_kernel_that_moves_wrong_bytes_is_never_chosen(
-    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[CudaMode] = []
-    monkeypatch.setattr(
-        cuda_calibration, "choose", lambda speeds: tried.extend(speeds) or choose(speeds)
-    )
+def test_a_kernel_that_moves_wrong_bytes_is_never_chosen(fake: FakeCuda, tmp_path: Path) -> None:
     fake.idle_kernel("fkv_copy_bulk")
-    calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path / "one")
-    assert set(tried) == {DMA, KERNEL}
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "one")
+    assert {s.mode for s in found.samples} == {KERNEL, STAGED}
     fake.idle_kernel("fkv_copy_16")
-    found = calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path / "two")
-    assert found == Crossovers(Crossover(0, KERNEL), Crossover(0, KERNEL))
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "two")
+    assert found == Calibration(DMA)
 
 
 def test_other_drivers_and_devices_have_files_of_their_own(
@@ -127,11 +187,11 @@ def test_other_drivers_and_devices_have_files_of_their_own(
 ) -> None:
     for configuration in ({}, {"version": 12080}, {"major": 8}):
         fake = make_fake(**configuration)
-        calibrated_crossovers(0, driver=fake.path, cache_dir=tmp_path)
-        assert fake.calls("cuMemcpyBatchAsync") > 0
+        calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+        assert fake.calls("cuLaunchKernel") > 0
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_device_that_does_not_exist_is_an_error(fake: FakeCuda, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device is 5"):
-        calibrated_crossovers(5, driver=fake.path, cache_dir=tmp_path)
+        calibrated(5, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexkv_kernels import Crossover, Crossovers, CudaMode, Direction, Status
+from flexkv_kernels import CudaMode, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import FakeCuda
 from kernels.tests.test_copies import parts, ranges, worlds
 from kernels.tests.worlds import Memory, Plane, World, in_order, simple_world
 
 KIB = 1024
-FORCED = [CudaMode.DMA, CudaMode.KERNEL, CudaMode.TMA]
+FORCED = [CudaMode.DMA, CudaMode.KERNEL, CudaMode.TMA, CudaMode.STAGED]
 DRIVERS = {
     "13.0": {},
     "12.8": {"version": 12080},
@@ -281,49 +281,4 @@ def test_a_copy_across_the_pieces_in_which_the_arena_is_registered(
     load = mover.submit(Direction.LOAD, [0], [offset + 3 * KIB])
     assert mover.wait(load, 60) is Status.DONE
     assert world.pages[: 3 * KIB] == world.pages[6 * KIB : 9 * KIB]
-    mover.close()
-
-
-@pytest.mark.parametrize(
-    ("major", "kernel", "launched"),
-    [
-        (9, CudaMode.KERNEL, "fkv_copy_16"),
-        (9, CudaMode.TMA, "fkv_copy_bulk"),
-        (8, CudaMode.TMA, "fkv_copy_16"),
-    ],
-)
-def test_auto_takes_the_kernel_below_the_crossover(
-    make_fake: MakeFake, major: int, kernel: CudaMode, launched: str
-) -> None:
-    fake = make_fake(major=major)
-    crossovers = Crossovers(Crossover(1024, kernel), Crossover(4096, kernel))
-    for page_bytes, directions in (
-        (512, {Direction.LOAD, Direction.STORE}),
-        (1024, {Direction.STORE}),
-        (4096, set()),
-    ):
-        world = simple_world(num_blocks=8, page_bytes=page_bytes, n_planes=2, slots=8)
-        mover = world.cuda_mover(fake.options(crossovers=crossovers))
-        for direction in Direction:
-            before = fake.calls(launched), fake.calls("cuMemcpyBatchAsync")
-            blocks, offsets = [5, 3, 1], [0, 2 * page_bytes, 4 * page_bytes]
-            expected = world.after(direction, blocks, offsets)
-            assert mover.wait(mover.submit(direction, blocks, offsets), 60) is Status.DONE
-            assert world.now() == expected
-            by_kernel = (
-                fake.calls(launched) - before[0],
-                fake.calls("cuMemcpyBatchAsync") - before[1],
-            )
-            assert by_kernel == ((1, 0) if direction in directions else (0, 1))
-        mover.close()
-
-
-def test_long_runs_of_short_pages_go_by_dma(fake: FakeCuda) -> None:
-    crossovers = Crossovers(Crossover(4096, CudaMode.TMA), Crossover(4096, CudaMode.TMA))
-    world = simple_world(num_blocks=64, page_bytes=512, n_planes=1, slots=64)
-    mover = world.cuda_mover(fake.options(crossovers=crossovers))
-    before = fake.calls("cuMemcpyBatchAsync")
-    ticket = mover.submit(Direction.STORE, range(64), range(0, 64 * 512, 512))
-    assert mover.wait(ticket, 60) is Status.DONE
-    assert fake.calls("cuMemcpyBatchAsync") == before + 1
     mover.close()

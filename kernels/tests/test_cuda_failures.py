@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flexkv_kernels import (
-    Crossover,
-    Crossovers,
+    CudaChoice,
     CudaMode,
     CudaMover,
     CudaOptions,
@@ -35,6 +34,7 @@ COPY = {
     CudaMode.DMA: "cuMemcpyBatchAsync",
     CudaMode.KERNEL: "cuLaunchKernel",
     CudaMode.TMA: "cuLaunchKernel",
+    CudaMode.STAGED: "cuLaunchKernel",
 }
 
 
@@ -235,13 +235,14 @@ def test_a_part_of_the_arena_that_something_else_registered_is_named(
         ({"planes": []}, "no planes given"),
         ({"options": {"mode": 7}}, "mode is 7, it must be"),
         ({"options": {"thread_blocks": 1025}}, "thread_blocks is 1025, it must be at most 1024"),
+        ({"options": {"ring_bytes": 100}}, "ring_bytes is 100, it must be between 4096 and"),
         (
-            {"options": {"crossovers": Crossovers(load=Crossover(1, CudaMode.DMA))}},
-            "load_kernel is 1, it must be 2",
+            {"options": {"choices": (CudaChoice(Direction.LOAD, 1, 1, CudaMode.AUTO),)}},
+            r"choice 0: mode is 0 \(auto\)",
         ),
         (
-            {"options": {"crossovers": Crossovers(store=Crossover(-1, CudaMode.TMA))}},
-            "crossovers.store.run_bytes is -1",
+            {"options": {"choices": (CudaChoice(Direction.STORE, -1, 1, CudaMode.TMA),)}},
+            "run_bytes is -1",
         ),
     ],
 )

@@ -67,7 +67,9 @@ from flexkv.mover import Direction, Status
 from flexkv_kernels import CudaMover, cuda_calibration
 from flexkv_kernels.torch_device import CudaMemory
 
-cuda_calibration.BLOCKS = 1  # the fake device is slow
+cuda_calibration.TRANSFER_BYTES = 1 << 17  # the fake device is slow
+cuda_calibration.CANDIDATES = cuda_calibration.CANDIDATES[1:2]
+cuda_calibration.RINGS = cuda_calibration.RINGS[:1]
 
 pages = torch.arange(8 * 4096, dtype=torch.int32).view(torch.uint8)  # a GPU's memory is the host's
 arena = Arena.create(ArenaSpec(BlockFormat(1, (2 * 4096,)), 16))

@@ -52,7 +52,7 @@ extern "C" {
 
 // Raised whenever a declaration below changes incompatibly. Callers compare it with
 // fkv_abi_version() before any other call.
-#define FKV_ABI_VERSION 4
+#define FKV_ABI_VERSION 5
 
 // Directions of a transfer.
 enum { FKV_LOAD = 0 /* arena -> pages */, FKV_STORE = 1 /* pages -> arena */ };
@@ -108,22 +108,34 @@ enum {
   FKV_CUDA_AUTO = 0,    // one of the others for each transfer, see load_crossover
   FKV_CUDA_DMA = 1,     // copy engines, one descriptor for each run contiguous on both sides
   FKV_CUDA_KERNEL = 2,  // a kernel on a few multiprocessors
-  FKV_CUDA_TMA = 3      // a kernel over bulk copies (compute capability >= 9.0); blocks whose addresses
+  FKV_CUDA_TMA = 3,     // a kernel over bulk copies (compute capability >= 9.0); blocks whose addresses
                         // or lengths are no multiples of 16 go as by FKV_CUDA_KERNEL
+  FKV_CUDA_STAGED = 4   // copy engines between the arena and a ring in device memory, a kernel between
+                        // the ring and the pages; blocks too large for the ring go as by
+                        // FKV_CUDA_KERNEL
 };
+
+// The way of transfers of one class: those whose runs have on average this length, up to the next power
+// of two. A run is contiguous among the pages and in the arena, a slot run in the arena alone. Lengths
+// from 1 MiB on are one class.
+typedef struct {
+  uint32_t direction;  // FKV_LOAD or FKV_STORE
+  uint32_t mode;       // FKV_CUDA_*, not AUTO
+  uint64_t run_bytes;
+  uint64_t slot_run_bytes;
+  uint32_t thread_blocks;  // optional: as in fkv_cuda_options
+} fkv_cuda_choice;
 
 // Settings of the CUDA mover. Zero (NULL) means "chosen by the library" for each optional field.
 typedef struct {
   int32_t device;  // ordinal, as the driver numbers the devices it shows this process
   uint32_t mode;   // FKV_CUDA_*
-  // For FKV_CUDA_AUTO. A transfer goes by a kernel if its runs are shorter than this many bytes on
-  // average (a run is contiguous among the pages and in the arena), and by DMA otherwise. 0: always
-  // by DMA.
-  uint64_t load_crossover;
-  uint64_t store_crossover;
-  uint32_t load_kernel;    // optional: FKV_CUDA_KERNEL or FKV_CUDA_TMA, which AUTO uses where it can
-  uint32_t store_kernel;   // the same
+  // For FKV_CUDA_AUTO. Transfers of other classes go by DMA if their runs have 64 KiB or more, staged if
+  // their slot runs have, and else by FKV_CUDA_KERNEL.
+  const fkv_cuda_choice* choices;
+  uint32_t n_choices;
   uint32_t thread_blocks;  // optional: the most of one launch, that is, multiprocessors it occupies
+  uint64_t ring_bytes;     // optional: of the ring of each direction, which has 8 segments
   const char* driver;      // optional: the driver's library instead of libcuda.so.1
 } fkv_cuda_options;
 
@@ -230,6 +242,11 @@ FKV_API int64_t fkv_mover_copy_ns(fkv_mover* mover, int64_t ticket);
 // it waits until enough of that has been copied, which for a load takes no later work of the caller.
 FKV_API int fkv_mover_hold(fkv_mover* mover, int64_t ticket, uint64_t stream, int64_t timeout_us,
                            char* err, size_t err_len);
+
+// Writes the bytes of the copies given to a CUDA mover's device, by way: out[FKV_CUDA_DMA] and so on up to
+// FKV_CUDA_STAGED, and in out[FKV_CUDA_AUTO] those that went another way than was chosen, because the
+// device, the ring or addresses did not allow it. All 0 for a CPU mover. May be called at any time.
+FKV_API void fkv_mover_path_bytes(const fkv_mover* mover, uint64_t out[5]);
 
 // Why a transfer failed other than by fkv_mover_close: writes the message of the last such failure to
 // err and returns 1; 0 if there was none. A driver call that fails concerns one transfer. After an

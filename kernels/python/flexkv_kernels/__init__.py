@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from flexkv.mover import Direction, Status
 from flexkv_kernels.cpu_mover import CpuMover, CpuOptions, available_kernels
-from flexkv_kernels.cuda_calibration import calibrated_crossovers
+from flexkv_kernels.cuda_calibration import Calibration, calibrated
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
-from flexkv_kernels.cuda_options import Crossover, Crossovers, CudaMode, CudaOptions
+from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions
 from flexkv_kernels.host_memory import HostMemory
 
 __all__ = [
+    "Calibration",
     "CpuMover",
     "CpuOptions",
-    "Crossover",
-    "Crossovers",
+    "CudaChoice",
     "CudaDevice",
     "CudaMode",
     "CudaMover",
@@ -24,7 +24,7 @@ __all__ = [
     "HostMemory",
     "Status",
     "available_kernels",
-    "calibrated_crossovers",
+    "calibrated",
     "cuda_device",
     "cuda_unavailable",
 ]

@@ -25,7 +25,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -74,17 +74,28 @@ class CpuOptionsStruct(ctypes.Structure):
     )
 
 
+class CudaChoiceStruct(ctypes.Structure):
+    """``fkv_cuda_choice``."""
+
+    _fields_ = (
+        ("direction", c_uint32),
+        ("mode", c_uint32),
+        ("run_bytes", c_uint64),
+        ("slot_run_bytes", c_uint64),
+        ("thread_blocks", c_uint32),
+    )
+
+
 class CudaOptionsStruct(ctypes.Structure):
     """``fkv_cuda_options``."""
 
     _fields_ = (
         ("device", c_int32),
         ("mode", c_uint32),
-        ("load_crossover", c_uint64),
-        ("store_crossover", c_uint64),
-        ("load_kernel", c_uint32),
-        ("store_kernel", c_uint32),
+        ("choices", POINTER(CudaChoiceStruct)),
+        ("n_choices", c_uint32),
         ("thread_blocks", c_uint32),
+        ("ring_bytes", c_uint64),
         ("driver", c_char_p),
     )
 
@@ -221,6 +232,8 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
         c_char_p,
         c_size_t,
     )
+    lib.fkv_mover_path_bytes.restype = None
+    lib.fkv_mover_path_bytes.argtypes = (address, POINTER(c_uint64))
     lib.fkv_mover_poll.restype = c_int
     lib.fkv_mover_poll.argtypes = (address, c_int64)
     lib.fkv_mover_copy_ns.restype = c_int64

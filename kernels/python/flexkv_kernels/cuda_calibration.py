@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a device's copies, and measures from which length of runs on its copy engines beat the
-copy kernels.
+"""Checks a device's copies, and measures which way is fastest for the pages of an engine.
 
-Takes some tenths of a second and 96 MiB of device and host memory, once: the result is kept in the
-user's cache folder for each kind of device, driver and version of this package.
+An engine's transfers are of few classes: whole blocks, this rank's share of them, and the layers
+that a forward waits for. Each is measured by every way, over pages of the same shape. That takes
+some tenths of a second and some 300 MiB of device and host memory, once: the result is kept in the
+user's cache folder for each kind of device, driver, layout and version of this package.
 """
 
 from __future__ import annotations
@@ -12,47 +13,80 @@ import hashlib
 import json
 import logging
 import os
-import time
-from array import array
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from flexkv.mover import Direction, Status
+from flexkv.mover import Direction
 from flexkv_kernels.cuda_check import correct_modes
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device
-from flexkv_kernels.cuda_mover import CudaMover
-from flexkv_kernels.cuda_options import Crossover, Crossovers, CudaMode, CudaOptions
-from flexkv_kernels.cuda_scratch import Scratch, scratch_memory
+from flexkv_kernels.cuda_measure import Bench, Candidate, Sample, TransferClass
+from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions
+from flexkv_kernels.cuda_scratch import scratch_memory
 from flexkv_kernels.native_mover import PlaneTuple
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the files in the cache."""
 
-RUN_BYTES = tuple(1 << shift for shift in range(12, 20))
-"""The lengths measured, 4 to 512 KiB: below, a kernel always wins, above, DMA does."""
+TRANSFER_BYTES = 64 << 20
+"""Copied at a time. They take 1.2 ms at 55 GB/s: to start a copy, some 10 us, is less than 1 %."""
 
-BLOCK_BYTES = 1 << 20
-BLOCKS = 32
-"""Copied at a time. 32 MiB take 0.6 ms at 55 GB/s, far more than it takes to start a copy."""
+RINGS = (16 << 20, 32 << 20, 64 << 20)
+"""Sizes of the ring of a direction that are tried, the smallest first."""
 
-REPEATS = 3
+CANDIDATES = (
+    Candidate(CudaMode.DMA, 0),
+    *(Candidate(CudaMode.STAGED, blocks) for blocks in (1, 2, 4)),
+    *(Candidate(CudaMode.KERNEL, blocks) for blocks in (4, 8, 16)),
+    *(Candidate(CudaMode.TMA, blocks) for blocks in (4, 8)),
+)
+"""The ways that are tried. Those over the link from a multiprocessor take more of them: others
+report 12 of 132 for plain accesses (vLLM), 4 of 152 for bulk copies (SGLang)."""
 
-DMA_WINS = 0.97
-"""DMA is chosen from where it reaches this part of a kernel's speed: it leaves the multiprocessors
-to the engine."""
+ABOUT_AS_FAST = 0.97
+"""A way that reaches this part of the best one's speed is taken if it needs fewer multiprocessors:
+they belong to the engine."""
+
+PARTS = 4
+"""A load layer by layer is taken for one of so many parts."""
 
 
-_DMA_ONLY = Crossover(0, CudaMode.KERNEL)
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was found for a layout on a device.
+
+    mode: AUTO; DMA if the kernels cannot be trusted or were not tried.
+    choices: the way of each class.
+    ring_bytes: of the ring of each direction; 0: default.
+    samples: all that was measured.
+    """
+
+    mode: CudaMode = CudaMode.AUTO
+    choices: tuple[CudaChoice, ...] = ()
+    ring_bytes: int = 0
+    samples: tuple[Sample, ...] = field(default=(), compare=False, repr=False)
+
+    def options(self, driver: str = "") -> CudaOptions:
+        """For a mover."""
+        return CudaOptions(self.mode, self.choices, ring_bytes=self.ring_bytes, driver=driver)
 
 
-def calibrated_crossovers(
-    device: int, *, driver: str = "", cache_dir: Path | None = None
-) -> Crossovers:
-    """The crossovers of a device, measured now or, if it was done before, read from the cache.
+_DMA_ONLY = Calibration(CudaMode.DMA)
+
+
+def calibrated(
+    device: int,
+    planes: Sequence[PlaneTuple],
+    stored: range,
+    *,
+    driver: str = "",
+    cache_dir: Path | None = None,
+) -> Calibration:
+    """The calibration for a mover over these planes, measured now or read from the cache.
 
     cache_dir: None: ``flexkv`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
@@ -63,52 +97,144 @@ def calibrated_crossovers(
     measure in, are no errors: then it is measured again, or DMA is used alone.
     """
     described = cuda_device(device, driver)
-    path = _cache_path(described, cache_dir)
+    classes = classes_of(planes, stored)
+    path = _cache_path(described, planes, classes, cache_dir)
     known = _read(path)
     if known is not None:
         return known
     try:
-        measured = _measure(device, driver)
-    except (MemoryError, ValueError, RuntimeError):
-        return Crossovers(_DMA_ONLY, _DMA_ONLY)
-    if measured is None:
+        found = _measure(device, driver, planes, classes)
+    except (MemoryError, ValueError, RuntimeError) as error:
+        logger.warning(
+            "copies on CUDA device %d were not measured (%s); DMA is used", device, error
+        )
+        return _DMA_ONLY
+    if found is None:
         raise ValueError(f"the driver's own copies move wrong bytes on CUDA device {device}")
-    _write(path, measured)
-    return measured
+    _write(path, found)
+    return found
 
 
-def _cache_path(device: CudaDevice, cache_dir: Path | None) -> Path:
+def classes_of(planes: Sequence[PlaneTuple], stored: range) -> list[TransferClass]:
+    """The kinds of transfers of an engine, each once."""
+    step = -(-len(planes) // PARTS)
+    wanted = [
+        TransferClass(Direction.LOAD, 0, len(planes)),
+        TransferClass(Direction.LOAD, 0, step),
+        TransferClass(Direction.STORE, stored.start, stored.stop),
+    ]
+    return [part for part in dict.fromkeys(wanted) if part.first < part.last]
+
+
+def choose(samples: Sequence[Sample]) -> list[CudaChoice]:
+    """For each class the way that is about as fast as the fastest and needs least of the device."""
+    by_class: dict[tuple[Direction, int, int], list[Sample]] = {}
+    for sample in samples:
+        key = (sample.direction, sample.run_bytes, sample.slot_run_bytes)
+        by_class.setdefault(key, []).append(sample)
+    choices = []
+    for (direction, run_bytes, slot_run_bytes), found in by_class.items():
+        best = max(sample.speed for sample in found)
+        fast = [sample for sample in found if sample.speed >= ABOUT_AS_FAST * best]
+        way = min(fast, key=lambda sample: (sample.thread_blocks, -sample.speed))
+        choices.append(
+            CudaChoice(direction, run_bytes, slot_run_bytes, way.mode, way.thread_blocks)
+        )
+    return choices
+
+
+def choose_ring(speeds: dict[int, float]) -> int:
+    """The smallest ring that is about as fast as the fastest; 0 if none was measured."""
+    best = max(speeds.values(), default=0.0)
+    return min((size for size, speed in speeds.items() if speed >= ABOUT_AS_FAST * best), default=0)
+
+
+def _measure(
+    device: int, driver: str, planes: Sequence[PlaneTuple], classes: Sequence[TransferClass]
+) -> Calibration | None:
+    """None if DMA moves wrong bytes."""
+    with scratch_memory(device, driver, max(TRANSFER_BYTES, 1 << 20)) as scratch:
+        wanted = [CudaMode.DMA, CudaMode.KERNEL, CudaMode.STAGED]
+        if cuda_device(device, driver).capability >= (9, 0):
+            wanted.append(CudaMode.TMA)
+        modes = correct_modes(scratch, wanted)
+        if CudaMode.DMA not in modes:
+            return None
+        for mode in set(wanted) - set(modes):
+            logger.error("copies by %s move wrong bytes on this device: not used", mode.name)
+        if not {CudaMode.KERNEL, CudaMode.STAGED} <= set(modes):
+            return _DMA_ONLY
+        bench = Bench(scratch, planes, TRANSFER_BYTES)
+        staged = Candidate(CudaMode.STAGED, 2)
+        rings = {ring: bench.measure(classes[0], staged, ring) for ring in RINGS}
+        ring_bytes = choose_ring({ring: found.speed for ring, found in rings.items() if found})
+        ways = [candidate for candidate in CANDIDATES if candidate.mode in modes]
+        found = [bench.measure(part, way, ring_bytes) for part in classes for way in ways]
+    samples = tuple(sample for sample in found if sample is not None)
+    return Calibration(CudaMode.AUTO, tuple(choose(samples)), ring_bytes, samples)
+
+
+def _cache_path(
+    device: CudaDevice,
+    planes: Sequence[PlaneTuple],
+    classes: Sequence[TransferClass],
+    cache_dir: Path | None,
+) -> Path:
     folder = cache_dir
     if folder is None:
         base = os.environ.get("XDG_CACHE_HOME", "")
         folder = (Path(base) if base else Path.home() / ".cache") / "flexkv"
-    identity = f"{FORMAT}\0{device}\0{version('flexkv-kernels')}"
+    first = min(plane[0] for plane in planes)
+    shape = [(base - first, *rest) for base, *rest in planes]
+    identity = f"{FORMAT}\0{device}\0{version('flexkv-kernels')}\0{shape}\0{classes}"
     digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    return folder / f"cuda-crossovers-{digest}.json"
+    return folder / f"cuda-calibration-{digest}.json"
 
 
-def _read(path: Path) -> Crossovers | None:
+def _read(path: Path) -> Calibration | None:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return Crossovers(_crossover(document["load"]), _crossover(document["store"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        found = Calibration(
+            CudaMode[document["mode"]],
+            tuple(_choice(entry) for entry in document["choices"]),
+            _size(document["ring_bytes"]),
+            tuple(Sample(**_enums(entry)) for entry in document["samples"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    return found
 
 
-def _crossover(entry: Mapping[str, object]) -> Crossover:
-    run_bytes, kernel = entry["run_bytes"], CudaMode[str(entry["kernel"])]
-    if not isinstance(run_bytes, int) or not 0 <= run_bytes < 1 << 64:
-        raise ValueError(f"run_bytes is {run_bytes!r}")
-    if kernel not in {CudaMode.KERNEL, CudaMode.TMA}:
-        raise ValueError(f"kernel is {kernel!r}")
-    return Crossover(run_bytes, kernel)
+def _choice(entry: dict[str, Any]) -> CudaChoice:
+    choice = CudaChoice(**_enums(entry))
+    if choice.mode is CudaMode.AUTO:
+        raise ValueError("a choice is AUTO")
+    for size in (choice.run_bytes, choice.slot_run_bytes, choice.thread_blocks):
+        _size(size)
+    return choice
 
 
-def _write(path: Path, crossovers: Crossovers) -> None:
+def _enums(entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"direction": Direction[entry["direction"]], "mode": CudaMode[entry["mode"]]}
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _names(entry: CudaChoice | Sample) -> dict[str, Any]:
+    return asdict(entry) | {"direction": entry.direction.name, "mode": entry.mode.name}
+
+
+def _write(path: Path, found: Calibration) -> None:
     """Readers see the whole file or none."""
     document = {
-        name: {"run_bytes": crossover.run_bytes, "kernel": crossover.kernel.name}
-        for name, crossover in (("load", crossovers.load), ("store", crossovers.store))
+        "mode": found.mode.name,
+        "choices": [_names(choice) for choice in found.choices],
+        "ring_bytes": found.ring_bytes,
+        "samples": [_names(sample) for sample in found.samples],
     }
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
@@ -119,78 +245,3 @@ def _write(path: Path, crossovers: Crossovers) -> None:
         temporary.replace(path)
     except OSError:
         return
-
-
-def _measure(device: int, driver: str) -> Crossovers | None:
-    """None if DMA moves wrong bytes."""
-    with scratch_memory(device, driver, BLOCKS * BLOCK_BYTES) as scratch:
-        wanted = [CudaMode.DMA, CudaMode.KERNEL]
-        if cuda_device(device, driver).capability >= (9, 0):
-            wanted.append(CudaMode.TMA)
-        modes = correct_modes(scratch, wanted)
-        if CudaMode.DMA not in modes:
-            return None
-        for mode in set(wanted) - set(modes):
-            logger.error("copies by %s move wrong bytes on this device: not used", mode.name)
-        speeds: dict[Direction, dict[CudaMode, list[float]]] = {
-            direction: {mode: [] for mode in modes} for direction in Direction
-        }
-        # Stays open meanwhile, so that arena and kernels are made ready only once.
-        with closing(_mover(scratch, CudaMode.DMA, BLOCK_BYTES)):
-            for run_bytes in RUN_BYTES:
-                for mode in modes:
-                    for direction, speed in _speeds(scratch, mode, run_bytes).items():
-                        speeds[direction][mode].append(speed)
-    return Crossovers(choose(speeds[Direction.LOAD]), choose(speeds[Direction.STORE]))
-
-
-def choose(speeds: Mapping[CudaMode, list[float]]) -> Crossover:
-    """The crossover, from the speed of each mode at each of ``RUN_BYTES``.
-
-    The kernel is the one that is faster over the lengths where it is used.
-    """
-    dma = speeds[CudaMode.DMA]
-    kernels = [mode for mode in speeds if mode is not CudaMode.DMA]
-    if not kernels:
-        return _DMA_ONLY
-    best = [max(speeds[mode][i] for mode in kernels) for i in range(len(dma))]
-    first = len(dma)
-    while first > 0 and dma[first - 1] >= DMA_WINS * best[first - 1]:
-        first -= 1
-    used = slice(0, max(first, 1))
-    kernel = max(kernels, key=lambda mode: sum(speeds[mode][used]))
-    run_bytes = 0 if first == 0 else 2 * RUN_BYTES[-1] if first == len(dma) else RUN_BYTES[first]
-    return Crossover(run_bytes, kernel)
-
-
-def _mover(scratch: Scratch, mode: CudaMode, run_bytes: int) -> CudaMover:
-    stride = 2 * run_bytes
-    planes: list[PlaneTuple] = [
-        (scratch.pages + i * stride * BLOCKS, stride, 1, run_bytes, run_bytes, i * run_bytes)
-        for i in range(BLOCK_BYTES // run_bytes)
-    ]
-    return CudaMover(
-        planes,
-        BLOCKS,
-        scratch.arena,
-        scratch.arena_bytes,
-        scratch.device,
-        CudaOptions(mode=mode, driver=scratch.driver),
-    )
-
-
-def _speeds(scratch: Scratch, mode: CudaMode, run_bytes: int) -> dict[Direction, float]:
-    """Bytes per second with runs of this length, the best of a few repeats, in each direction."""
-    blocks = array("Q", range(BLOCKS))
-    offsets = array("Q", range(0, BLOCKS * BLOCK_BYTES, BLOCK_BYTES))
-    seconds: dict[Direction, float] = {}
-    with closing(_mover(scratch, mode, run_bytes)) as mover:
-        for _ in range(REPEATS + 1):  # the first one is slowest: it warms up
-            for direction in Direction:
-                start = time.perf_counter()
-                status = mover.wait(mover.submit(direction, blocks, offsets), 10)
-                taken = time.perf_counter() - start
-                if status is not Status.DONE:
-                    raise RuntimeError(mover.error() or f"a copy is {status.name} after 10 s")
-                seconds[direction] = min(taken, seconds.get(direction, taken))
-    return {direction: BLOCKS * BLOCK_BYTES / taken for direction, taken in seconds.items()}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from flexkv_kernels._library import LIBRARY, CudaOptionsStruct
-from flexkv_kernels.cuda_options import CudaOptions
+from flexkv_kernels._library import LIBRARY, CudaChoiceStruct, CudaOptionsStruct
+from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions
 from flexkv_kernels.native_mover import (
     MESSAGE_BYTES,
     NativeMover,
@@ -54,14 +54,14 @@ class CudaMover(NativeMover):
         page-locked (naming the limit).
         """
         layout = layout_struct(planes, num_blocks, arena_address, arena_bytes, store)
+        choices = (CudaChoiceStruct * len(options.choices))(*map(_choice, options.choices))
         native_options = CudaOptionsStruct(
             device,
             options.mode,
-            unsigned("crossovers.load.run_bytes", options.crossovers.load.run_bytes),
-            unsigned("crossovers.store.run_bytes", options.crossovers.store.run_bytes),
-            options.crossovers.load.kernel,
-            options.crossovers.store.kernel,
+            choices,
+            len(choices),
             unsigned("thread_blocks", options.thread_blocks, bits=32),
+            unsigned("ring_bytes", options.ring_bytes),
             options.driver.encode() or None,
         )
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
@@ -72,8 +72,26 @@ class CudaMover(NativeMover):
             raise ValueError(message.value.decode(errors="replace"))
         super().__init__(handle, len(planes))
 
+    def bytes_by_mode(self) -> dict[CudaMode, int]:
+        """Bytes of the copies given to the device so far, by the way they went. Under ``AUTO``
+        those that went another way than was chosen, because device or ring did not allow it.
+        """
+        counts = (ctypes.c_uint64 * len(CudaMode))()
+        LIBRARY.brief.fkv_mover_path_bytes(self._handle, counts)
+        return {mode: counts[mode] for mode in CudaMode}
+
     def error(self) -> str | None:
         """Why a transfer failed other than by :meth:`close`, of the last one; None if none did."""
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         code: int = LIBRARY.waiting.fkv_mover_error(self._handle, message, MESSAGE_BYTES)
         return message.value.decode(errors="replace") if code == 1 else None
+
+
+def _choice(choice: CudaChoice) -> CudaChoiceStruct:
+    return CudaChoiceStruct(
+        choice.direction,
+        choice.mode,
+        unsigned("run_bytes", choice.run_bytes),
+        unsigned("slot_run_bytes", choice.slot_run_bytes),
+        unsigned("thread_blocks", choice.thread_blocks, bits=32),
+    )

@@ -12,10 +12,9 @@ from flexkv.host.arena import Arena
 from flexkv.host.numa import node_of_device
 from flexkv.layout import PlacedPlane
 from flexkv.mover import Mover
-from flexkv_kernels.cuda_calibration import calibrated_crossovers
+from flexkv_kernels.cuda_calibration import calibrated
 from flexkv_kernels.cuda_device import cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
-from flexkv_kernels.cuda_options import CudaOptions
 from flexkv_kernels.host_memory import HostMemory
 
 _LEGACY_STREAM = 1
@@ -50,7 +49,7 @@ class CudaMemory:
         """See `Device.make_mover`. On a GPU of a kind that is new here, its copies are first
         checked and measured, which takes some tenths of a second."""
         size = arena.spec.total_bytes
-        options = CudaOptions(crossovers=calibrated_crossovers(self._number))
+        options = calibrated(self._number, planes, stored).options()
         return CudaMover(
             planes, num_blocks, arena.address, size, self._number, options, store=stored
         )

@@ -95,10 +95,15 @@ class GpuWorld:
     def offsets(self, slots: Sequence[int]) -> list[int]:
         return [slot * self.block_bytes for slot in slots]
 
-    def mover(self, mode: CudaMode, thread_blocks: int = 0) -> CudaMover:
+    @property
+    def placed_planes(self) -> list[Plane]:
+        """The planes at their addresses, as movers take them."""
         start = self.pages.data_ptr()
+        return [plane._replace(base=start + plane.base) for plane in self.planes]
+
+    def mover(self, mode: CudaMode, thread_blocks: int = 0) -> CudaMover:
         return CudaMover(
-            [plane._replace(base=start + plane.base) for plane in self.planes],
+            self.placed_planes,
             self.num_blocks,
             self.memory.address,
             self.memory.size,
@@ -108,8 +113,11 @@ class GpuWorld:
 
     def fill(self) -> None:
         """Fresh random bytes everywhere; returns when the device has them."""
-        self.pages.random_(0, 256)
-        self.arena.random_(0, 256)
+        for memory in (self.pages, self.arena):
+            whole = memory.numel() // 8 * 8
+            # As words: torch draws bytes one by one.
+            memory[:whole].view(torch.int64).random_(-(1 << 62), 1 << 62)
+            memory[whole:].random_(0, 256)
         torch.cuda.synchronize()
 
     def after(

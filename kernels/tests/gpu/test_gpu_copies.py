@@ -17,7 +17,7 @@ from flexkv_kernels import (  # noqa: E402
     CudaMover,
     Direction,
     Status,
-    calibrated_crossovers,
+    calibrated,
     cuda_device,
 )
 from kernels.tests.gpu.gpu_world import DEVICE, GpuWorld, gpu_world  # noqa: E402
@@ -29,7 +29,7 @@ PAUSE = 50_000_000
 """Cycles that a stream sleeps: some 25 ms."""
 
 
-@pytest.fixture(params=[CudaMode.AUTO, CudaMode.DMA, CudaMode.KERNEL, CudaMode.TMA])
+@pytest.fixture(params=[*CudaMode])
 def mode(request: pytest.FixtureRequest) -> CudaMode:
     chosen: CudaMode = request.param
     if chosen is CudaMode.TMA and cuda_device(DEVICE).capability < (9, 0):
@@ -289,9 +289,11 @@ def test_closing_with_copies_queued_and_running(mode: CudaMode) -> None:
 
 
 def test_the_device_is_measured(tmp_path: Path) -> None:
-    first = calibrated_crossovers(DEVICE, cache_dir=tmp_path)
-    print(f"{cuda_device(DEVICE)}: {first}")
-    assert calibrated_crossovers(DEVICE, cache_dir=tmp_path) == first
+    world = gpu_world("NHD", num_blocks=8, slots=8)
+    planes = world.placed_planes
+    first = calibrated(DEVICE, planes, range(len(planes)), cache_dir=tmp_path)
+    print(f"{cuda_device(DEVICE)}: {first}\n{first.samples}")
+    assert calibrated(DEVICE, planes, range(len(planes)), cache_dir=tmp_path) == first
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -304,9 +306,11 @@ world = gpu_world("HND", num_blocks=16, slots=16)
 mover = world.mover(CudaMode.DMA)
 stream = torch.cuda.Stream()
 many = list(range(16)) * 100
+pages, outside = torch.zeros(4, device="cuda"), torch.tensor([1 << 20], device="cuda")
+torch.cuda.synchronize()  # nothing below waits for the device before the copies are queued
 with torch.cuda.stream(stream):
     torch.cuda._sleep(50_000_000)
-    torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]  # asserts on the device
+    pages[outside]  # asserts on the device
 tickets = [
     mover.submit(Direction.STORE, many, world.offsets([0] * len(many)), after=stream.cuda_stream)
     for _ in range(4)

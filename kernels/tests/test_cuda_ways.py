@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way a transfer goes, and what the staged way asks of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import pytest
+
+from flexkv_kernels import CudaChoice, CudaMode, CudaMover, Direction, Status
+from kernels.tests.conftest import MakeFake
+from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda
+from kernels.tests.worlds import Memory, Plane, World, simple_world
+
+KIB = 1024
+HIGHEST, LOWEST = -5, 0
+
+
+def copy(mover: CudaMover, world: World, direction: Direction, blocks: Sequence[int]) -> None:
+    """Copies blocks from or to slots in another order, and compares every byte."""
+    slots = [(block * 3 + 1) % len(blocks) for block in range(len(blocks))]
+    offsets = [slot * world.span for slot in slots]
+    assert len(set(offsets)) == len(offsets)
+    expected = world.after(direction, blocks, offsets)
+    assert mover.wait(mover.submit(direction, blocks, offsets), 60) is Status.DONE, mover.error()
+    assert world.now() == expected
+
+
+def way(world: World, fake: FakeCuda, direction: Direction, **options: object) -> CudaMode:
+    """The one way that a transfer of all blocks goes."""
+    with closing(world.cuda_mover(fake.options(**options))) as mover:
+        copy(mover, world, direction, range(world.num_blocks))
+        counted = {mode: size for mode, size in mover.bytes_by_mode().items() if size}
+    (mode,) = counted
+    assert counted[mode] == world.num_blocks * world.block_bytes
+    return mode
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("page_bytes", "n_planes", "mode"),
+    [
+        (64 * KIB, 2, CudaMode.DMA),
+        (4 * KIB, 16, CudaMode.STAGED),
+        (4 * KIB, 2, CudaMode.KERNEL),
+    ],
+)
+def test_a_device_that_was_not_measured_goes_by_the_lengths_of_runs(
+    fake: FakeCuda, direction: Direction, page_bytes: int, n_planes: int, mode: CudaMode
+) -> None:
+    world = simple_world(num_blocks=4, page_bytes=page_bytes, n_planes=n_planes, slots=4)
+    assert way(world, fake, direction) is mode
+
+
+@pytest.mark.parametrize("chosen", list(CudaMode)[1:])
+def test_a_measured_class_goes_the_way_that_was_chosen(fake: FakeCuda, chosen: CudaMode) -> None:
+    world = simple_world(num_blocks=4, page_bytes=4 * KIB, n_planes=2, slots=4)
+    other = CudaMode.DMA if chosen is CudaMode.KERNEL else CudaMode.KERNEL
+    choices = (
+        CudaChoice(Direction.LOAD, 5000, 9000, chosen),
+        CudaChoice(Direction.STORE, 5000, 9000, other),
+        CudaChoice(Direction.LOAD, 2 * 5000, 9000, other),
+        CudaChoice(Direction.LOAD, 5000, 2 * 9000, other),
+    )
+    assert way(world, fake, Direction.LOAD, choices=choices) is chosen
+    assert way(world, fake, Direction.STORE, choices=choices) is other
+
+
+def test_a_choice_has_thread_blocks_of_its_own(make_fake: MakeFake) -> None:
+    fake = make_fake()
+    world = simple_world(num_blocks=200, page_bytes=4 * KIB, n_planes=2, slots=200)
+    choices = (CudaChoice(Direction.LOAD, 4096, 8192, CudaMode.KERNEL, thread_blocks=3),)
+    assert way(world, fake, Direction.LOAD, choices=choices) is CudaMode.KERNEL
+    assert fake.grid("fkv_copy_16") == 3
+
+
+def test_a_way_that_is_impossible_is_counted(make_fake: MakeFake) -> None:
+    """A ring that is too small, no memory for it, and a device without bulk copies."""
+    world = simple_world(num_blocks=4, page_bytes=4 * KIB, n_planes=2, slots=4)
+    short, old = make_fake(), make_fake(major=8)
+    bulk = (CudaChoice(Direction.LOAD, 4096, 8192, CudaMode.TMA),)
+    staged = (CudaChoice(Direction.LOAD, 4096, 8192, CudaMode.STAGED),)
+    short.fail("cuMemAlloc", OUT_OF_MEMORY, skip=1)  # after the table of tiles
+    for fake, options in (
+        (short, {"choices": staged}),
+        (old, {"choices": bulk}),
+        (make_fake(), {"choices": staged, "ring_bytes": 8 * 4096}),
+        (make_fake(), {"mode": CudaMode.STAGED, "ring_bytes": 8 * 4096}),
+    ):
+        with closing(world.cuda_mover(fake.options(**options))) as mover:
+            copy(mover, world, Direction.LOAD, range(4))
+            size = 4 * world.block_bytes
+            counted = {mode: size for mode, size in mover.bytes_by_mode().items() if size}
+            assert counted == {CudaMode.AUTO: size, CudaMode.KERNEL: size}
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_neighbours_in_the_arena_are_one_copy_into_the_ring(
+    make_fake: MakeFake, direction: Direction
+) -> None:
+    """Whatever the pages are: 16 rows of 256 bytes for each of 2 heads side by side."""
+    fake = make_fake(version=12040, batches=False)
+    planes = [Plane(head * 256, 8192, 16, 512, 256, head * 4096) for head in range(2)]
+    world = World(planes, 40, Memory(40 * 8192, seed=1), Memory(40 * 8192, seed=2))
+    with closing(world.cuda_mover(fake.options(mode=CudaMode.STAGED))) as mover:
+        before = fake.calls("cuMemcpyAsync"), fake.calls("cuLaunchKernel")
+        blocks = [*range(39, 9, -1), 5]
+        offsets = [*range(0, 30 * 8192, 8192), 35 * 8192]
+        expected = world.after(direction, blocks, offsets)
+        assert mover.wait(mover.submit(direction, blocks, offsets), 60) is Status.DONE
+        assert world.now() == expected
+        copies = fake.calls("cuMemcpyAsync") - before[0]
+        launches = fake.calls("cuLaunchKernel") - before[1]
+    assert (copies, launches) == (2, 1)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("alias", [0, 1 << 40])
+def test_a_ring_is_used_again_and_again(
+    make_fake: MakeFake, direction: Direction, alias: int
+) -> None:
+    """With delays, so that a segment that is filled before it is drained has wrong bytes."""
+    fake = make_fake(alias=alias)
+    fake.delay(300)
+    world = simple_world(num_blocks=100, page_bytes=1024, n_planes=4, slots=100)
+    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * world.block_bytes)
+    with closing(world.cuda_mover(options)) as mover:
+        for _ in range(3):
+            copy(mover, world, direction, range(100))
+
+
+def test_both_directions_at_once_have_rings_of_their_own(fake: FakeCuda) -> None:
+    fake.delay(200)
+    world = simple_world(num_blocks=64, page_bytes=1024, n_planes=4, slots=64)
+    size = world.block_bytes
+    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * size)
+    loads, stores = range(32), range(32, 64)
+    with closing(world.cuda_mover(options)) as mover:
+        for _ in range(3):
+            load_offsets, store_offsets = (
+                [block * size for block in blocks] for blocks in (loads, stores)
+            )
+            pages = world.after(Direction.LOAD, loads, load_offsets)[0]
+            arena = world.after(Direction.STORE, stores, store_offsets)[1]
+            tickets = [
+                mover.submit(Direction.STORE, stores, store_offsets),
+                mover.submit(Direction.LOAD, loads, load_offsets),
+            ]
+            assert [mover.wait(ticket, 60) for ticket in tickets] == [Status.DONE] * 2
+            assert world.now() == (pages, arena)
+
+
+def test_both_stages_have_the_priority_of_their_direction(fake: FakeCuda) -> None:
+    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=4, slots=8)
+    with closing(world.cuda_mover(fake.options(mode=CudaMode.STAGED))) as mover:
+        for direction, priority in ((Direction.LOAD, HIGHEST), (Direction.STORE, LOWEST)):
+            names = [f"copies@{priority}", f"kernels@{priority}"]
+            before = [fake.calls(name) for name in names]
+            ticket = mover.submit(direction, [3], [0])
+            assert mover.wait(ticket, 60) is Status.DONE
+            assert [fake.calls(name) for name in names] == [count + 1 for count in before]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuLaunchKernel", "cuEventRecord"])
+def test_a_refused_stage_ends_with_what_was_begun(
+    fake: FakeCuda, direction: Direction, name: str
+) -> None:
+    """No byte is copied after the transfer has failed, and the next one is whole."""
+    fake.delay(2000)
+    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=4, slots=8)
+    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * world.block_bytes)
+    with closing(world.cuda_mover(options)) as mover:
+        copy(mover, world, direction, range(8))
+        fake.fail(name, 1, skip=1)
+        ticket = mover.submit(direction, range(8), range(0, 8 * world.span, world.span))
+        assert mover.wait(ticket, 60) is Status.FAILED
+        now = world.now()
+        copy(mover, world, direction, [])
+        assert world.now() == now
+        copy(mover, world, direction, range(8))
