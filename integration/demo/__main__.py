@@ -18,17 +18,13 @@ from rich.console import Console
 from flexkv.host.available import available_memory
 from integration.demo import chart, engines, options, screen
 from integration.demo.conversation import Conversations, Turn
-from integration.demo.engines import Backend, ModelError, Setup
+from integration.demo.engines import Backend, ModelError, Setup, Way
 from integration.demo.options import OptionError, Options
 from integration.demo.plan import PlanError, make_plan
 from integration.demo.text import Text, TextError, load_text
 from integration.demo.verdict import Pair, Results, judge
-from integration.harness import connector
-from integration.harness.connector import Connector
 from integration.harness.engine import EngineError, EngineStartError
 
-# What vLLM itself counts of the tokens that a connector brought.
-LOADED_TOKENS = "vllm:external_prefix_cache_hits"
 # 6,000 tokens take the random model about 3 s on two cores; a GPU does far more in that time.
 TEXT_TOKENS_CPU, TEXT_TOKENS_GPU = 6_000, 20_000
 # Of the memory's size, for what lies beside the blocks.
@@ -42,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         asked.check_outputs()
+        asked.check_model()
         with tempfile.TemporaryDirectory(prefix="flexkv-demo-") as folder:
             return _demo(console, asked, Path(folder))
     except EngineStartError as error:
@@ -49,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.write_text(error.log, encoding="utf-8")
         cause = engines.root_cause(error)
         console.print(
-            f"vLLM did not start: {cause}\nIts log: {log}",
+            f"The engine did not start: {cause}\nIts log: {log}",
             style="red",
             markup=False,
             soft_wrap=True,
@@ -92,7 +89,7 @@ def _demo(console: Console, asked: Options, folder: Path) -> int:
 
 
 def _set_up(asked: Options, text: Text, folder: Path) -> Setup:
-    backend = engines.find_backend()
+    backend = engines.find_backend(asked.engine)
     if asked.model is None:
         model = engines.random_model(folder)
     else:
@@ -132,45 +129,44 @@ def _facts(setup: Setup, text: Text, cache: float | None, *, disk: bool) -> dict
     device = "GPU" if backend.gpu else f"CPU, {len(os.sched_getaffinity(0))} cores"
     memory = "its default" if cache is None else f"{cache:g} GiB"
     return {
-        "engine": f"vLLM {backend.version} on {device}",
+        "engine": f"{backend.name} {backend.version} on {device}",
         "model": model.name,
         "text": f"{text.name}, by the tokenizer of {model.chat.name}",
         "talk": f"{plan.users} users take turns, {plan.turns} turns each; a conversation grows to "
         f"{plan.conversation_tokens:,} tokens",
-        "KV cache": f"vLLM's own holds {plan.conversations_in_kv:.1f} conversations "
+        "KV cache": f"{backend.name}'s own holds {plan.conversations_in_kv:.1f} conversations "
         "(its prefix caching is on in all runs)",
         "FlexKV": f"{memory} of host memory" + (", and as much on disk" if disk else ""),
     }
 
 
-def _runs(
-    setup: Setup, cache: float | None, folder: Path, *, restart: bool
-) -> dict[str, Connector]:
+def _runs(setup: Setup, cache: float | None, folder: Path, *, restart: bool) -> dict[str, Way]:
     """The engines, in the order in which they run."""
-    runs = {screen.WITHOUT: connector.NONE}
-    if setup.model.random:  # with a large model it would fill the disk with every prompt anew
-        runs[screen.EXAMPLE] = connector.example(folder / "example")
+    runs = {screen.WITHOUT: Way()}
+    # With a large model it would fill the disk with every prompt anew.
+    if setup.model.random and setup.backend.name == "vLLM":
+        runs[screen.EXAMPLE] = Way(example=folder / "example")
     settings: dict[str, Any] = {} if cache is None else {"cpu_cache_gb": cache}
     disk = cache * DISK_MARGIN if restart and cache is not None else None
     if disk is None or shutil.disk_usage(folder).free < 2 * disk * engines.GIB:
-        return runs | {screen.WITH: connector.plugin(**settings)}
-    flexkv = connector.plugin(ssd_cache_gb=disk, ssd_cache_dir=str(folder / "disk"), **settings)
+        return runs | {screen.WITH: Way(settings)}
+    flexkv = Way(settings | {"ssd_cache_gb": disk, "ssd_cache_dir": str(folder / "disk")})
     return runs | {screen.WITH: flexkv, screen.RESTARTED: flexkv}
 
 
-def _converse(console: Console, setup: Setup, runs: dict[str, Connector], folder: Path) -> Results:
+def _converse(console: Console, setup: Setup, runs: dict[str, Way], folder: Path) -> Results:
     """Hold the conversations with one engine after the other."""
     done: dict[str, list[Turn]] = {screen.EXAMPLE: [], screen.RESTARTED: []}
     loaded = {screen.RESTARTED: 0}
     talk = Conversations(setup)
-    plan = setup.plan
-    with screen.Screen(console, list(plan.questions), plan.turns, list(runs)) as display:
+    plan, name = setup.plan, setup.backend.name
+    with screen.Screen(console, list(plan.questions), plan.turns, list(runs), name) as display:
         for run, chosen in runs.items():
-            display.say(f"starting vLLM {run}")
+            display.say(f"starting {name} {run}")
             log = folder / f"engine-{len(loaded)}.log"
             done[run] = []
             with engines.running_engine(setup, chosen, log) as engine:
-                display.say(f"talking to vLLM {run}")
+                display.say(f"talking to {name} {run}")
                 if run != screen.RESTARTED:
                     talk = Conversations(setup)
                     turns = talk.turns(engine)
@@ -179,10 +175,10 @@ def _converse(console: Console, setup: Setup, runs: dict[str, Connector], folder
                 for turn in turns:
                     done[run].append(turn)
                     display.add(run, turn)
-                loaded[run] = int(engine.counter(LOADED_TOKENS))
-                display.say(f"stopping vLLM {run}")
+                loaded[run] = engine.loaded_tokens()
+                display.say(f"stopping {name} {run}")
                 if run == screen.WITH and screen.RESTARTED in runs:
-                    engines.kill_when_written(engine)
+                    engine.kill_when_written()
     console.print(display.table())
     console.print()
     without, restarted = done[screen.WITHOUT], done[screen.RESTARTED]

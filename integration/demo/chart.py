@@ -32,7 +32,7 @@ def draw(results: Results, verdict: Verdict, facts: Mapping[str, str], path: Pat
     figure = Figure(figsize=(10, 5), dpi=150, facecolor="white")
     figure.subplots_adjust(left=LEFT, right=0.985, top=0.81, bottom=0.13)
     axes: Any = figure.subplots()
-    _bars(axes, results)
+    _bars(axes, results, facts["engine"].split()[0])
     _axes(axes, results)
     figure.suptitle(_title(verdict), x=LEFT, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes.set_title(
@@ -50,7 +50,7 @@ def _numbers(results: Results) -> list[int]:
     return sorted({pair.without.number for pair in results.pairs})
 
 
-def _series(results: Results) -> list[tuple[str, str, list[list[Turn]]]]:
+def _series(results: Results, engine: str) -> list[tuple[str, str, list[list[Turn]]]]:
     """Name, colour and turns by group of each set of bars; a group without bars is empty."""
     pairs, restarts = results.pairs, results.restarts
     numbers = _numbers(results)
@@ -60,12 +60,12 @@ def _series(results: Results) -> list[tuple[str, str, list[list[Turn]]]]:
 
     series = [
         (
-            "vLLM",
+            engine,
             WITHOUT_COLOR,
             [*by_number([p.without for p in pairs]), [p.without for p in restarts]],
         ),
         (
-            "vLLM + FlexKV",
+            f"{engine} + FlexKV",
             WITH_COLOR,
             [*by_number([p.with_flexkv for p in pairs]), [p.with_flexkv for p in restarts]],
         ),
@@ -76,8 +76,8 @@ def _series(results: Results) -> list[tuple[str, str, list[list[Turn]]]]:
     return series
 
 
-def _bars(axes: Any, results: Results) -> None:
-    series = _series(results)
+def _bars(axes: Any, results: Results, engine: str) -> None:
+    series = _series(results, engine)
     width = GROUP_WIDTH / len(series)
     for index, (name, color, groups) in enumerate(series):
         shift = (index - (len(series) - 1) / 2) * width

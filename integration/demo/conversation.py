@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from integration.demo.chat import Exchange
 from integration.demo.engines import Setup
-from integration.harness.engine import Engine
+from integration.demo.serving import Serving
 
 # Enough to bring every kernel of the engine to its working state before a clock runs.
 WARM_UP_TOKENS = 1024
@@ -43,7 +43,7 @@ class Conversations:
         self._setup = setup
         self._past: dict[str, list[Exchange]] = {user: [] for user in setup.plan.questions}
 
-    def turns(self, engine: Engine) -> Iterator[Turn]:
+    def turns(self, engine: Serving) -> Iterator[Turn]:
         """Let the users take turns; yields each turn when its answer is complete.
 
         Every prompt holds the answers that this very engine gave before.
@@ -55,7 +55,7 @@ class Conversations:
                 self._past[user].append(Exchange(questions[index], answer))
                 yield turn
 
-    def last_turns_again(self, engine: Engine) -> Iterator[Turn]:
+    def last_turns_again(self, engine: Serving) -> Iterator[Turn]:
         """Let every user ask the last question once more, of another engine."""
         self._warm_up(engine, "Welcome back! ")
         for user, past in self._past.items():
@@ -64,12 +64,12 @@ class Conversations:
             past.append(Exchange(last.question, answer))
             yield turn
 
-    def _warm_up(self, engine: Engine, text: str) -> None:
+    def _warm_up(self, engine: Serving, text: str) -> None:
         """A short request with a text that no engine has had, which is not counted."""
         length = min(WARM_UP_TOKENS, self._setup.plan.conversation_tokens // 2)
         engine.generate(self._setup.model.chat.prompt([], text * length)[:length], max_tokens=4)
 
-    def _ask(self, engine: Engine, user: str, question: str) -> tuple[Turn, list[int]]:
+    def _ask(self, engine: Serving, user: str, question: str) -> tuple[Turn, list[int]]:
         """The turn, and the tokens of its answer."""
         model, past = self._setup.model, self._past[user]
         prompt = model.chat.prompt(past, question)

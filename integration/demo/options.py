@@ -12,6 +12,7 @@ from pathlib import Path
 
 from integration.demo.plan import USERS
 
+ENGINES = ("vllm", "sglang")
 CHART_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -23,6 +24,7 @@ class OptionError(ValueError):
 class Options:
     """What the user asked for; None where the default depends on the model or the machine."""
 
+    engine: str
     text: Path | None
     model: str | None
     dtype: str | None
@@ -36,6 +38,14 @@ class Options:
     show_answers: bool
     out: Path
     json: Path
+
+    def check_model(self) -> None:
+        """Raise OptionError for a model that the chosen engine is not given here."""
+        if self.engine == "sglang" and self.model is not None:
+            raise OptionError(
+                f"--model is {self.model!r} with --engine sglang; allowed: the model that the demo "
+                "makes on the spot, or --engine vllm"
+            )
 
     def check_outputs(self) -> None:
         """Raise OptionError where a result could not be written, before minutes of work."""
@@ -57,10 +67,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
     """Parse the command line; None is the process's own. Exits on errors, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="nox -s demo --",
-        description="Users take turns at a real vLLM, first without FlexKV, then with it, then "
+        description="Users take turns at a real engine, first without FlexKV, then with it, then "
         "after a kill and a new start.",
     )
     add = parser.add_argument
+    add(
+        "--engine", choices=ENGINES, default=ENGINES[0], help="(default: vllm); sglang runs on CPUs"
+    )
     add(
         "--text", type=Path, metavar="FILE", help="what to talk about (default: Python's reference)"
     )
@@ -84,7 +97,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
         "--kv-conversations",
         type=_number(1),
         metavar="X",
-        help="whole conversations that fit into vLLM's own KV cache (default: half of the users')",
+        help="whole conversations that fit into the engine's own KV cache "
+        "(default: half of the users')",
     )
     add(
         "--cpu-cache-gb",

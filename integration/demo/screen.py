@@ -25,22 +25,29 @@ RESTARTED = "with FlexKV, killed and started again"
 NOT_YET = Text("·", style="dim")
 ROUNDING = (
     "In 16-bit floating point this may be rounding: a prefix that is reused and one that is "
-    "computed again differ in their last bits with vLLM's own prefix cache, too. Try "
+    "computed again differ in their last bits with the engine's own prefix cache, too. Try "
     "[bold]--dtype float32[/] to tell."
 )
 NOTHING_LOADED = (
-    "[bold red]FlexKV brought nothing back[/]: vLLM's own KV cache held everything (lower "
+    "[bold red]FlexKV brought nothing back[/]: the engine's own KV cache held everything (lower "
     "--kv-conversations or raise --users), or the host memory was too small (--cpu-cache-gb)."
 )
 
 
 class Screen:
-    """The live display; a context manager. `runs` are the names of the runs in their order."""
+    """The live display; a context manager. `runs` are the names of the runs in their order,
+    `engine` that of the engine."""
 
     def __init__(
-        self, console: Console, users: Sequence[str], turns: int, runs: Sequence[str]
+        self,
+        console: Console,
+        users: Sequence[str],
+        turns: int,
+        runs: Sequence[str],
+        engine: str = "vLLM",
     ) -> None:
         self._console = console
+        self._engine = engine
         self._rows = [(turn, user) for turn in range(1, turns + 1) for user in users]
         self._restarted = [(turns, user) for user in users] if RESTARTED in runs else []
         self._done: dict[str, list[Turn]] = {run: [] for run in runs}
@@ -97,7 +104,7 @@ class Screen:
         table.add_column("\nturn", justify="right")
         table.add_column("\nuser")
         table.add_column("prompt\ntokens", justify="right")
-        for name in ("vLLM", "+ FlexKV"):
+        for name in (self._engine, "+ FlexKV"):
             table.add_column(f"{name}\nfirst token", justify="right")
             table.add_column("\nreused", justify="right")
         if EXAMPLE in self._done:

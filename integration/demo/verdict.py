@@ -38,10 +38,10 @@ class Results:
     """What was measured.
 
     Attributes:
-        pairs: all turns of vLLM alone and of vLLM with FlexKV.
-        loaded_tokens: that FlexKV brought back for the engine, by vLLM's own counter.
-        restarts: the last turns of vLLM alone, and the same prompts after the engine with FlexKV
-            was killed and started again; empty if it was not.
+        pairs: all turns of the engine alone and with FlexKV.
+        loaded_tokens: that FlexKV brought back for the engine, by its own count.
+        restarts: the last turns of the engine alone, and the same prompts after the engine with
+            FlexKV was killed and started again; empty if it was not.
         restored_tokens: that FlexKV brought back for that engine.
         example: all turns of vLLM with its ExampleConnector; empty if it did not run.
     """
