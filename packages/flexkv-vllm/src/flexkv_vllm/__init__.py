@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexKV for vLLM V1.
 
-Three ways in, one adapter: `plugin` registers the connector when vLLM loads its plugins,
-`connector` can be named as `kv_connector_module_path`, and `shim` is what the connector inside
-vLLM itself calls. `adapter` is made by all of them; `start` builds what it consists of: `scheduler`
-beside vLLM's scheduler, `worker` beside each of its workers, and `telemetry`. They talk through
-`orders`. `offloading` serves vLLM's own OffloadingConnector instead. What differs between versions
-of vLLM is in `compat` and `compat_events`.
+There are three entry points. `plugin` registers the connector when vLLM loads its plugins,
+`connector` can be named as `kv_connector_module_path`, and vLLM's own connector calls
+`intree_connector`. Each creates an `adapter` with two parts: `scheduler_side` beside vLLM's
+scheduler, which `start_scheduler` builds, and the worker side of `flexkv.adapter` beside each of
+its workers, which `start_worker` builds. They communicate by `orders`. `offloading` serves vLLM's
+own OffloadingConnector instead. `compat` has the differences between versions of vLLM.
 """
 
 from __future__ import annotations

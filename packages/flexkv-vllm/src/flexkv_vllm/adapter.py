@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both connectors share: the two sides, and the edge behind which no error gets to vLLM."""
+"""The part that both connectors share: the two sides, and the edge that keeps errors from vLLM."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ logger = logging.getLogger("flexkv.vllm")
 class Adapter:
     """One process's part of FlexKV: a scheduler side, a worker side, or neither if disabled.
 
-    `start_*` raise a `FlexKVError` with one clear message. Everything else returns: what fails
-    is logged once, counted, and a miss.
+    `start_*` raise a `FlexKVError` with one clear message. All other methods return: a failure is
+    logged once, counted, and a miss.
     """
 
     def __init__(self, vllm_config: VllmConfig, store_time: StoreTime) -> None:
@@ -171,7 +171,7 @@ class Adapter:
     # Both sides.
 
     def take_stats(self) -> FlexKVStats | None:
-        """What was counted since the last call; None if nothing was."""
+        """The counts since the last call; None if there are none."""
         side = self._worker or self._scheduler
         if side is not None and side.figures.active:
             with self._edge.guard("counting", "the counts come later, or are lost"):

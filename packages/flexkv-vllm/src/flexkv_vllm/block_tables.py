@@ -24,9 +24,9 @@ class BlockTables:
     others.
 
     Args:
-        groups: of the model.
-        stores: of the engine's requests.
-        requests: that are tracked, by id.
+        groups: the groups of the model.
+        stores: the stores of the engine's requests.
+        requests: the tracked requests, by id.
         scheduled: called with a request that vLLM schedules with all its blocks.
 
     Attributes:
@@ -47,12 +47,12 @@ class BlockTables:
         self._scheduled = scheduled
 
     def of_cached(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Of the tables of all vLLM's groups, those of the cached ones."""
+        """The block tables of the cached groups, from those of all vLLM's groups."""
         return [tables[group.index] for group in self._groups.members]
 
     def fence(self, tables: Sequence[Sequence[int]], tokens: int, orders: StepOrders) -> None:
-        """vLLM gave blocks, by its groups, to a request that has the first `tokens` tokens in them:
-        the rest will be written to."""
+        """vLLM gave blocks, by its groups, to a request whose first `tokens` tokens are in them; it
+        will write to the rest."""
         if not self._stores.under_way:
             return
         if not any(tables):
@@ -68,7 +68,7 @@ class BlockTables:
         """Keep up with the blocks that vLLM gave and took in this step."""
         for request_id in output.preempted_req_ids or ():
             tracked = self._requests.get(request_id)
-            # vLLM may have preempted it before this step, and begun it anew in it.
+            # vLLM may have preempted it before this step, and restarted it in this step.
             if tracked is not None and request_id not in self.begun:
                 tracked.lose_blocks()
         for new in output.scheduled_new_reqs:
@@ -85,7 +85,7 @@ class BlockTables:
                 self._has(request_id, new_blocks)
                 continue
             if not any(new_blocks):
-                # Another connector's turn it is, and vLLM does not tell which blocks it fills.
+                # Another connector loads it, and vLLM does not report which blocks it fills.
                 self._stores.fence_all(orders)
             for table in new_blocks:
                 written += table

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector that vLLM creates, once in its scheduler and once in every worker.
 
-It translates vLLM's calls and holds nothing of its own; `Adapter` does the work, and keeps errors
-away from vLLM. Errors at start are meant to stop the engine.
+It translates vLLM's calls and has no state of its own. `Adapter` does the work and catches errors
+before they reach vLLM. Errors at start stop the engine on purpose.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
-    """vLLM's view of FlexKV. See `KVConnectorBase_V1` for when vLLM calls what."""
+    """vLLM's view of FlexKV. `KVConnectorBase_V1` documents when vLLM calls each method."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -55,7 +55,7 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # A cache hands nothing over: what is lost is a miss.
+        # A cache delivers no KV to another engine: a lost block is a miss.
         return False
 
     # Worker side.
@@ -79,7 +79,7 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Stores go out by block once the whole forward is done."""
+        """FlexKV stores whole blocks, after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._adapter.start_stores(self._connector_metadata)
@@ -133,7 +133,7 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # In a CUDA graph of the whole forward no layer waits.
+        # In a CUDA graph of the whole forward pass no layer can wait.
         return may_load_layerwise(extra_config)
 
     @classmethod

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events: which blocks FlexKV could load now, told to vLLM's subscribers.
+"""KV events: reports the blocks that FlexKV can load to vLLM's subscribers.
 
-A FlexKV block holds several of vLLM's blocks, and is loadable as a whole. What is told are vLLM's
-own block hashes, since those are what a router looks up: all of a FlexKV block's, each once for
-each medium. FlexKV blocks that begin alike and end differently share their first vLLM blocks: those
-are told with the first FlexKV block that has them, and removed with the last.
+A FlexKV block holds several of vLLM's blocks, and is loadable as a whole. Events contain vLLM's own
+block hashes, since a router looks these up. Each hash of a FlexKV block is reported once for each
+medium. FlexKV blocks that begin alike and end differently share their first vLLM blocks: these are
+reported with the first FlexKV block that has them, and removed with the last.
 
-What was told is compared with what is there, so that nothing that happens in between can be missed.
+Each report compares the emitted events with the present blocks, so no change can be missed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _LOCALITY = "LOCAL"
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What is told of a FlexKV block beside where it is. Kept while host memory has the block.
+    """The fields of a FlexKV block's event, apart from its medium. Kept while host memory has it.
 
     Attributes:
-        position: of the block in its prefix, in FlexKV blocks.
+        position: position of the block in its prefix, in FlexKV blocks.
         group: vLLM's number of its KV cache group.
         block_size: tokens of each of its vLLM blocks.
-        hashes: of these, the last one that covers each.
-        parent: hash of the vLLM block before it, None at the beginning of a prompt.
+        hashes: for each vLLM block, the last hash that covers it.
+        parent: hash of the vLLM block before it; None at the beginning of a prompt.
         tokens: all its tokens.
         extra_keys: see `event_extra_keys`.
-        request: fields that say whose it is.
+        request: fields that identify the request's adapter.
     """
 
     position: int
@@ -65,14 +65,14 @@ class Description:
 
 
 class BlockEvents:
-    """Tells the loadable blocks of one engine. Single-threaded.
+    """Reports the loadable blocks of one engine. Single-threaded.
 
     Args:
-        cache: of the engine; watched from now on.
-        keys: of the blocks.
+        cache: the cache of the engine; watched from now on.
+        keys: makes the keys of blocks.
         has_own_names: whether keys are more than vLLM's hashes, as with LoRA adapters or several
-            groups. On disk such blocks have names from which no hash can be read, so nothing is
-            told of blocks that no request has asked for yet.
+            groups. On disk such blocks have names without a readable hash, so they are not reported
+            until a request asks for them.
         traits: more fields of a `BlockStored`, by vLLM's number of the KV cache group.
     """
 
@@ -96,11 +96,11 @@ class BlockEvents:
         cache.watch()
 
     def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Blocks of `request` have got a slot in host memory; those that have none are left out.
+        """Blocks of `request` have got a slot in host memory; blocks without one are left out.
 
         Args:
             request: read now; not kept.
-            group: of the blocks.
+            group: group of the blocks.
             blocks: position in the prefix and key of each.
         """
         for position, key in blocks:
@@ -114,7 +114,7 @@ class BlockEvents:
                 self._again.append(name)
 
     def take(self) -> list[KVCacheEvent]:
-        """What has changed since the last call, removals first."""
+        """The events of changes since the last call, removals first."""
         changes = self._cache.take_changes()
         if not (changes or self._again or self._leaving):
             return []
@@ -159,7 +159,7 @@ class BlockEvents:
         return () if self._has_own_names else (name,)
 
     def _add(self, medium: Medium, name: bytes, hashes: Sequence[bytes]) -> int:
-        """Note a block as told; returns how many of its hashes, the last ones, are new."""
+        """Record a block as reported; returns how many of its last hashes are new."""
         self._told[medium][name] = hashes
         shared = self._shared[medium]
         known = 0
@@ -170,7 +170,7 @@ class BlockEvents:
         return len(hashes) - known
 
     def _remove(self, medium: Medium, name: bytes) -> list[bytes]:
-        """Note a block as not there; returns the hashes that no other block has."""
+        """Record a block as removed; returns the hashes that no other block has."""
         hashes = self._told[medium].pop(name, ())
         shared = self._shared[medium]
         gone = []
@@ -182,7 +182,7 @@ class BlockEvents:
         return gone + list(hashes[-1:])
 
     def _forget(self, key: bytes) -> None:
-        """Host memory has a block no more: its description is kept until lower tiers have it."""
+        """Host memory has evicted a block: its description is kept until lower tiers have it."""
         if self._cache.is_demoting(key):
             self._leaving.add(key)
             return
@@ -216,8 +216,8 @@ class BlockEvents:
         hashes: Sequence[bytes],
         description: Description | None,
     ) -> KVCacheEvent:
-        """For the last `hashes` of a block; all that is unknown is empty, as vLLM's own connectors
-        have it."""
+        """The event of the last `hashes` of a block; unknown fields are empty, as in the events of
+        vLLM's own connectors."""
         if description is None:
             fields: dict[str, Any] = {
                 "parent_block_hash": None,

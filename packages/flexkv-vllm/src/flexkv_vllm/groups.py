@@ -31,17 +31,17 @@ def read_groups(
     """The groups of a model.
 
     Args:
-        kv_cache_config: of the engine; None if vLLM does not tell it, which then has one group of
-            full attention.
-        engine_block_tokens: of that one.
+        kv_cache_config: configuration of the engine. None if vLLM does not pass it on; vLLM then
+            has one group of full attention.
+        engine_block_tokens: tokens of a block of that group.
         engine_blocks: vLLM blocks of a FlexKV block.
         model_layers: layers of the model without a draft model's.
-        fails_by_request: whether a failed load can be told by request (vLLM from 0.30 on). Told
-            by block, vLLM would compute on behind a window that is not there.
-        tells_states: whether vLLM tells which block has which recurrent state (from 0.32 on).
+        fails_by_request: whether a failed load can be reported by request (vLLM from 0.30 on).
+            After a report by block, vLLM would compute behind a missing window.
+        tells_states: whether vLLM reports the block of each recurrent state (from 0.32 on).
 
     Raises:
-        LayoutError: there is a group that cannot be cached correctly.
+        LayoutError: a group cannot be cached correctly.
     """
     if kv_cache_config is None:
         plain = Group(0, Reach.ALL, 0, engine_block_tokens, engine_blocks)
@@ -77,12 +77,11 @@ def read_groups(
 
 
 def _only_drafts(group: KVCacheGroupSpec, model_layers: int) -> bool:
-    """Whether all layers of a group are a draft model's, whose cache only helps to guess: without
-    it nothing is wrong.
+    """Whether all layers of a group belong to a draft model, whose cache does not affect results.
 
-    vLLM marks a group as a draft's also where the draft's layers share it with the model's own
-    (`_annotate_eagle_groups`, vllm.v1.core.kv_cache_utils). Draft layers that are numbered count
-    on from the model's; what cannot be told apart is cached.
+    vLLM also marks a group as a draft's if it contains layers of both models
+    (`_annotate_eagle_groups`, vllm.v1.core.kv_cache_utils). Numbered draft layers continue the
+    model's numbers; a group with layers that cannot be distinguished is cached.
     """
     if not getattr(group, "is_eagle_group", False):
         return False
@@ -93,10 +92,10 @@ def _only_drafts(group: KVCacheGroupSpec, model_layers: int) -> bool:
 def _reach(spec: KVCacheSpec) -> tuple[Reach, int]:
     """Reach and span of a group's layers.
 
-    By exact type: what vLLM derives from these may free other blocks.
+    By exact type, because vLLM's derived types may free other blocks.
 
     Raises:
-        LayoutError: it is of a kind that is not known here.
+        LayoutError: the kind is unknown here.
     """
     name = type(spec).__name__
     if isinstance(spec, interface.UniformTypeKVCacheSpecs):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes the bytes of a block what they are, apart from its key: model, weights, engine.
+"""Everything that determines the bytes of a block apart from its key: model, weights, engine.
 
-Blocks on disk outlive the engine. They are found again only if all of this is the same.
+Blocks on disk outlive the engine. A later engine finds them only if all of this is the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ logger = logging.getLogger("flexkv.vllm")
 
 
 def model_identity(vllm_config: VllmConfig) -> list[str]:
-    """What goes into the fingerprint. Reads names and times of the model's files, not them."""
+    """The parts of the fingerprint. Reads names and times of the model's files, not the
+    contents."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return [
         "vllm",
@@ -79,15 +80,17 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _stamp(name: str, path: str) -> bytes:
-    # Weights that are nowhere on this machine are not known to be the same in the next process.
+    # Weights that are not on this machine may be different ones in the next process.
     files = weights_in(Path(path)) if Path(path).exists() else []
     known = file_stamps(files) or [secrets.token_hex()]
     return bytes.fromhex(digest([name, path, *known]))
 
 
 def adapter_stamp(adapter: LoRARequest) -> bytes:
-    """What tells blocks of this adapter from those of another of its name: 16 bytes to append to
-    a key. vLLM's hashes know name and path, which may stand for other weights after a restart."""
+    """16 bytes to append to a key, which distinguish adapters of the same name.
+
+    vLLM's hashes contain name and path, which may mean other weights after a restart.
+    """
     return _stamp(adapter.lora_name, adapter.lora_path)
 
 
@@ -115,7 +118,7 @@ def _is_dummy(vllm_config: VllmConfig) -> bool:
 
 
 def _cpu_traits(vllm_config: VllmConfig) -> list[str]:
-    """vLLM's CPU kernels choose a page's inner layout by the instructions there are."""
+    """vLLM's CPU kernels choose a page's inner layout by the available instructions."""
     if vllm_config.device_config.device_type != "cpu":
         return []
     flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")

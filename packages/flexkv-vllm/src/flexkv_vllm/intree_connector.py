@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector inside vLLM calls, where our plugin is not loaded.
+"""The class that vLLM's own connector calls if FlexKV's plugin is not loaded.
 
-vLLM's own `FlexKVConnectorV1` forwards to this class, but tells it neither of preemptions nor of
-resets, and keeps the step's orders to itself. So blocks are stored only once their request has
-finished and vLLM holds them, and the orders are read off vLLM's connector. A reset of the cache
-does not reach FlexKV on this way; the log says so. Nor does the scheduler side learn of KV cache
-groups, or vLLM of requests whose loads failed: models that need either are refused at start.
+vLLM's own `FlexKVConnectorV1` forwards to this class, but passes on neither preemptions nor resets,
+and does not hand out the step's orders. So FlexKV stores blocks only once their request has
+finished and vLLM holds them, and reads the orders from vLLM's connector. A reset of the cache does
+not reach FlexKV; the log says so. Nor does the scheduler side get KV cache groups, or vLLM the
+requests whose loads failed: FlexKV refuses models that need either at start.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexKV's figures in vLLM's log line and at its `/metrics`.
 
-vLLM takes a container of new counts from each worker and from the scheduler side in every step,
-adds them up, and hands them to the processes that log and serve metrics. Those import this module,
-and need no device for it.
+In every step vLLM takes a container of new counts from each worker and from the scheduler side,
+adds them up, and passes them to the processes that log and serve metrics. These processes import
+this module, which needs no device.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class FlexKVStats(KVConnectorStats):
         self.data: Samples = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what `other`, of another rank or a later time, has."""
+        """Add the values of `other`, which is of another rank or of a later time."""
         add(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line: what happened since the last one."""
+        """For vLLM's log line: the changes since the previous line."""
         return summary(self.data)
 
     def is_empty(self) -> bool:
@@ -67,5 +67,5 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: Samples, engine_idx: int = 0) -> None:
-        """Take in what `FlexKVStats` of an engine has summed up."""
+        """Add the sums that `FlexKVStats` of an engine has collected."""
         self._exposition.observe(transfer_stats_data, engine_idx)

@@ -23,7 +23,7 @@ class WorkerReport(StepReport, KVConnectorWorkerMetadata):
     """What a worker reports of a step; vLLM aggregates the reports of all ranks."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of the ranks, the slowest counts."""
+        """The report of the slowest rank counts."""
         assert isinstance(other, WorkerReport)
         rates = [rate for rate in (self.load_rate, other.load_rate) if rate]
         return WorkerReport(max(self.number, other.number), min(rates, default=0.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's KV cache tensors look like, and which part of a block each rank holds."""
+"""The layout of vLLM's KV cache tensors, and the part of a block that each rank holds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 _BHNC_DIMS = 4
 _HEAD_DIM = 1
-"""vLLM hands out tensors of the logical dimensions (block, head, token, content), whatever their
-order in memory is. Where a backend packs something else than one KV head into an entry of the
-second one (vllm.v1.kv_cache_interface, `num_head_slots`), its extent is not the number of heads."""
+"""vLLM's tensors have the logical dimensions (block, head, token, content), whatever their order in
+memory is. If a backend packs something other than one KV head into an entry of the second dimension
+(vllm.v1.kv_cache_interface, `num_head_slots`), its extent is not the number of heads."""
 
 
 def cached_layers(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig | None, groups: Groups
 ) -> Mapping[str, torch.Tensor]:
-    """The tensors of those layers whose blocks are cached: not of a draft model's, for instance."""
+    """The tensors of the layers whose blocks are cached; a draft model's may be left out."""
     if kv_cache_config is None:
         return kv_caches
     names = {
@@ -41,18 +41,18 @@ def cached_layers(
 def describe_pages(
     vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[KVLayout, Sharding]:
-    """The pages of this rank, by head if possible, and how blocks are shared out to ranks.
+    """The pages of this rank, by head if possible, and how ranks divide blocks.
 
     Args:
-        vllm_config: of the engine.
+        vllm_config: configuration of the engine.
         kv_caches: the rank's tensors by layer.
 
     Raises:
-        LayoutError: they cannot be described.
+        LayoutError: the tensors cannot be described.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
-    # With latent attention (MLA) every rank holds the same, which counts as one head.
+    # With latent attention (MLA) every rank holds the same bytes, which count as one head.
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     sharding = Sharding.by_head(heads, ranks)
     local_heads = model.get_num_kv_heads(parallel) if sharding is not None else None

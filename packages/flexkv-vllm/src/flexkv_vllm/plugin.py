@@ -9,11 +9,11 @@ from flexkv_vllm.preflight import check_settings
 
 
 def register() -> None:
-    """Make vLLM use our connector where a user names `FlexKVConnectorV1`.
+    """Make vLLM use FlexKV's connector for the name `FlexKVConnectorV1`.
 
-    vLLM has a connector of this name itself, which forwards to FlexKV but passes on
-    neither preemptions nor resets; ours takes its place. A mistake in the settings then stops vLLM
-    before it reads weights.
+    vLLM has a connector of this name, which forwards to FlexKV but passes on neither preemptions
+    nor resets; FlexKV's connector replaces it. An error in the settings then stops vLLM before it
+    reads weights.
     """
     register_connector(CONNECTOR_NAME, "flexkv_vllm.connector")
     call_when_choosing(check_settings)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings are checked in vLLM's first process, before a weight is read.
+"""Checks the settings in vLLM's first process, before it reads weights.
 
-vLLM creates connectors in its workers, once the weights are there: minutes later for a large model.
-But while it puts its configuration together, in the process that the user started, it looks for the
-connector's class. That is where the settings are read for the first time.
+vLLM creates connectors in its workers, after it has loaded the weights: minutes later for a large
+model. But while it builds its configuration, in the process that the user started, it looks up the
+connector's class. FlexKV then reads the settings for the first time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OFFLOADING_SPEC = "FlexKVOffloadingSpec"
 
 
 def check_settings(transfer: KVTransferConfig) -> None:
-    """Check the settings of a connector that vLLM is to create, if it is FlexKV or has FlexKV.
+    """Check the settings of a connector that vLLM will create, if it is or contains FlexKV.
 
     Raises:
         FlexKVError: a setting or vLLM's version is not allowed.

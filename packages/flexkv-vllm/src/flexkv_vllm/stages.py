@@ -32,11 +32,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """How vLLM shares out a model's layers.
+    """How vLLM distributes a model's layers over stages.
 
     Attributes:
-        count: of stages.
-        layers: of the whole model.
+        count: number of stages.
+        layers: layers of the whole model.
     """
 
     count: int
@@ -44,15 +44,15 @@ class Stages:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Stages:
-        """Those of an engine."""
+        """The stages of an engine."""
         return cls(
             vllm_config.parallel_config.pipeline_parallel_size,
             vllm_config.model_config.get_total_num_hidden_layers(),
         )
 
     def total_bytes(self, stage_bytes: int, stage: int) -> int:
-        """Bytes of all stages' layers if `stage` has `stage_bytes` of them and all are alike. Every
-        stage finds the same number then, without having met the others."""
+        """Bytes of all stages' layers, if `stage` has `stage_bytes` of them and all layers are
+        alike. Every stage computes the same number, without a message from the others."""
         if self.count == 1:
             return stage_bytes
         first, end = get_pp_indices(self.layers, stage, self.count)
@@ -60,5 +60,5 @@ class Stages:
         return stage_bytes * self.layers // held
 
     def describe(self, layers: Iterable[str]) -> list[str]:
-        """For the fingerprint: which layers a stage has. Nothing if it has all."""
+        """For the fingerprint: the layers of a stage; empty if it has all."""
         return [] if self.count == 1 else ["stage", *layers]

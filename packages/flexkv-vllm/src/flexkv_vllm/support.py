@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations of vLLM FlexKV serves; all others it refuses at start."""
+"""Refuses configurations of vLLM at start that FlexKV does not serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_parallelism(vllm_config: VllmConfig) -> None:
     """Refuse parallelism other than tensor, pipeline and data parallelism.
 
     Raises:
-        LayoutError: vLLM is to use other, or several schedulers for one model.
+        LayoutError: vLLM uses another kind, or several schedulers for one model.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -36,7 +36,7 @@ def check_parallelism(vllm_config: VllmConfig) -> None:
             f"on the reports of all stages; allowed: 1, or a newer vLLM"
         )
     if stages > 1 and vllm_config.speculative_config is not None:
-        # Its first model runner does not let the stages before the last one store anything then.
+        # With it, vLLM's first model runner lets only the last stage store blocks.
         raise LayoutError(
             f"vLLM's pipeline_parallel_size is {stages} with speculative decoding; allowed: 1 with "
             f"speculative decoding, or any size without"
@@ -48,8 +48,8 @@ def check_stages(vllm_config: VllmConfig, groups: Groups) -> None:
     """Refuse recurrent states that the stages of a pipeline hold.
 
     Raises:
-        LayoutError: there are some. vLLM may move a state to the block that is to keep it only when
-            it tells a stage what the last one has sampled, a step later.
+        LayoutError: a group has recurrent states. vLLM may move a state to its final block only a
+            step later, when it passes the last stage's samples to the other stages.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and any(group.reach is Reach.STATE for group in groups.members):
@@ -64,7 +64,7 @@ def check_launcher(vllm_config: VllmConfig) -> None:
     and vLLM relies on all of them deciding alike.
 
     Raises:
-        LayoutError: there are several. They would see loads end in different steps.
+        LayoutError: there are several. Each would see a load end in a different step.
     """
     parallel = vllm_config.parallel_config
     launcher = parallel.distributed_executor_backend
@@ -79,10 +79,10 @@ def check_launcher(vllm_config: VllmConfig) -> None:
 
 
 def check_attention(vllm_config: VllmConfig) -> None:
-    """Refuse a model that vLLM cannot compute on with behind a prefix.
+    """Refuse a model that vLLM cannot compute behind a cached prefix.
 
     Raises:
-        LayoutError: latent attention on a CPU for which vLLM has only its reference kernels. It
+        LayoutError: latent attention on a CPU for which vLLM has only its reference kernels. vLLM
             turns its own prefix cache off there, but not those of connectors.
     """
     on_cpu = vllm_config.device_config.device_type == "cpu"

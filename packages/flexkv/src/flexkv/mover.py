@@ -31,8 +31,8 @@ class Mover(Protocol):
     Nothing here blocks but `wait`, `hold` and `close`. A transfer that the mover accepted completes
     exactly once, as DONE or FAILED.
 
-    Loads are taken up in the order of their submission, each with all that the mover has, and so
-    are stores; loads overtake stores. That a later transfer is DONE says nothing of an earlier one.
+    Loads start in the order of their submission, each with all threads of the mover, and so do
+    stores; loads overtake stores. If a later transfer is DONE, an earlier one may still run.
     """
 
     def submit(
@@ -70,9 +70,9 @@ class Mover(Protocol):
         ...
 
     def copy_seconds(self, ticket: int) -> float | None:
-        """How long the copies of a DONE transfer took, from the first byte to the last, by the
-        clock of what copied: no waiting is in it, neither before nor until somebody looked. None if
-        that is not known."""
+        """Seconds that the copies of a DONE transfer took, from the first byte to the last, by the
+        clock of the thread or device that copied. Waiting before the copy or until a poll is not
+        included. None if unknown."""
         ...
 
     def wait(self, ticket: int, timeout: float) -> Status:
@@ -92,11 +92,11 @@ class Mover(Protocol):
                 until the transfer has ended.
 
         Returns:
-            The state as far as it is known now. PENDING: the stream follows, but the transfer may
-            yet fail. Poll later, and use nothing computed from its bytes before it was DONE.
+            The present state. PENDING: the stream follows, but the transfer may still fail. Poll
+            later, and use no result computed from its bytes before it is DONE.
 
         Raises:
-            ValueError: it is no stream of this mover's device; it does not follow.
+            ValueError: this is not a stream of the mover's device; it does not follow.
             RuntimeError: the device has failed; the stream does not follow.
         """
         ...

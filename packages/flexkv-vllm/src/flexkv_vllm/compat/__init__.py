@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between releases of vLLM."""
+"""The differences between releases of vLLM."""

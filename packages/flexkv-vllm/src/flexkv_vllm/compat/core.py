@@ -27,12 +27,12 @@ CONNECTOR_NAME = "FlexKVConnectorV1"
 
 OLDEST = (0, 20)
 NEWEST = (0, 33)
-"""Releases (major, minor) whose scheduler at least has run with this adapter: those of
+"""Releases (major, minor) with which at least vLLM's scheduler has run: those of
 compat-ci/versions.toml above the static level."""
 
 
 def check_version(allow_untested: bool, version: str = vllm.__version__) -> None:
-    """Refuse a vLLM that is older than the supported range, or newer and lacks what FlexKV uses.
+    """Refuse a vLLM that is too old, or newer than tested and without a feature that FlexKV uses.
 
     Args:
         allow_untested: the setting `allow_untested_engine`.
@@ -56,7 +56,7 @@ def check_version(allow_untested: bool, version: str = vllm.__version__) -> None
 
 
 def warn_if_newer(version: str = vllm.__version__) -> None:
-    """Log one warning if this vLLM is newer than all that FlexKV was tested with."""
+    """Log one warning if this vLLM is newer than all versions that FlexKV was tested with."""
     if _release(version) > NEWEST:
         logger.warning(
             "vLLM %s is newer than %d.%d, the newest that FlexKV was tested with. FlexKV starts, "
@@ -85,7 +85,7 @@ def fences_get_through() -> bool:
 
 
 def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:
-    """Tokens of a hit by where they came from, without zeros. For vLLM from 0.32 on, which asks."""
+    """Tokens of a hit by source, without zeros. vLLM asks for them from 0.32 on."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     tokens = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: disk_tokens}
@@ -93,7 +93,7 @@ def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:
 
 
 def fails_by_request() -> bool:
-    """Whether a worker can say which request's load failed: from vLLM 0.30 on."""
+    """Whether a worker can report which request's load failed: from vLLM 0.30 on."""
     return hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
@@ -101,13 +101,13 @@ if TYPE_CHECKING:
     HybridConnector = base.SupportsHMA
 else:
     HybridConnector = base.SupportsHMA if fails_by_request() else object
-"""Base class that makes vLLM keep several KV cache groups apart for a connector. Older releases
-make one of them if they can, since failed loads of several cannot be told there."""
+"""Base class that makes vLLM keep several KV cache groups apart for a connector. With older
+releases vLLM merges them if it can, since it cannot handle failed loads of several groups."""
 
 
 def passes_stages_on() -> bool:
-    """Whether both of vLLM's model runners pass on what connectors report in the stages of a
-    pipeline before the last one. Else loads there would never be seen to end."""
+    """Whether both of vLLM's model runners pass on connectors' reports from all stages of a
+    pipeline. Without these reports, loads in the first stages would never end."""
     return hasattr(ModelRunnerOutput, "with_kv_conn_output_only")
 
 
@@ -117,7 +117,7 @@ def binds_pool() -> bool:
 
 
 def tells_states() -> bool:
-    """Whether vLLM tells a connector which block has which recurrent state: from 0.32 on."""
+    """Whether vLLM reports the block of each recurrent state to a connector: from 0.32 on."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 
 
@@ -128,13 +128,13 @@ def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, in
 
 
 def zeroed_blocks(output: SchedulerOutput) -> list[int] | None:
-    """Blocks that vLLM zeroes in a step before it writes to them, and may do so before workers are
-    handed the step's fences; None if there are none."""
+    """Blocks that vLLM zeroes in a step, possibly before workers get the step's fences; None if
+    there are none."""
     return getattr(output, "new_block_ids_to_zero", None)
 
 
 def transfer_results(
     sent: set[str] | None, received: set[str] | None, failed: set[str]
 ) -> base.KVConnectorTransferResults:
-    """What a worker has ended, as vLLM takes it from 0.30 on, which asks."""
+    """The transfers that a worker has ended, in the form of vLLM 0.30 and newer."""
     return base.KVConnectorTransferResults(sent or set(), received or set(), failed)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between vLLM versions in KV events: their fields, and what helps to fill them, came
-one by one. What this vLLM has is looked up, not concluded from its version."""
+"""The differences between vLLM versions in KV events, whose fields were added one by one. This
+module looks up the fields of the installed vLLM rather than infer them from its version."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ MEDIA = {
     Medium.HOST: getattr(kv_events, "MEDIUM_CPU", "CPU"),
     Medium.DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE"),
 }
-"""What vLLM's own connectors call where a block lies."""
+"""The names of media in vLLM's own connectors."""
 
 _STORED_FIELDS = frozenset(kv_events.BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(kv_events.BlockRemoved.__struct_fields__)
 
 
 def block_stored(**fields: Any) -> KVCacheEvent:
-    """A `BlockStored` of this vLLM; fields that it does not have are left out."""
+    """A `BlockStored` of this vLLM; fields that this vLLM lacks are left out."""
     return kv_events.BlockStored(**{k: v for k, v in fields.items() if k in _STORED_FIELDS})
 
 
 def block_removed(**fields: Any) -> KVCacheEvent:
-    """A `BlockRemoved` of this vLLM; fields that it does not have are left out."""
+    """A `BlockRemoved` of this vLLM; fields that this vLLM lacks are left out."""
     return kv_events.BlockRemoved(**{k: v for k, v in fields.items() if k in _REMOVED_FIELDS})
 
 
 def event_hash(block_hash: bytes) -> bytes | int:
-    """A block hash as events give it: an int of 64 bits where the user asked vLLM for that."""
+    """A block hash as in events: an int of 64 bits if the user configured vLLM so."""
     name = kv_cache_utils.BlockHash(block_hash)
     converted: bytes | int = kv_cache_utils.maybe_convert_block_hash(name)
     return converted
 
 
 def event_extra_keys(request: Request, starts: Sequence[int], tokens: int) -> list[Any] | None:
-    """What vLLM's events say beside the tokens of blocks (adapter, salt, pictures): for each of the
-    engine blocks of `tokens` tokens that begin at `starts`. None if it is nothing."""
+    """The extra keys in vLLM's events (adapter, salt, images), for each of the engine blocks of
+    `tokens` tokens that begin at `starts`. None if there are none."""
     make = kv_cache_utils.generate_block_hash_extra_keys
     keys = [make(request, start, start + tokens, 0)[0] for start in starts]
     if not any(keys):
@@ -58,7 +58,7 @@ def event_extra_keys(request: Request, starts: Sequence[int], tokens: int) -> li
 
 
 def group_traits(kv_cache_config: KVCacheConfig | None) -> dict[int, dict[str, Any]]:
-    """Fields of a `BlockStored` that tell what kind of layers a group has, by its number."""
+    """Fields of a `BlockStored` with the kind of layers of each group, by its number."""
     if kv_cache_config is None:
         return {}
     if not (

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a vLLM that FlexKV was not tested with has all that the adapter uses.
+"""Checks whether an untested vLLM has all features that the adapter uses.
 
-`nox -s compat-newest` looks deeper, at types too, but runs no engine and needs the network. This
-check runs where the engine starts, in milliseconds, and decides whether a newer release is served.
+`nox -s compat-newest` checks more, including types, but runs no engine and needs the network. This
+check runs at the engine's start, in milliseconds, and decides whether FlexKV serves a newer
+release.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ CALLS = {
 
 
 def missing_features() -> list[str]:
-    """What the adapter uses and the installed vLLM lacks, or has in another shape; empty if vLLM
-    has all of it."""
+    """Features that the adapter uses and the installed vLLM lacks, or has with another signature;
+    empty if vLLM has all."""
     return [*_missing_fields(), *_misfit_calls(), *_misfit_methods()]
 
 
@@ -76,7 +77,7 @@ def _missing_fields() -> Iterator[str]:
 
 
 def _fields_of(owner: Callable[..., object]) -> set[str]:
-    """Names that an object of this class has: of the class, or set by its constructor."""
+    """Attributes of an object of this class: of the class, or set by its constructor."""
     known = set(dir(owner)) | set(getattr(owner, "__dataclass_fields__", ()))
     constructor = getattr(owner, "__init__", None)
     code = getattr(inspect.unwrap(constructor) if constructor else None, "__code__", None)
@@ -97,7 +98,7 @@ def _misfit_calls() -> Iterator[str]:
 
 
 def _misfit_methods() -> Iterator[str]:
-    """Methods of vLLM's connector that ours does not answer as vLLM calls them."""
+    """Methods of FlexKV's connector that do not accept vLLM's calls."""
     # By name, as vLLM does it: the connector's module imports this one by way of the start.
     connector = importlib.import_module("flexkv_vllm.connector").FlexKVConnectorV1
     yield from (f"an answer to {name}" for name in sorted(connector.__abstractmethods__))

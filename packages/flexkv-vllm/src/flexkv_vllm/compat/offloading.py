@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between vLLM versions, from 0.26 on, in `vllm.v1.kv_offload`. What this vLLM has is
-looked up, not concluded from its version."""
+"""The differences between vLLM versions, from 0.26 on, in `vllm.v1.kv_offload`. This module looks
+up features of the installed vLLM rather than infer them from its version."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _medium = getattr(base, "Medium", None)  # since 0.27; plain text before
 EVENT_MEDIA: dict[Medium, Any] = {
     medium: name if _medium is None else _medium(name) for medium, name in MEDIA.items()
 }
-"""What offloading events call where a block lies."""
+"""The names of media in offloading events."""
 
 
 def may_load_from(req_context: base.ReqContext, medium: Medium) -> bool:
-    """Whether the user lets a request's blocks be loaded from there (`kv_load_tiers`)."""
+    """Whether the user allows loads from there for a request (`kv_load_tiers`)."""
     tier_filter = getattr(req_context, "load_tier_filter", None)  # since 0.27
     if tier_filter is None:
         return True
@@ -42,17 +42,17 @@ def prefix_of(req_context: base.ReqContext, keys: Collection[bytes]) -> list[byt
 
 
 def load_source(medium: Medium = Medium.HOST) -> Any:
-    """What vLLM's statistics call where a block came from. For vLLM from 0.32 on, which asks."""
+    """The name of a block's source in vLLM's statistics. vLLM asks for it from 0.32 on."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}[medium]
 
 
 def worker_config() -> VllmConfig:
-    """vLLM's configuration, in a worker that is being set up: a spec is not given it.
+    """vLLM's configuration, in a worker during its setup; vLLM does not pass it to a spec.
 
     Raises:
-        LayoutError: vLLM does not tell it.
+        LayoutError: vLLM does not provide it.
     """
     try:
         return get_current_vllm_config()

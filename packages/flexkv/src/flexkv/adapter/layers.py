@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a block that are loaded one after another, while layers that have theirs compute."""
+"""The parts of a block that are loaded one after another, while layers with loaded parts
+compute."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from flexkv.layout import PlacedPlane
 
 _PARTS = 8
-"""Parts of a block at most. The forward waits for the first one without computing, so an eighth of
-the load is not hidden; each part costs a transfer, some 10 us on CPUs and GPUs alike."""
+"""The most parts of a block. The forward pass waits for the first part without computing, so an
+eighth of the load is not hidden. Each part costs a transfer, about 10 us on CPUs and GPUs alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,8 @@ class LayerParts:
     """Consecutive planes of a mover, in the order in which layers need them.
 
     Attributes:
-        planes: of each part.
-        last: by layer, the number of the last part that it needs.
+        planes: the planes of each part.
+        last: the number of the last part that each layer needs.
     """
 
     planes: tuple[range, ...]
@@ -50,9 +51,11 @@ def split_layers(
 
 
 def _end(planes: Sequence[PlacedPlane], bases: Iterable[int]) -> int:
-    """The number of planes up to the last one with bytes of the layer. A plane may have several
-    layers' pages, and a page may be cut: what follows its beginning without beginning one belongs
-    to it, so the end is found by address."""
+    """The number of planes up to the last one with bytes of the layer.
+
+    A plane may have pages of several layers, and a page may be cut: following planes that begin no
+    page belong to it. The end is therefore found by address.
+    """
     wanted = set(bases)
     last = max(i for i, plane in enumerate(planes) if any(_has(plane, base) for base in wanted))
     while last + 1 < len(planes) and _continues(planes[last], planes[last + 1]):

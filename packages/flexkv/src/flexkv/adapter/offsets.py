@@ -12,11 +12,11 @@ from flexkv.host.arena import Arena
 
 
 class SlotOffsets:
-    """Of one rank's engine blocks in the slots of an arena.
+    """The offsets of one rank's engine blocks in the slots of an arena.
 
     Args:
         arena: attached.
-        rank: this one.
+        rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
     """
 

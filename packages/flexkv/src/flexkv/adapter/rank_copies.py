@@ -19,27 +19,27 @@ logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 1.0
 
 _CALIBRATION_BYTES = 8 << 20
-"""Copied to measure the link: 0.2 ms at 40 GB/s, much more than it takes to begin a copy."""
+"""Bytes copied to measure the link: 0.2 ms at 40 GB/s, much more than the start of a copy takes."""
 
 _CALIBRATIONS = 3
 """The first one touches memory that nobody has touched yet."""
 
 
 class RankCopies:
-    """What one rank's mover copies. Single-threaded.
+    """The copies of one rank's mover. Single-threaded.
 
     Args:
         arena: attached; owned by the caller.
         mover: of this rank's pages; owned by the caller.
         rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
-        plane_bytes: of an engine block in each plane of the mover.
+        plane_bytes: bytes of an engine block in each plane of the mover.
         stored: the planes that this rank stores.
-        edge: where errors of single transfers end.
+        edge: catches errors of single transfers.
 
     Attributes:
         mover: as given.
-        figures: of the copies.
+        figures: the figures of the copies.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class RankCopies:
         }
 
     def calibrate(self, engine_blocks: int) -> None:
-        """Measure what a load takes, before the engine uses its pages: the first hits are judged by
-        that, and not by one load that something slowed down.
+        """Measure loads before the engine uses its pages. The first hits are then judged by several
+        measurements, not by a single load that something slowed down.
 
         Args:
-            engine_blocks: that there are.
+            engine_blocks: number of the engine's blocks.
         """
         spec = self._arena.spec
         step = spec.format.engine_blocks
@@ -116,18 +116,18 @@ class RankCopies:
         return self._slot_offsets.of(order.slots, order.skip, len(order.engine_blocks))
 
     def report(self, order: CopyOrder, status: Status) -> None:
-        """Report what the mover does not report itself."""
+        """Report a copy that the mover does not report itself."""
         self._arena.board.report(order.cell, self._rank, status)
 
     def wait_for_end(self, ticket: int, what: str) -> Status:
-        """How a copy ended; waits for that."""
+        """Wait for a copy and return its final status."""
         while (status := self.mover.wait(ticket, _PATIENCE_SECONDS)) is Status.PENDING:
             logger.warning("still waiting for %s", what)
         return status
 
     def stop(self) -> None:
-        """End all copies, now and for good. Once one of them has failed, the scheduler side offers
-        nothing any more."""
+        """End all copies for good. Once a copy has failed, the scheduler side offers no more
+        loads."""
         self._arena.board.stop(self._rank)
         self.mover.close()
 

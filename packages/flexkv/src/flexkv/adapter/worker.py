@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side: copies the shard of one rank, as ordered."""
+"""The worker side: copies the shard of one rank by the scheduler side's orders."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from flexkv.mover import Direction, Mover, Status
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_SECONDS = 0.001
-"""How long a step without a forward waits for a copy instead of returning empty-handed. Such
-steps follow one another at once while a copy runs, and on a machine whose cores also copy they
-slow it down; 1 ms is the time of a few of them on 2 cores. It bounds what a request that arrives
-meanwhile waits."""
+"""How long a step without a forward pass waits for the end of a copy. Such steps follow one another
+at once while a copy runs; if the same cores copy, they slow the copy down. 1 ms is the time of a
+few such steps on 2 cores. It bounds the wait of a request that arrives meanwhile."""
 
 
 @dataclass(slots=True)
@@ -29,7 +28,7 @@ class RunningLoad:
     """A request's load under way, in one part or several.
 
     Attributes:
-        parts: ticket of the mover to the engine's blocks that it fills.
+        parts: the engine's blocks that each ticket of the mover fills.
         bad_blocks: blocks of the engine that will not be filled.
         complete: whether no further part follows.
     """
@@ -47,13 +46,14 @@ class WorkerSide:
         mover: of this rank's pages.
         rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
-        plane_bytes: of an engine block in each plane of the mover.
+        plane_bytes: bytes of an engine block in each plane of the mover.
         stored: the planes that this rank stores.
-        parts: of a block, in the order in which layers need them.
-        work_so_far: what a copy submitted now must wait for, as `Mover.submit` takes it.
-        edge: where errors of single transfers end.
-        fails_by_request: whether a load that failed in part has failed whole, as where a part is
-            worth nothing; else its blocks are told.
+        parts: the parts of a block, in the order in which layers need them.
+        work_so_far: returns the work that a copy submitted now must follow, as `after` of
+            `Mover.submit`.
+        edge: catches errors of single transfers.
+        fails_by_request: whether a load that failed in part counts as failed as a whole, because a
+            part is of no use; otherwise its failed blocks are reported.
 
     Attributes:
         figures: of the copies.
@@ -99,7 +99,7 @@ class WorkerSide:
 
     @property
     def session(self) -> Session:
-        """As given; whoever has the cache in the same process needs it. Closed by `close`."""
+        """The session as given, for a cache in the same process. Closed by `close`."""
         return self._session
 
     def calibrate(self, engine_blocks: int) -> None:
@@ -116,13 +116,13 @@ class WorkerSide:
             self.figures.end(ticket, status)
 
     def drain(self) -> None:
-        """Wait until nothing that was ordered reads or writes the engine's blocks any more."""
+        """Wait until no ordered copy reads or writes the engine's blocks."""
         self._layerwise.end()
         self.fence(StepOrders(fences=list(self._stores)))
 
     def stop_copying(self) -> None:
-        """In place of `fence`, which failed: copies end, now and for good. Once one of them has
-        failed, the scheduler side offers nothing any more."""
+        """End all copies for good, after `fence` has failed. Once a copy has failed, the scheduler
+        side offers no more loads."""
         self._copies.stop()
 
     def start_loads(self, orders: StepOrders) -> None:
@@ -144,7 +144,7 @@ class WorkerSide:
         self._refuse_loads(orders)
 
     def fail_loads(self, orders: StepOrders) -> None:
-        """In place of what `start_loads` has not done: the loads that were not started fail."""
+        """Fail the loads that `start_loads` has not started."""
         layerwise = set(self._layerwise.started())
         for order in orders.layerwise:
             if order.transfer_id not in layerwise:
@@ -158,17 +158,17 @@ class WorkerSide:
         self._refuse_loads(orders)
 
     def wait_for_layer(self, layer: str) -> None:
-        """Let the forward go on with `layer` only when what it looks at is loaded."""
+        """Make the forward pass wait until the blocks that `layer` reads are loaded."""
         self._layerwise.wait_for_layer(layer)
 
     def start_stores(self, orders: StepOrders) -> None:
-        """Start this step's stores, behind the engine's work so far: the forward that computes
-        what they copy. Those that were started before are left alone."""
+        """Start this step's stores behind the engine's work so far, the forward pass that computes
+        their blocks. Stores that have started already are skipped."""
         self._layerwise.end()
         after = self._work_so_far()
         for order in self._not_started(orders):
             if order.built_on in self._layerwise.failed:
-                # It was computed on what is not there.
+                # Its blocks were computed on a failed load.
                 self._copies.report(order, Status.FAILED)
             elif (ticket := self._copies.submit(Direction.STORE, order, after)) is not None:
                 self._stores[order.transfer_id] = ticket
@@ -176,14 +176,14 @@ class WorkerSide:
             self._last_store = order.transfer_id
 
     def fail_stores(self, orders: StepOrders) -> None:
-        """In place of what `start_stores` has not done: the stores that were not started fail."""
+        """Fail the stores that `start_stores` has not started."""
         for order in self._not_started(orders):
             if order.transfer_id not in self._stores:
                 self._copies.report(order, Status.FAILED)
             self._last_store = order.transfer_id
 
     def finished(self, orders: StepOrders) -> tuple[set[str], set[str]]:
-        """Requests whose blocks are read no more, and requests whose loads have ended."""
+        """Requests whose blocks no store reads any more, and requests whose loads have ended."""
         # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
         self._layerwise.end()
         self._releases.update(orders.releases)
@@ -198,31 +198,31 @@ class WorkerSide:
         return released, received
 
     def poll_later(self, orders: StepOrders) -> None:
-        """In place of `finished`, which failed: the next step's tells what this one's should have,
-        but for loads that the forward needed."""
+        """After `finished` has failed: the next step reports this step's results, except for loads
+        that the forward pass needed."""
         for request_id, transfer_ids in orders.releases.items():
             if request_id not in self._released:
                 self._releases[request_id] = transfer_ids
         if not orders.has_forward:
             self.fail_stores(orders)
         if self._layerwise:
-            # Nothing may be written any more into blocks that are computed anew.
+            # No copy may write to blocks that are recomputed.
             self.stop_copying()
             self._layerwise.give_up()
 
     def take_bad_blocks(self) -> set[int]:
-        """The engine's blocks that were to be loaded and were not, since the last call."""
+        """The engine's blocks whose loads have failed since the last call."""
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks | self._layerwise.take_bad_blocks()
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed, of those that `finished` said have ended since the last
+        """Requests with failed loads, of those that `finished` reported as ended since the last
         call."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def report(self, orders: StepOrders) -> StepReport | None:
-        """What the scheduler side is to be told of this step; None if it is nothing."""
+        """The report of this step for the scheduler side; None if it is empty."""
         rate = self.figures.take_load_rate()
         return StepReport(orders.number, rate) if orders.number or rate else None
 
@@ -242,7 +242,7 @@ class WorkerSide:
         self._copies.mover.wait(ticket, IDLE_WAIT_SECONDS)
 
     def _refuse_loads(self, orders: StepOrders) -> None:
-        """What the scheduler side could not order."""
+        """Fail the loads that the scheduler side could not order."""
         self._bad_blocks.update(orders.unfilled)
         for request_id, engine_blocks in orders.failed_loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
@@ -250,7 +250,7 @@ class WorkerSide:
             load.bad_blocks.extend(engine_blocks)
 
     def _not_started(self, orders: StepOrders) -> list[CopyOrder]:
-        """The stores of a step that were not started before."""
+        """The stores of a step that have not started yet."""
         return [order for order in orders.stores if order.transfer_id > self._last_store]
 
     def _poll_loads(self) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory: the arena, what it is made of, and how processes meet to share it."""
+"""Host memory: the arena, its memory, and how processes meet to share it."""

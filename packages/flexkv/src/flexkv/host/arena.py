@@ -68,10 +68,10 @@ def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSp
     """Size the arena for a setting of `cpu_cache_gb` (GiB; None takes the default).
 
     Raises:
-        ArenaError: the memory is not there, or too small for a single block.
+        ArenaError: the memory is not available, or too small for a single block.
     """
-    # What is in the pool of huge pages is not available otherwise. The arena has to fit with all
-    # that it has apart from slots.
+    # Pages of the pool of huge pages do not count as available memory. The whole arena must fit
+    # into the pool, with its parts apart from slots.
     pool = free_huge_pages() - ArenaSpec(block_format, 0).total_bytes - HUGE_PAGE
     available = max(available_memory(), pool)
     if cpu_cache_gb is None:
@@ -103,7 +103,7 @@ class Arena:
     """
 
     def __init__(self, fd: int, spec: ArenaSpec) -> None:
-        """Map an existing arena. Takes over `fd`, also when it fails.
+        """Map an existing arena. Takes over `fd`, even on failure.
 
         Raises:
             ArenaError: `fd` is not an arena of this size, can be resized, or cannot be mapped.
@@ -133,7 +133,7 @@ class Arena:
     def create(
         cls, spec: ArenaSpec, threads: int = 4, numa_nodes: frozenset[int] = frozenset()
     ) -> Arena:
-        """Create the memory and fill it in, so that a lack of it shows now and not as a SIGBUS.
+        """Create the memory and fill it, so that missing memory fails now and not by SIGBUS later.
 
         Args:
             spec: sizes.
@@ -151,8 +151,8 @@ class Arena:
                 return cls._create(spec, Pages.POOL, threads, numa_nodes)
             except ArenaError as error:
                 logger.info("the arena does not use the kernel's pool of huge pages: %s", error)
-        # The size may have been chosen with the pool in mind: see plan_arena. To take ordinary
-        # memory that is not there would end this process or another.
+        # The size may have been chosen for the pool: see plan_arena. Taking more ordinary memory
+        # than is available would end this process or another.
         available = available_memory()
         if spec.slots_bytes > available:
             raise ArenaError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory there is to take."""
+"""How much host memory is available."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The completion board: how workers tell the scheduler that a transfer is done.
+"""The completion board: how workers report to the scheduler that a transfer is done.
 
 A table of 32-bit words in shared memory, one row ("cell") per transfer under way and one column
 per rank. The scheduler clears a cell before it orders a transfer; each rank's mover writes its
-word when its bytes are in place; the scheduler reads. Nobody waits, no message is sent, and it
-works the same whatever the engine forwards from its workers. One word has one writer at a time,
-and words are aligned, so no reader sees half of one. One row more says which ranks have ended
-their copies for good.
+word when its bytes are in place; the scheduler reads it. No process waits, no message is sent, and
+the engine need not forward anything from its workers. Each word has one writer at a time and is
+aligned, so no reader sees half of a word. One more row records which ranks have ended their copies
+for good.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flexkv.mover import Status
 
 _ROWS = 4096
 CELLS = _ROWS - 1
-"""Transfers that can be under way at once. An engine step orders a few per request at most; what
-does not fit is a miss (load) or is dropped (store)."""
+"""Transfers that can be under way at once. An engine step orders at most a few per request. A load
+that does not fit is a miss; a store that does not fit is dropped."""
 
 _STOPPED = CELLS
-"""The row behind the cells: a rank's word is FAILED once it copies nothing any more."""
+"""The row behind the cells: a rank's word is FAILED once the rank has ended its copies."""
 
 WORD = 4
 """Bytes of a word; CUDA's stream-ordered memory writes have this size too."""
@@ -73,12 +73,12 @@ class CompletionBoard:
         self._words[cell * self._ranks + rank] = status
 
     def stop(self, rank: int) -> None:
-        """A rank copies nothing any more: all transfers fail from now on."""
+        """A rank has ended its copies: all transfers fail from now on."""
         self.report(_STOPPED, rank, Status.FAILED)
 
     @property
     def stopped_ranks(self) -> list[int]:
-        """Ranks that copy nothing any more."""
+        """Ranks that have ended their copies."""
         start = _STOPPED * self._ranks
         words = self._words[start : start + self._ranks].tolist()
         return [rank for rank, word in enumerate(words) if word == Status.FAILED]

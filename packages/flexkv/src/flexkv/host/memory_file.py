@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory file behind an arena: which pages it is made of, and how they are filled in.
+"""The memory file behind an arena: its kinds of pages, and how they are filled.
 
 2 MiB pages are best: an arena of 2 GiB is filled in 0.07 s instead of 0.6 to 1.1 s (Xeon, 2 cores,
 virtual; copies by its processor are as fast either way), and a GPU's driver has 512 times fewer
@@ -7,8 +7,8 @@ pages to pin. They come from the kernel's pool of huge pages where it has enough
 kernel is asked to make them of ordinary memory, which most systems forbid for shared memory; else
 pages are of 4 KiB.
 
-No setting chooses: the pool holds only what an administrator has put there, and is taken from if
-all of the arena fits (PostgreSQL's default, `huge_pages = try`, does the same).
+No setting chooses the kind. The pool holds only pages that an administrator has put there, and
+FlexKV uses it if all of the arena fits (as PostgreSQL's default, `huge_pages = try`, does).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MADV_HUGEPAGE = 14
 
 
 class Pages(Enum):
-    """Where the memory comes from; the value is what `memfd_create` is told."""
+    """The source of the memory; the value is the flag for `memfd_create`."""
 
     POOL = os.MFD_HUGETLB | os.MFD_HUGE_2MB
     ORDINARY = 0
@@ -76,7 +76,7 @@ def check_seals(fd: int) -> None:
     cut off would end this one with SIGBUS.
 
     Raises:
-        ArenaError: it is no memory file, or can be resized.
+        ArenaError: the file is not a memory file, or can be resized.
         OSError: the descriptor cannot be read.
     """
     try:

@@ -4,9 +4,9 @@
     <digest of the engine's id>.sock    an engine listens here while it lives
     lock                                held while sockets are made and removed
 
-Whoever can write to the directory could put a socket of his own there and have an engine's blocks
-copied into his memory. So it must be this user's alone, and everything in it is opened relative to
-the directory that was found to be so.
+A user who can write to the directory could replace a socket and get an engine's blocks. The
+directory must therefore belong to this user alone, and everything in it is opened relative to the
+checked directory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RuntimeDirectory:
 
     Args:
         path: where it is.
-        create: make it, and what is missing above it, 0700.
+        create: create it, and missing directories above it, 0700.
 
     Raises:
         ArenaError: it cannot be used, or others could put files there.
@@ -105,8 +105,8 @@ class RuntimeDirectory:
             timeout: of the connection, in seconds.
 
         Raises:
-            FileNotFoundError, ConnectionRefusedError, BlockingIOError: nobody listens, or he has no
-                time now.
+            FileNotFoundError, ConnectionRefusedError, BlockingIOError: no process listens, or its
+                queue is full.
             OSError: it cannot be connected to at all.
             ArenaError: another user listens.
         """
@@ -212,8 +212,8 @@ class RuntimeDirectory:
                     os.unlink(file, dir_fd=self._fd)
 
     def _owner(self, file: str) -> int | None:
-        """Process that listens; None if nobody does, 0 if it is not known who. Waits for nothing:
-        the lock is held, and the other may be stopped."""
+        """Process that listens; None if none does, 0 if it is unknown. Does not wait: the lock is
+        held, and the other process may be stopped."""
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             try:

@@ -40,7 +40,7 @@ class Guest(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What guests get.
+    """The answer to guests.
 
     Attributes:
         message: the session's description, or an error.
@@ -52,9 +52,10 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """Listens for the other processes of an engine. A thread accepts, and each connection has one
-    of its own until its greeting is read: whatever a peer sends or fails to send, and however long
-    it takes, concerns no other.
+    """Listens for the other processes of an engine.
+
+    One thread accepts connections. Each connection has a thread of its own until its greeting is
+    read, so a slow or wrong peer does not affect the others.
 
     Args:
         root: path of the runtime directory.
@@ -121,11 +122,11 @@ class Server:
         return shards
 
     def hand_out(self, info: SessionInfo, fd: int) -> None:
-        """Give the arena to everyone who asked, and from now on to everyone who asks."""
+        """Send the arena to all present and future guests."""
         self._settle(Answer(info.to_json(), fd))
 
     def refuse(self, reason: str) -> None:
-        """Tell everyone who asked, and who will ask, that there is no arena."""
+        """Answer all present and future guests that there is no arena."""
         self._settle(Answer({"error": reason}, None))
 
     def close(self) -> None:
