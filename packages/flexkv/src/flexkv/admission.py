@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """When a block is offered to the lower tiers. One that is there already is not written again.
+    """When a block is offered to the lower tiers. A tier does not write a block that it has.
 
     Attributes:
-        on_store: once it is complete in host memory.
-        on_hit: whenever a request uses it while it is there.
-        on_evict: shortly before it has to leave.
+        on_store: once the block is complete in host memory.
+        on_hit: whenever a request uses the block in host memory.
+        on_evict: shortly before its eviction.
     """
 
     on_store: bool
@@ -25,7 +25,7 @@ class Admission:
 
 
 ADMISSIONS: dict[str, Admission] = {
-    # What was written and has left the lower tier is worth a second write once it is hit.
+    # A block that the lower tier has evicted is worth a second write once it is hit.
     "write_through": Admission(on_store=True, on_hit=True, on_evict=False),
     "second_hit": Admission(on_store=False, on_hit=True, on_evict=False),
     "on_evict": Admission(on_store=False, on_hit=False, on_evict=True),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that FlexKV raises at start.
 
-All of them say three things: the value, where it came from, and what is allowed. At run time
-nothing is raised into an engine: a block that cannot be stored or loaded is a miss.
+Each names three things: the value, its source, and the allowed values. At run time FlexKV raises no
+error into an engine: a block that cannot be stored or loaded is a miss.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child must not keep of its parent.
+"""Closes a forked child's copies of its parent's resources.
 
 A fork copies every descriptor. A child that outlives its parent would keep the parent's locks and
 sockets, so that they look owned, and its shared memory, so that the kernel cannot free it.
@@ -13,19 +13,21 @@ from typing import Protocol
 
 
 class Owner(Protocol):
-    """Something with descriptors or memory of its process."""
+    """An object with descriptors or memory of its process."""
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close what was inherited, and change nothing that the parent still
-        uses. Takes no locks: a thread that is not in the child may hold them."""
+        """In a forked child: close the inherited resources, without a change to those of the
+        parent. Takes no locks: a thread that is not in the child may hold them."""
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def close_in_children(owner: Owner) -> None:
-    """Have `owner.leave_to_parent` called in every child that this process forks, as long as the
-    owner lives. Children that run another program need none of it: descriptors close on exec."""
+    """Call `owner.leave_to_parent` in every child that this process forks while the owner lives.
+
+    A child that runs another program does not need it: descriptors close on exec.
+    """
     _owners.add(owner)
 
 

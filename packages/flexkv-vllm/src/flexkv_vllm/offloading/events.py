@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks came and went, for the KV events of vLLM's `OffloadingConnector`."""
+"""The changes of loadable blocks, for the KV events of vLLM's `OffloadingConnector`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
 
 class OffloadedBlocks:
-    """What was told of the blocks that can be loaded. Single-threaded.
+    """The reported loadable blocks. Single-threaded.
 
-    A disk may call a block by a digest of its key. It is told of only if this process has had it in
-    host memory since; so nothing is told of what a disk held at the start until it is loaded.
+    A disk may name a block by a digest of its key. Such a block is reported only if this process
+    has had it in host memory. Blocks that were on disk at the start are reported once they are
+    loaded.
 
     Args:
-        cache: of the engine; watched from now on.
+        cache: the cache of the engine; watched from now on.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -60,7 +61,7 @@ class OffloadedBlocks:
         return name if medium is Medium.HOST else self._keys.get(name)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
-        """Keep no name of a block that is nowhere."""
+        """Discard the name of a block that no tier has."""
         for key in keys:
             if not any(key in told for told in self._told.values()):
                 self._keys.pop(self._cache.name_of(key, Medium.DISK), None)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM hears that a load failed.
+"""Reports failed loads to vLLM.
 
-`OffloadingConnector` takes every load for a success. vLLM's model runner, though, asks each
-connector after each step what could not be loaded, and its scheduler then fails those requests or
-computes them anew, as `kv_load_failure_policy` says. So the connector's answers to those questions
-are completed here. Where that is not possible and a load fails, the worker ends: no token may be
-computed over bytes that are not there.
+`OffloadingConnector` counts every load as a success. But vLLM's model runner asks each connector
+after each step for failed loads, and its scheduler then fails or recomputes those requests, as
+`kv_load_failure_policy` says. This module completes the connector's answers. If that is not
+possible and a load fails, the worker ends: no token may be computed over missing bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class LoadFailures:
     """The failed loads of one worker.
 
     Args:
-        groups: KV cache groups of the model. With one, vLLM is told the blocks; with several, where
-            they would not say enough, the requests.
+        groups: number of KV cache groups of the model. With one, failed blocks are reported to
+            vLLM; with several, where blocks are not enough, the requests.
     """
 
     def __init__(self, groups: int) -> None:
@@ -36,8 +35,8 @@ class LoadFailures:
         self._requests: set[str] = set()
 
     def listen(self, worker: OffloadingWorker) -> None:
-        """From now on vLLM hears of failed loads, if it can. To be called before the step's results
-        are asked for, whenever loads are submitted."""
+        """From now on, report failed loads if this vLLM can handle them. Call this whenever loads
+        are submitted, before vLLM asks for the step's results."""
         if self._connector is not None:
             return
         for connector in connectors_here():
@@ -51,8 +50,8 @@ class LoadFailures:
                 self._connector = connector
 
     def report(self, job_id: int, blocks: list[int]) -> None:
-        """The load `job_id` did not fill `blocks`. To be called while the connector asks for
-        finished jobs.
+        """The load `job_id` did not fill `blocks`. Call this while the connector asks for finished
+        jobs.
 
         Raises:
             RuntimeError: this vLLM cannot handle failed loads.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes the place of the cache where the user has turned FlexKV off."""
+"""Replaces the cache if the user has turned FlexKV off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexkv_vllm.offloading.orders import ArenaBlocks
 
 
 class IdleManager(OffloadingManager):
-    """Has nothing and takes nothing."""
+    """Finds no blocks and stores none."""
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()

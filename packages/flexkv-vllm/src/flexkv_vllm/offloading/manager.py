@@ -45,15 +45,15 @@ logger = logging.getLogger("flexkv.vllm")
 class FlexKVOffloadingManager(OffloadingManager):
     """All that vLLM's connector calls in its scheduler. One per engine; single-threaded.
 
-    A block that vLLM was told of as a hit stays until the end of the step: blocks leave only while
-    a step's stores are prepared and between steps.
+    A block that was reported to vLLM as a hit stays until the end of the step: blocks are evicted
+    only while a step's stores are prepared and between steps.
 
     Args:
-        cache: of the engine; owned.
+        cache: the cache of the engine; owned.
         session: with the arena; owned, closed after the cache.
-        edge: where errors end.
-        tells_events: whether somebody listens to KV events.
-        settings: of the engine, which metrics show.
+        edge: catches errors.
+        tells_events: whether KV events are on.
+        settings: settings of the engine, which metrics show.
     """
 
     def __init__(
@@ -129,10 +129,12 @@ class FlexKVOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for those of `keys` that have none. What finds no room is not cached: None,
-        which asks vLLM to offer the blocks again in the next step, is never returned."""
+        """Reserve slots for those of `keys` that have none. Blocks without room are not cached.
+
+        Never returns None, which would ask vLLM to offer the blocks again in the next step.
+        """
         with self._edge.guard("reserving blocks", "they are not cached"):
-            # vLLM 0.26 says that a request has ended before it offers the last of its blocks.
+            # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
             request = self._requests.get(req_context.req_id)
             if request is not None:
                 return self._reserve(list(keys), request)
@@ -220,7 +222,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         return ArenaBlocks(transfer.cell, transfer.slots)
 
     def _load_no_more(self, request_id: str) -> None:
-        """vLLM looks the blocks of a failed load up again, and would load them for ever."""
+        """vLLM looks up the blocks of a failed load again, and would load them for ever."""
         request = self._requests.get(request_id)
         if request is not None:
             request.load_no_more()
@@ -231,7 +233,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             return _nothing_to_store()
         chain, positions = request.offer(keys)
         if len(positions) < len(keys):
-            # vLLM offers what it has itself, too: some of it was hit.
+            # vLLM also offers blocks that it has itself: some of them were hit.
             there = set(keys).difference(chain[i] for i in positions)
             self._cache.record([key for key in keys if key in there])
         transfer = self._cache.store(chain, positions) if positions else None
@@ -266,5 +268,5 @@ def _nothing_to_store() -> PrepareStoreOutput:
 
 
 def _owner(options: RequestOptions) -> str:
-    """Whose pins they are. vLLM does not tell the cache salt here."""
+    """The owner of the pins. vLLM does not pass on the cache salt here."""
     return options.pin_name

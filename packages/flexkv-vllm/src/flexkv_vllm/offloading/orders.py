@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels from the manager to the workers, in vLLM's own transfer jobs."""
+"""The manager's orders to the workers, in vLLM's own transfer jobs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ArenaBlocks(LoadStoreSpec):
     """FlexKV's end of a job.
 
     Attributes:
-        cell: where the ranks report on the completion board; None if there is nothing to copy, and
-            what vLLM wanted loaded is not there.
+        cell: where the ranks report on the completion board; None if there is nothing to copy. A
+            load without a cell has failed, because its blocks are missing.
         slots: one for each block of the job, in the order of its keys.
     """
 

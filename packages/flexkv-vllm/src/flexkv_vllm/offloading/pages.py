@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flexkv.vllm")
 
 _STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-"""Of vLLM's cache configuration: what a page of a model with recurrent layers holds."""
+"""Fields of vLLM's cache configuration that determine a page of a model with recurrent layers."""
 
 
 def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
@@ -31,7 +31,7 @@ def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
     Groups may share tensors: vLLM gives each block to one group at a time.
 
     Raises:
-        LayoutError: they cannot be described.
+        LayoutError: the pages cannot be described.
     """
     if not kv_caches.tensors:
         raise LayoutError("vLLM registered no KV cache tensors; allowed: 1 or more")
@@ -45,8 +45,8 @@ def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
 def name_blocks(
     config: OffloadingConfig, vllm_config: VllmConfig, layouts: Sequence[KVLayout]
 ) -> str:
-    """The fingerprint of these blocks: never that of the blocks of FlexKV's own connector, whose
-    keys and formats are others."""
+    """The fingerprint of these blocks. It differs from that of FlexKV's own connector, whose keys
+    and formats are different."""
     cache_config = vllm_config.cache_config
     parts = [
         "offloading",
@@ -65,7 +65,7 @@ def name_blocks(
 
 
 def is_durable(vllm_config: VllmConfig) -> bool:
-    """Whether blocks of that name on disk mean the same to the next process. If not, logs why."""
+    """Whether the next process can use blocks of that name on disk. If not, logs why."""
     if vllm_config.lora_config is not None:
         logger.warning(
             "OffloadingConnector does not report when the weights of a LoRA adapter change; no "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager knows of a request: the blocks it was asked for, and those it waits for."""
+"""The manager's state of a request: the blocks that vLLM looked up, and those it waits for."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from flexkv_vllm.compat.offloading import may_load_from
 
 
 class RequestBlocks:
-    """One request. vLLM looks blocks up one by one, in any order, and again in every step until it
-    acts; so what has to be fetched is collected over a step, and fetched as one.
+    """One request. vLLM looks up blocks one by one, in any order, and again in every step until it
+    acts. The blocks to fetch are therefore collected over a step, and fetched together.
 
-    Each block is fetched once: what does not come then is a miss, until the request has loaded or
-    lost what it had.
+    Each block is fetched once. A block that does not arrive is a miss until the request has loaded
+    or lost its blocks.
 
     Args:
-        cache: of the engine.
-        context: vLLM's.
-        options: of the user.
+        cache: the cache of the engine.
+        context: vLLM's context of the request.
+        options: the user's options.
 
     Attributes:
-        options: of the user.
-        stored: keys of the blocks that vLLM has offered so far, in order, each with that of one
-            before it in its group.
-        stale: whether the cache was reset since the request began: what it computes may build on
-            what the reset was to forget.
+        options: the user's options.
+        stored: keys of the blocks that vLLM has offered so far, in order, each with the key of the
+            block before it in its group.
+        stale: whether the cache was reset since the request began: its blocks may build on
+            discarded ones.
     """
 
     def __init__(self, cache: KVCache, context: ReqContext, options: RequestOptions) -> None:
@@ -73,8 +73,8 @@ class RequestBlocks:
         return LookupResult.MISS
 
     def fetch_lacking(self) -> None:
-        """The step's lookups are over: fetch what lower tiers have of them. What is in host memory
-        stays there meanwhile."""
+        """The step's lookups are over: fetch those blocks that lower tiers have. Blocks in host
+        memory stay there meanwhile."""
         wanted, self._wanted = list(self._wanted), {}
         if not self._lacks:
             return
@@ -87,7 +87,7 @@ class RequestBlocks:
             self._awaited.update(fetch.awaited)
 
     def source_of(self, key: bytes) -> Medium:
-        """Where a block that is loaded came from."""
+        """The source of a loaded block."""
         return Medium.DISK if key in self._awaited else Medium.HOST
 
     def offer(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
@@ -120,13 +120,12 @@ class RequestBlocks:
             self._ends[get_offload_group_idx(OffloadKey(key))] = key
 
     def settle(self) -> None:
-        """The request has what it wanted, or wants nothing any more: blocks are kept for it no
-        longer, and may be fetched again."""
+        """The request has its blocks or needs no more: release them. They may be fetched again."""
         self._end_fetch()
         self._tried.clear()
 
     def load_no_more(self) -> None:
-        """A load has failed: all that is looked up from now on is a miss."""
+        """A load has failed: all lookups from now on are misses."""
         self.settle()
         self._from_host = self._from_disk = False
         self._awaited.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's settings where vLLM's `OffloadingConnector` has its own beside them."""
+"""FlexKV's settings beside those of vLLM's `OffloadingConnector`."""
 
 from __future__ import annotations
 

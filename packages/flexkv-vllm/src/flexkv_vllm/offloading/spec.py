@@ -25,8 +25,8 @@ logger = logging.getLogger("flexkv.vllm")
 
 
 class FlexKVOffloadingSpec(OffloadingSpec):
-    """vLLM's view of FlexKV under `OffloadingConnector`. Errors at start are meant to stop the
-    engine; later there are none."""
+    """vLLM's view of FlexKV under `OffloadingConnector`. Errors at start stop the engine on
+    purpose; later none are raised."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's metrics in the form that vLLM's `OffloadingConnector` takes."""
+"""FlexKV's metrics in the form of vLLM's `OffloadingConnector`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BY_SAMPLE: dict[str, tuple[Metric, tuple[str, ...]]] = {
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """What FlexKV adds to the connector's metrics."""
+    """The metrics that FlexKV adds to the connector's."""
     kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}
     definitions: dict[str, OffloadingMetricMetadata] = {
         PREFIX + metric.name: kinds[metric.kind](metric.text, tuple(metric.label_names))
@@ -42,7 +42,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 def connector_stats(
     samples: Samples, settings: CacheConfig | None = None
 ) -> OffloadingConnectorStats | None:
-    """What was counted, for vLLM; None if nothing was. With `settings`, these as well."""
+    """The counts for vLLM; None if there are none. With `settings`, these as well."""
     stats = OffloadingConnectorStats()
     for name, value in samples.items():
         metric, labels = _BY_SAMPLE.get(name, (None, ()))

@@ -33,11 +33,11 @@ _WAIT_SLICE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GroupMover:
-    """What copies the pages of a KV cache group.
+    """The mover of a KV cache group.
 
     Attributes:
-        mover: of its pages; groups with the same pages share one.
-        block_bytes: of an engine block: in a slot, from one to the next.
+        mover: mover of its pages; groups with the same pages share one.
+        block_bytes: bytes from one engine block to the next in a slot.
     """
 
     mover: Mover
@@ -51,10 +51,10 @@ class Job:
     Attributes:
         direction: LOAD or STORE.
         cell: where to report on the board; None for nowhere.
-        engine_blocks: of all groups.
+        engine_blocks: engine blocks of all groups.
         copies: the movers' tickets, one for each group that has blocks.
         size: bytes to copy.
-        failed: whether some copy cannot be had.
+        failed: whether a copy could not begin.
     """
 
     direction: Direction
@@ -72,8 +72,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         session: with the arena; owned, closed after the movers.
         groups: one entry for each KV cache group.
         rank: this rank.
-        device: of the pages.
-        edge: where errors of single jobs end.
+        device: the device of the pages.
+        edge: catches errors of single jobs.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended. That one failed vLLM hears in another way: a store's blocks are
-        not found, a load's are named to vLLM as not loaded."""
+        """Jobs that have ended, failed ones included. Blocks of a failed store are not found; those
+        of a failed load are reported to vLLM by `LoadFailures`."""
         ended = []
         for job_id, job in list(self._jobs.items()):
             statuses = self._poll(job)
@@ -130,7 +130,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until those of the jobs that are under way have ended: the engine's blocks will be
+        """Wait for the end of those jobs that are under way, whose engine blocks will be
         overwritten."""
         with self._edge.guard("fencing stores", "copies end, now and for good"):
             for job_id in job_ids & self._jobs.keys():
@@ -154,7 +154,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             group.mover.close()
 
     def _poll(self, job: Job) -> list[Status]:
-        """How each copy of a job stands."""
+        """The status of each copy of a job."""
         with self._edge.guard("polling copies", "they are polled in the next step"):
             return [mover.poll(ticket) for mover, ticket in job.copies]
         return [Status.PENDING]
@@ -180,8 +180,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         return True
 
     def _copy(self, job: Job, pages: GPULoadStoreSpec, slots: list[int]) -> None:
-        """Start the copies of a job, behind the engine's work so far: the forward that computes
-        what is stored, or what may still read the blocks that are loaded into.
+        """Start the copies of a job behind the engine's work so far: the forward pass that computes
+        the blocks to store, or work that may still read the blocks to fill.
 
         Raises:
             ValueError: vLLM's blocks do not match the slots; nothing is copied then.
@@ -195,10 +195,10 @@ class FlexKVOffloadingWorker(OffloadingWorker):
     def _plan(
         self, job: Job, pages: GPULoadStoreSpec, slots: list[int]
     ) -> list[tuple[GroupMover, array[int], array[int]]]:
-        """For each group that has some: engine blocks, and where each lies in the arena.
+        """For each group with blocks: its engine blocks, and the place of each in the arena.
 
-        vLLM names the engine blocks of a group in a row, from a given place of the request on; a
-        slot takes as many as a chunk has.
+        vLLM lists the engine blocks of a group in a row, from a given place of the request on. A
+        slot has as many as a chunk.
         """
         plan = []
         block_at = slot_at = 0
