@@ -38,13 +38,13 @@ class SchedulerSide:
 
     Args:
         engine: the engine's cache; owned.
-        chooser: says what is worth loading, and how.
+        chooser: decides whether and how to load hits.
         store_time: when to store.
         load_ahead: see `Fetches`.
-        events: tells which blocks can be loaded, if anybody listens.
+        events: reports the loadable blocks; None when nobody listens.
 
     Attributes:
-        figures: of the cache.
+        figures: figures of the cache.
     """
 
     def __init__(
@@ -83,21 +83,23 @@ class SchedulerSide:
         return tuple(group.index for group in self._groups.members)
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """vLLM's blocks, and what its own prefix cache has of them."""
+        """Set vLLM's block pool with its own prefix cache."""
         self._keys.hash_tokens = getattr(pool, "hash_block_size", self._keys.hash_tokens)
         self._loads.bind_pool(Pool(pool))
 
     def queued(self, request: Request) -> None:
-        """vLLM has put `request` in its queue: what only lower tiers have can come meanwhile."""
+        """vLLM has queued `request`: begin to fetch blocks that only lower tiers have."""
         tracked = self._requests.track(request)
         if self._cache.has_lower_tiers and tracked.may_load:
             self._poll()
             self._loads.prefetch(tracked)
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `local_tokens` can be loaded, and whether it will be done
-        asynchronously. None while a lower tier reads: vLLM asks again, and holds no blocks for the
-        request until then. vLLM may ask any number of times before it acts."""
+        """How many tokens beyond `local_tokens` can be loaded, and whether asynchronously.
+
+        None while a lower tier reads: vLLM asks again, and holds no blocks for the request until
+        then. vLLM may ask any number of times before it acts.
+        """
         tracked = self._requests.track(request)
         self._poll()
         return self._loads.match(tracked, local_tokens)
@@ -110,7 +112,7 @@ class SchedulerSide:
         tracked = self._requests.track(request)
         tables = blocks.get_block_ids()
         if request.num_computed_tokens:
-            # Its load has ended. What it has beside the blocks known so far is filled next.
+            # Its load has ended. Its blocks beyond the known ones are filled next.
             tracked.set_blocks(self._tables.of_cached(tables))
             self._loads.loaded(tracked)
             return
@@ -121,15 +123,15 @@ class SchedulerSide:
         self._loads.begin(tracked, tokens, self._orders)
 
     def hit_tokens(self, request: Request, tokens: int) -> tuple[int, int]:
-        """Of the `tokens` that are loaded for `request`, those that were in host memory, and those
-        that came from disk."""
+        """How many of the loaded `tokens` of `request` were in host memory, and how many came from
+        disk."""
         tracked = self._requests.by_id.get(request.request_id)
         disk = 0 if tracked is None else min(tracked.disk_tokens, tokens)
         return tokens - disk, disk
 
     def refuse(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """In place of `allocated`, which failed: vLLM is told that the load failed, if there was to
-        be one, and nothing is known of the request's blocks."""
+        """After `allocated` has failed: report the promised load as failed, if there was one, and
+        treat the request's blocks as unknown."""
         tracked = self._requests.track(request)
         tables = self._tables.of_cached(blocks.get_block_ids())
         self._stores.fence_all(self._orders)
@@ -140,12 +142,12 @@ class SchedulerSide:
         tracked.lose_blocks()
 
     def step_ended(self, report: StepReport | None) -> None:
-        """A step is over. The workers may have something to report of it."""
+        """A step has ended; the workers may have reports about it."""
         self._loads.step_ended(report)
         self._poll()
 
     def build_orders(self, output: SchedulerOutput) -> StepMetadata:
-        """The orders of the step that `output` describes; what was collected is handed over."""
+        """The orders of the step that `output` describes, with those collected so far."""
         requests, scheduled = self._requests.by_id, output.num_scheduled_tokens
         self._idle_steps.note(bool(requests))
         self._poll()
@@ -160,15 +162,15 @@ class SchedulerSide:
         return self.take_orders(output)
 
     def lose_track(self) -> None:
-        """In place of what `build_orders` has not done: nothing is known of any request's blocks
-        until vLLM gives it some anew, and loads that were not ordered whole fail."""
+        """After `build_orders` has failed: the blocks of all requests are unknown until vLLM gives
+        them new ones, and loads that were not ordered as a whole fail."""
         for tracked in self._requests.by_id.values():
             self._loads.fail_rest(tracked, self._orders)
             tracked.lose_blocks()
         self._stores.fence_all(self._orders)
 
     def take_orders(self, output: SchedulerOutput) -> StepMetadata:
-        """What was collected for this step so far; collecting begins anew."""
+        """The orders collected for this step so far; the next call begins with none."""
         self._loads.step_is_complete()
         self._tables.begun.clear()
         orders, self._orders = self._orders, StepMetadata()
@@ -189,15 +191,15 @@ class SchedulerSide:
         return self.must_hold(tracked.id)
 
     def forget(self, request_id: str) -> bool:
-        """In place of `finished`, which failed: nothing more is stored of the request."""
+        """After `finished` has failed: store no more blocks of the request."""
         tracked = self._requests.by_id.get(request_id)
         if tracked is not None:
             self._requests.end(tracked)
         return self.must_hold(request_id)
 
     def must_hold(self, request_id: str) -> bool:
-        """Whether vLLM must hold the blocks of a request that has ended, since stores read them and
-        no fence keeps others from writing there."""
+        """Whether vLLM must hold the blocks of an ended request, because stores read them and no
+        fence prevents other requests from writing to them."""
         return self._fills.must_hold(request_id, self._orders)
 
     def suspend(self) -> None:
@@ -205,10 +207,10 @@ class SchedulerSide:
         self._cache.suspend()
 
     def reset(self) -> None:
-        """Forget every block, as when the model's weights change.
+        """Discard every block, as when the model's weights change.
 
-        Requests that have computed something go on with it, but nothing that they compute on top of
-        it is stored.
+        Running requests continue with their blocks, but blocks that they compute on top of these
+        are not stored.
         """
         for tracked in self._requests.by_id.values():
             tracked.store_nothing()
@@ -221,12 +223,12 @@ class SchedulerSide:
         return self._events is not None
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What vLLM's subscribers are to be told."""
+        """The events for vLLM's subscribers."""
         return [] if self._events is None else self._events.take()
 
     @property
     def wants_step(self) -> bool:
-        """Whether vLLM is to step though no request needs it: a copy ends, or is reported."""
+        """Whether vLLM must step without requests, so that a copy ends or is reported."""
         return self._idle_steps.wanted(self._cache.busy or self.figures.active)
 
     def close(self, flush_seconds: float) -> None:
@@ -234,7 +236,7 @@ class SchedulerSide:
         self._engine.close(flush_seconds)
 
     def log_counters(self, failures: Mapping[str, int]) -> None:
-        """Write to the log what the cache did, and what went wrong at the edge."""
+        """Log the totals of the cache and the errors at the edge."""
         counts = self._cache.counters.as_dict() | dict(failures)
         text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         logger.info("FlexKV ends: %s", text or "never used")

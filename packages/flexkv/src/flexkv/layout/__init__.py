@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine keeps the pages of its KV cache, and what a FlexKV block of them looks like.
+"""The places of an engine's pages, and the format of the FlexKV blocks made of them.
 
-Everything is derived from addresses, shapes and strides of the engine's tensors; neither the
-name of an attention backend nor a version of the engine says anything here.
+Everything is derived from addresses, shapes and strides of the engine's tensors, never from the
+name of an attention backend or the engine's version.
 """
 
 from __future__ import annotations

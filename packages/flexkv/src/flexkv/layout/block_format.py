@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How FlexKV's blocks lie in their slots, and what may stand for one another."""
+"""The format of FlexKV's blocks in their slots, and the fingerprint of equal formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT_VERSION = 2
 """Version of the block format below; part of every fingerprint."""
 
 SLOT_ALIGNMENT = 4096
-"""Slots start at multiples of this many bytes: what O_DIRECT asks for."""
+"""Slots start at multiples of this many bytes, as O_DIRECT requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Sharding:
 
     @classmethod
     def by_head(cls, heads: int, ranks: int) -> Sharding | None:
-        """How engines share out `heads` KV heads: as many to each rank, or each to as many ranks.
-        None where that does not come out even."""
+        """How engines distribute `heads` KV heads: equally many to each rank, or each head to
+        equally many ranks. None if the numbers do not divide evenly."""
         if heads % ranks == 0:
             return cls(ranks, heads)
         if ranks % heads == 0:
@@ -54,7 +54,7 @@ class BlockFormat:
     A slot holds all KV heads, one after another, so that the heads of a rank are one range of
     bytes however many ranks there are. With pipeline parallelism it holds the heads of the first
     stage's layers, then those of the next. A head holds `engine_blocks` engine blocks, each as its
-    pages in all layers. Where heads cannot be told apart, each rank's bytes count as one head.
+    pages in all layers. If heads cannot be divided, each rank's bytes count as one head.
 
     Attributes:
         engine_blocks: engine blocks per FlexKV block.
@@ -93,9 +93,9 @@ def choose_engine_blocks(
         engine_block_tokens: tokens of one engine block.
         engine_block_bytes: bytes of one engine block over all layers and parts.
         block_tokens: the setting of that name; None chooses as its help text says. From 2 MiB on,
-            larger I/O is hardly faster on NVMe; 128 tokens bound what a prompt loses at its end
-            (with 256, a prompt of 1,000 tokens whose engine finds 896 itself took 40 ms instead
-            of 24 ms on 2 cores).
+            larger I/O is hardly faster on NVMe. 128 tokens bound the uncached end of a prompt:
+            with 256, a prompt of 1,000 tokens of which the engine had 896 took 40 ms instead of
+            24 ms on 2 cores.
 
     Raises:
         LayoutError: `block_tokens` is not a multiple of the engine's block size.
@@ -114,14 +114,15 @@ def choose_engine_blocks(
 def fingerprint(
     model: Sequence[str], layout: KVLayout, engine_blocks: int, sharding: Sharding
 ) -> str:
-    """Name of all blocks that may stand for one another; 32 hex digits.
+    """Name of all interchangeable blocks; 32 hex digits.
 
     Args:
-        model: what makes the bytes of a block what they are apart from its key: model, revision,
+        model: everything that determines the bytes of a block apart from its key: model, revision,
             dtype, hash scheme and the like, in a fixed order.
-        layout: one rank's layout; its geometry goes in, its addresses do not.
+        layout: one rank's layout; its geometry counts, its addresses do not.
         engine_blocks: engine blocks per FlexKV block.
-        sharding: of the block. By head, the number of ranks is left out: their blocks are equal.
+        sharding: sharding of the block. By head, the number of ranks is left out, because their
+            blocks are equal.
     """
     if sharding.heads is None:
         kind = f"opaque, {sharding.ranks} ranks"
@@ -132,10 +133,11 @@ def fingerprint(
 
 
 def join_stages(fingerprints: Sequence[str]) -> str:
-    """Name of blocks of which each stage of a pipeline holds its layers; of one stage, its own.
+    """Name of blocks whose layers are divided over the stages of a pipeline. With one stage, the
+    name of that stage.
 
     Args:
-        fingerprints: of each stage's part, in the order of the stages.
+        fingerprints: fingerprint of each stage's part, in the order of the stages.
     """
     return fingerprints[0] if len(fingerprints) == 1 else _digest(["stages", *fingerprints])
 

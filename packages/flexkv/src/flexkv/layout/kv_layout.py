@@ -24,8 +24,8 @@ cache line."""
 
 
 class PlacedPlane(NamedTuple):
-    """A plane and where its rows lie in a slot, one after another, as a mover takes it: in bytes
-    behind the place of the engine block. See `Plane`."""
+    """A plane and the place of its rows in a slot, in bytes behind the place of the engine block.
+    The rows follow one another. See `Plane`."""
 
     base: int
     block_stride: int
@@ -49,11 +49,11 @@ class KVLayout:
 
     Attributes:
         heads: the planes of each KV head of this rank, all heads alike; a single entry with all
-            planes if the heads cannot be told apart.
-        num_blocks: blocks that the engine hands out.
+            planes if the heads cannot be divided.
+        num_blocks: number of the engine's blocks.
         by_head: whether `heads` are KV heads.
-        geometry: what the bytes of one head mean. Equal geometries hold the same at the same
-            places.
+        geometry: the meaning of the bytes of one head. Equal geometries have the same content at
+            the same places.
         starts: by the name of the tensors, where their pieces of block 0 begin, of all heads.
         owners: of the tensors' memory; see `TensorView`.
     """
@@ -102,7 +102,7 @@ class KVLayout:
 
     @classmethod
     def from_tensors(cls, views: Iterable[TensorView], num_blocks: int) -> KVLayout:
-        """Describe the tensors of one rank, by head where every tensor has as many.
+        """Describe the tensors of one rank, by head if all tensors have equally many.
 
         Args:
             views: one view per layer (or per packed group of layers), in the engine's order. A
@@ -110,8 +110,8 @@ class KVLayout:
                 pages of different kinds of layers that begin at the same addresses, of which a
                 block holds one or the other: they are as long as the longest, and opaque. Tensors
                 of one name belong to one layer.
-            num_blocks: blocks that the engine hands out. One dimension of every tensor has this
-                extent, or a multiple of it where the engine's kernels use smaller blocks.
+            num_blocks: number of the engine's blocks. One dimension of every tensor has this
+                extent, or a multiple of it if the engine's kernels use smaller blocks.
 
         Raises:
             LayoutError: a tensor has no such dimension, or its pages overlap.
@@ -147,7 +147,7 @@ class KVLayout:
 
 
 def _longest(names: dict[Plane, str]) -> dict[Plane, str]:
-    """Of opaque planes that begin at the same place in every block, the longest."""
+    """The longest of the opaque planes that begin at the same place in every block."""
     longest: dict[tuple[int, int], Plane] = {}
     for plane in names:
         place = plane.base, plane.block_stride
@@ -157,7 +157,7 @@ def _longest(names: dict[Plane, str]) -> dict[Plane, str]:
 
 
 def _by_head(views: list[TensorView], num_blocks: int) -> tuple[tuple[Plane, ...], ...] | None:
-    """The planes of each head over all tensors; None if they cannot be told apart."""
+    """The planes of each head over all tensors; None if heads cannot be divided."""
     tensors: list[list[list[Plane]]] = []
     for view in views:
         planes = head_planes(view, num_blocks)

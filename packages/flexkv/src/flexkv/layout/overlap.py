@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That no two pages share bytes: copies of the one would overwrite the other."""
+"""Checks that no two pages share bytes: a copy of one would overwrite the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flexkv.layout.planes import Plane
 def check_disjoint(names: Mapping[Plane, str], num_blocks: int) -> None:
     """Refuse planes of one row each that share bytes.
 
-    Planes whose address ranges do not meet are fine whatever their strides are. Those that do
-    meet interleave, block by block, so each must have its own place within a common stride.
+    Planes whose address ranges do not meet are valid with any strides. Planes that do meet
+    interleave block by block, so each must have its own place within a common stride.
 
     Args:
-        names: the planes, and what to call each in an error.
+        names: the planes, and the name of each in errors.
         num_blocks: blocks that each plane has.
 
     Raises:

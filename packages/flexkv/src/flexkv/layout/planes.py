@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one tensor of an engine to the pieces that each of its blocks consists of.
+"""Divides one tensor of an engine into the pieces of each of its blocks.
 
-There are two ways to take a tensor apart. By head: each KV head's bytes for themselves, in the
-order of the tensor's dimensions, so that the result is the same for every order in memory and
-every number of heads beside it. Opaque: as the bytes lie in memory, whatever they mean.
+A tensor can be divided in two ways. By head: each KV head's bytes are separate, in the order of the
+tensor's dimensions, so the result does not depend on the order in memory or the number of heads.
+Opaque: the bytes stay as they lie in memory, whatever they mean.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_PLANES = 65_536
 """More pieces than this per engine block mean that the tensor is not paged by block at all."""
 
 MIN_ROW_BYTES = 16
-"""Heads whose rows are shorter are not taken apart: a row is what one access of a GPU copies."""
+"""Heads with shorter rows are not divided: one access of a GPU copies one row."""
 
 _NUMBERS = "biufcV"
-"""Kinds of elements that are bytes and nothing else; V is what numpy has no type for."""
+"""Kinds of elements that consist of plain bytes; V stands for types that numpy lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class TensorView:
         shape: extent of each dimension, in elements.
         stride: distance of neighbours in each dimension, in elements.
         itemsize: bytes of one element.
-        head_dim: the dimension that counts this rank's KV heads; None if there is none, or if what
-            it counts cannot be told apart.
-        owner: of the memory, which lives as long as the view and layouts made of it; None if the
-            caller sees to that.
+        head_dim: the dimension that counts this rank's KV heads; None if there is none, or if its
+            entries cannot be divided.
+        owner: owner of the memory, kept alive by the view and layouts made of it; None if the
+            caller keeps the memory alive.
     """
 
     name: str
@@ -56,11 +56,11 @@ class TensorView:
 
         Args:
             name: what to call it in an error.
-            array: of numbers, in host memory, writable.
+            array: array of numbers, in host memory, writable.
             head_dim: see `TensorView`.
 
         Raises:
-            LayoutError: it is not such an array.
+            LayoutError: `array` is not such an array.
         """
         about = getattr(array, "__array_interface__", None)
         if not isinstance(about, Mapping):
@@ -134,8 +134,8 @@ def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:
 
 
 def opaque_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
-    """What the bytes of `opaque_planes` mean: extents in the order of the dimensions, and the
-    places of these in the order of memory."""
+    """The meaning of the bytes of `opaque_planes`: extents in the order of the dimensions, and the
+    places of the dimensions in the order of memory."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
     return _geometry(view, _dims_within(view, block_dim, ratio))
 
@@ -170,8 +170,8 @@ def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
 
 
 def head_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
-    """What the bytes of one head of `head_planes` mean, as `opaque_geometry`. Where the heads lie
-    among the other dimensions makes no difference."""
+    """The meaning of the bytes of one head of `head_planes`, as `opaque_geometry`. The place of the
+    heads among the other dimensions makes no difference."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
     return _geometry(view, _dims_within(view, block_dim, ratio, view.head_dim))
 

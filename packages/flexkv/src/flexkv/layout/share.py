@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of its bytes a rank stores, where several ranks hold the same."""
+"""The part of its bytes that a rank stores if several ranks hold the same."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def share_of(
     """Cut planes so that each of `replicas` ranks stores about as many bytes of them.
 
     Args:
-        planes: of a rank, in the order of the slot.
+        planes: planes of a rank, in the order of the slot.
         replica: number of the rank among those that hold the same, from 0.
-        replicas: how many hold the same.
+        replicas: number of ranks that hold the same.
 
     Returns:
         The planes, up to two of them cut in two, and the numbers of those to store. Over all
