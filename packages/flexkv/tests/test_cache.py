@@ -57,6 +57,15 @@ def workers() -> Iterator[Workers]:
     made.arena.close()
 
 
+def test_a_suspended_cache_finds_loads_and_stores_nothing(workers: Workers) -> None:
+    workers.store("a")
+    workers.cache.suspend()
+    assert workers.cache.lookup(keys("a")) == 0
+    assert workers.cache.presence(keys("a")) == [Presence.ABSENT]
+    assert workers.cache.load(keys("a")) is None
+    assert workers.cache.store(keys("b"), [0]) is None
+
+
 def test_a_block_is_found_once_every_rank_has_stored_it(workers: Workers) -> None:
     cache = workers.cache
     transfer = cache.store(keys("a", "b"), [0, 1])
