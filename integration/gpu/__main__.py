@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "docs" / "pages" / "measured"
 PARTIAL = ROOT / "gpu-partial.md"
 FAILURE_LINES = 40
+ENDED = "exit status 0"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,10 +77,13 @@ def run_section(name: str, quick: bool) -> Outcome:
         command = [sys.executable, "-m", "integration.gpu.section", name, str(path)]
         lines, status = _run([*command, "--quick"] if quick else command, SECONDS[name])
         try:
-            return read(path)
+            outcome = read(path)
         except (OSError, ValueError):
+            outcome = Outcome(SECTIONS[name])
+        if status != ENDED:
             tail = "\n".join(lines[-FAILURE_LINES:])
-            return Outcome(SECTIONS[name], failure=f"{status}:\n{tail}")
+            outcome.failure = f"{status}:\n{tail}"
+        return outcome
 
 
 def _run(command: list[str], seconds: float) -> tuple[list[str], str]:

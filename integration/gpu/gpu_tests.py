@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,9 @@ TESTS = "kernels/tests/gpu"
 
 SECONDS, SANITIZER_SECONDS = 150, 180
 """After which a run is ended. Chosen so that the whole report takes less than ten minutes."""
+
+FAULTLESS = ["-k", "not a_fault_of_the_engine"]
+"""Under the sanitizer, which would count the fault that this test makes on purpose."""
 
 NONE = Goal("<=", 0)
 TAIL_LINES = 30
@@ -47,7 +50,7 @@ class Counts:
         return self.tests - self.failed - self.skipped
 
 
-def test_rows(quick: bool, log: Log) -> list[Row]:
+def test_rows(quick: bool, log: Log) -> Iterator[Row]:
     """A row of the tests and, unless `quick`, one of the sanitizer.
 
     Raises:
@@ -56,15 +59,15 @@ def test_rows(quick: bool, log: Log) -> list[Row]:
     log.say(TESTS)
     counts, _ = _run_tests([], {}, SECONDS, log)
     detail = f"{counts.passed} passed, {counts.skipped} skipped"
-    rows = [Row("GPU tests that fail", counts.failed, "tests", NONE, detail)]
+    yield Row("GPU tests that fail", counts.failed, "tests", NONE, detail)
     sanitizer = find_sanitizer()
     if quick or sanitizer is None:
         log.note(
             f"not under compute-sanitizer: {'a quick run' if quick else 'it is not installed'}"
         )
-        return rows
+        return
     log.say("the same under compute-sanitizer")
-    return [*rows, _sanitized(sanitizer, log)]
+    yield _sanitized(sanitizer, log)
 
 
 def _sanitized(sanitizer: Path, log: Log) -> Row:
@@ -116,7 +119,7 @@ def _run_tests(
     with tempfile.TemporaryDirectory(prefix="flexkv-gpu-tests-") as folder:
         junit = Path(folder, "junit.xml")
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
-        command = [*prefix, *pytest, f"--junitxml={junit}"]
+        command = [*prefix, *pytest, f"--junitxml={junit}", *(FAULTLESS if prefix else [])]
         try:
             done = subprocess.run(
                 command,

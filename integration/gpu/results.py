@@ -33,8 +33,10 @@ class Outcome:
         return self.failure is None and all(row.passed for row in self.rows)
 
     def write(self, path: Path) -> None:
-        """As JSON, for `read`."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        """As JSON, for `read`, which finds the whole or what was written before."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.replace(path)
 
     def as_json(self) -> dict[str, Any]:
         """For the report. What was not measured has the value None: JSON knows no NaN."""

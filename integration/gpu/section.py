@@ -73,19 +73,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     log = Log()
-    outcome = collect(SECTIONS[options.name], measure(options.name, options.quick, log), log)
+    rows = measure(options.name, options.quick, log)
+    outcome = collect(SECTIONS[options.name], rows, log, options.out)
     print(table(outcome.rows))
-    outcome.write(options.out)
 
 
-def collect(title: str, rows: Iterator[Row], log: Log) -> Outcome:
-    """All rows, or those until an error, which is told."""
+def collect(title: str, rows: Iterator[Row], log: Log, path: Path) -> Outcome:
+    """All rows, or those until an error, which is reported. Each is in the file at `path` as soon
+    as it was measured, for a section that is ended by its limit."""
     outcome = Outcome(title, notes=log.notes)
     try:
         for row in rows:
             outcome.rows.append(row)
+            outcome.write(path)
     except Exception:  # noqa: BLE001 - what was measured before it must not be lost
         outcome.failure = traceback.format_exc()
+    outcome.write(path)
     return outcome
 
 

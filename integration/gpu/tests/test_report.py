@@ -233,12 +233,26 @@ def test_a_section_that_dies_is_a_failure_with_its_last_lines(
     assert not outcome.passed
 
 
-def test_rows_before_an_error_are_kept() -> None:
+def test_a_section_that_is_ended_keeps_the_rows_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(arguments: list[str], _: float) -> tuple[list[str], str]:
+        Outcome("Beside a matrix product", outcomes()[0].rows[:1]).write(Path(arguments[4]))
+        return ["so far"], "did not end within 90 s"
+
+    monkeypatch.setattr(command, "_run", run)
+    outcome = command.run_section("matmul", False)
+    assert outcome.rows == outcomes()[0].rows[:1]
+    assert outcome.failure == "did not end within 90 s:\nso far"
+
+
+def test_rows_before_an_error_are_kept(tmp_path: Path) -> None:
     def rows() -> Iterator[Row]:
         yield outcomes()[0].rows[0]
         raise RuntimeError("the device is lost")
 
-    outcome = collect("One way", rows(), Log())
+    outcome = collect("One way", rows(), Log(), tmp_path / "outcome")
+    assert read(tmp_path / "outcome") == outcome
     assert outcome.rows == outcomes()[0].rows[:1]
     assert outcome.failure is not None
     assert outcome.failure.endswith("RuntimeError: the device is lost\n")
@@ -286,7 +300,7 @@ def test_a_real_run_of_tests_is_a_row(
 ) -> None:
     monkeypatch.setattr(gpu_tests, "TESTS", make_tests(tmp_path / "t", body))
     log = Log()
-    (row,) = gpu_tests.test_rows(True, log)
+    (row,) = list(gpu_tests.test_rows(True, log))
     assert row == Row(
         "GPU tests that fail",
         failed,
@@ -309,7 +323,7 @@ def test_a_sanitizer_is_used_if_there_is_one(
     fake.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(gpu_tests, "TESTS", make_tests(tmp_path / "t", "def test_a(): pass"))
-    row = gpu_tests.test_rows(False, Log())[1]
+    row = list(gpu_tests.test_rows(False, Log()))[1]
     assert (row.value, row.passed) == (41, False)
     assert row.detail == "1 passed, 0 failed, 0 skipped"
 
@@ -323,7 +337,7 @@ def test_a_sanitizer_that_breaks_off_reaches_no_goal(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(gpu_tests, "TESTS", make_tests(tmp_path / "t", "def test_a(): pass"))
     log = Log()
-    rows = gpu_tests.test_rows(False, log)
+    rows = list(gpu_tests.test_rows(False, log))
     assert [row.passed for row in rows] == [True, False]
     assert rows[1].detail == "compute-sanitizer printed no summary:"
     assert len(log.notes) == 1
@@ -344,4 +358,4 @@ def test_a_run_without_a_result_is_an_error(
     monkeypatch.setattr(gpu_tests, "TESTS", make_tests(tmp_path / "t", body))
     monkeypatch.setattr(gpu_tests, "SECONDS", seconds)
     with pytest.raises(gpu_tests.TestRunError, match=message):
-        gpu_tests.test_rows(True, Log())
+        list(gpu_tests.test_rows(True, Log()))
