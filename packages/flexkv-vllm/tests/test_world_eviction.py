@@ -37,9 +37,13 @@ def test_a_scheduled_request_hits_each_block_once(
     world.settle()
     stored = set(policy.hits)
     world.forget()
-    world.generate(stem + random_prompt(rng, 9))
+    own = BLOCK_TOKENS + 9
+    request_id = world.generate(stem + random_prompt(rng, own), max_tokens=3)
     world.settle()
-    hit = RequestContext(4 * BLOCK_TOKENS + 9, 4 * BLOCK_TOKENS)
+    hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id)
+    prompt = world.requests[request_id].block_hashes[:5]
+    assert policy.prompts[-1] == (prompt, 4, hit)
+    assert policy.answers[request_id] == 3
     assert len(stored) == 4 * (1 + len(windows))
     assert {key: policy.hits[key] for key in stored} == {key: [hit] for key in stored}
 

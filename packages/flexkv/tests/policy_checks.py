@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexkv.eviction import EvictionPolicy, RequestContext
 
 
@@ -13,6 +15,8 @@ class CheckedPolicy:
         evictable: when each block that is not held was used last.
         held_blocks: the blocks that are held.
         hits: of the blocks that are there, held or not.
+        prompts: of requests that began, with how many blocks were there.
+        answers: tokens of those that ended, by id.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -20,12 +24,24 @@ class CheckedPolicy:
         self.evictable: dict[bytes, int] = {}
         self.held_blocks: set[bytes] = set()
         self.hits: dict[bytes, list[RequestContext]] = {}
+        self.prompts: list[tuple[list[bytes], int, RequestContext]] = []
+        self.answers: dict[str, int] = {}
 
-    def inserted(self, key: bytes) -> None:
+    def began(self, keys: Sequence[bytes], ready: int, context: RequestContext, now: float) -> None:
+        assert all(key in self.hits for key in keys[:ready])
+        assert ready == len(keys) or keys[ready] not in self.hits
+        self.prompts.append((list(keys), ready, context))
+        self.policy.began(keys, ready, context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        self.answers[request_id] = output_tokens
+        self.policy.ended(request_id, output_tokens, now)
+
+    def inserted(self, key: bytes, after: bytes | None) -> None:
         assert key not in self.hits
         self.hits[key] = []
         self.held_blocks.add(key)
-        self.policy.inserted(key)
+        self.policy.inserted(key, after)
 
     def hit(self, key: bytes, used: int, context: RequestContext) -> None:
         self.hits[key].append(context)
@@ -54,9 +70,9 @@ class CheckedPolicy:
         self.evictable.pop(key, None)
         self.policy.evicted(key)
 
-    def victim(self) -> bytes | None:
-        key = self.policy.victim()
-        assert (key is None) is (not self.evictable)
+    def victim(self, newcomer: bytes | None = None) -> bytes | None:
+        key = self.policy.victim(newcomer)
+        assert newcomer is not None or (key is None) is (not self.evictable)
         assert key is None or key in self.evictable
         return key
 

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy_checks import CheckedPolicy
 
-from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, LRUPolicy, RequestContext, S3FIFOPolicy
+from flexkv.eviction import (
+    UNKNOWN_REQUEST,
+    ARCPolicy,
+    EvictionPolicy,
+    LRUPolicy,
+    RequestContext,
+    S3FIFOPolicy,
+)
+from flexkv.eviction.hazard import HazardPolicy
 from flexkv.index import Block, BlockIndex, BlockState
 
 SLOTS = 6
@@ -365,6 +373,13 @@ class IndexModel(RuleBasedStateMachine):
     def hit(self, keys: list[bytes]) -> None:
         self.index.hit(keys, UNKNOWN_REQUEST)
 
+    @rule(keys=st.lists(KEYS, unique=True), name=st.sampled_from("ab"), ends=st.booleans())
+    def begin(self, keys: list[bytes], name: str, ends: bool) -> None:
+        self.seconds = getattr(self, "seconds", 0.0) + 1
+        self.index.began(keys, RequestContext(request_id=name), self.seconds)
+        if ends:
+            self.index.ended(name, 100, self.seconds)
+
     @rule()
     def clear(self) -> None:
         self.index.clear()
@@ -418,5 +433,15 @@ class S3FIFOIndexModel(IndexModel):
     make = S3FIFOPolicy
 
 
+class ARCIndexModel(IndexModel):
+    make = ARCPolicy
+
+
+class HazardIndexModel(IndexModel):
+    make = HazardPolicy
+
+
+TestIndexOfARC = ARCIndexModel.TestCase
+TestIndexOfHazard = HazardIndexModel.TestCase
 TestIndex = IndexModel.TestCase
 TestIndexOfS3FIFO = S3FIFOIndexModel.TestCase

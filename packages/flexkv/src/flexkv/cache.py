@@ -168,7 +168,12 @@ class KVCache:
         """
         return not self._off and self._below.fetcher.ask(keys)
 
-    def record(self, keys: Sequence[bytes], context: RequestContext = UNKNOWN_REQUEST) -> None:
+    def record(
+        self,
+        keys: Sequence[bytes],
+        context: RequestContext = UNKNOWN_REQUEST,
+        prompt: Sequence[bytes] | None = None,
+    ) -> None:
         """A scheduled request uses a prefix that somebody had, the engine itself included: count
         that wherever its blocks are, and offer them to lower tiers as admission says.
 
@@ -177,8 +182,14 @@ class KVCache:
         Args:
             keys: of the blocks that the request found, first block first.
             context: what is known of the request; for the eviction policy.
+            prompt: of all blocks of its prompt, found or not; None if they are not known.
         """
+        self._index.began(keys if prompt is None else prompt, context, time.monotonic())
         self._below.used(keys, hit=context)
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """The request that was recorded with this id has ended, after so many tokens of answer."""
+        self._index.ended(request_id, output_tokens, time.monotonic())
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request ends with this prefix, which it found or made: its end leaves every tier before

@@ -105,7 +105,9 @@ class CacheConfig:
         help=(
             "Which blocks are evicted first when host memory is full. `lru`: those used longest "
             "ago. `s3fifo`: those that no other request has found, so that many prompts used once "
-            "do not evict prompts used often."
+            "do not evict prompts used often. `arc`: a balance of the two, which it finds itself. "
+            "`hazard`: those with the fewest hits to expect for the time of keeping them, which it "
+            "learns from the requests: the turn of a conversation, its length, its age."
         ),
         parse=parse_name(POLICIES),
         allowed=", ".join(sorted(POLICIES)),

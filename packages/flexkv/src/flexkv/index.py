@@ -176,7 +176,7 @@ class BlockIndex:
                 if parent.is_evictable:
                     policy.held(before)
                 parent.children += 1
-            slot = free.pop() if free else self._evict()
+            slot = free.pop() if free else self._evict(key)
             block = Block(key, -1 if slot is None else slot, BlockState.WRITING, parent)
             if slot is None:
                 self._detach(block)
@@ -203,7 +203,8 @@ class BlockIndex:
             ready[key] = block
             if changed is not None:
                 changed[key] = None
-            policy.inserted(key)
+            parent = block.parent
+            policy.inserted(key, None if parent is None else parent.key)
             if block.is_evictable:
                 policy.released(key, block.used)
 
@@ -280,6 +281,14 @@ class BlockIndex:
             self._attach(block)
         self._end_lease(block)
 
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        """A request with the prompt `keys` was scheduled; see `EvictionPolicy.began`."""
+        self._policy.began(keys, self.lookup(keys), context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        """A request has ended; see `EvictionPolicy.ended`."""
+        self._policy.ended(request_id, output_tokens, now)
+
     def hit(self, keys: Sequence[bytes], context: RequestContext) -> None:
         """A scheduled request found the ready ones of `keys`: count them as used, the last of them
         as used first."""
@@ -323,9 +332,9 @@ class BlockIndex:
         elif block.is_evictable:
             self._policy.released(block.key, block.used)
 
-    def _evict(self) -> int | None:
-        """The slot of the block that leaves for another; None if none can."""
-        key = self._policy.victim()
+    def _evict(self, newcomer: bytes) -> int | None:
+        """The slot of the block that leaves for that of `newcomer`; None if none can, or should."""
+        key = self._policy.victim(newcomer)
         if key is None:
             return None
         self._policy.evicted(key)

@@ -29,11 +29,13 @@ def test_all_parameters() -> None:
         "flexkv.pin_name": "me",
         "flexkv.unpin": True,
         "flexkv.load_mode": "layerwise",
+        "flexkv.session": "chat 7",
+        "flexkv.returns": True,
     }
     assert list(params) == NAMES
     reader = OptionsReader()
     assert reader.of(request(params)) == RequestOptions(
-        False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE
+        False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE, "chat 7", True
     )
     assert reader.ignored == 0
 
@@ -68,6 +70,8 @@ def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFi
         ({"flexkv.\n": 0}, ["'flexkv.\\n': 0"]),
         ({"FlexKV.load": False}, ["'FlexKV.load': False", "allowed: flexkv.load, flexkv.store"]),
         ({"flexkv.LOAD": False}, ["'flexkv.LOAD': False", "allowed: flexkv.load"]),
+        ({"flexkv.returns": "soon"}, ["flexkv.returns: 'soon'", "allowed: true or false"]),
+        ({"flexkv.session": 3}, ["flexkv.session: 3", "a text of 1 to 64 characters"]),
         ("nonsense", ["is 'nonsense'", "allowed: a dictionary"]),
     ],
 )

@@ -76,6 +76,12 @@ class Matcher:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
         return flat(self._needed(tracked, 0, tokens))
 
+    def prompt_of(self, tracked: TrackedRequest) -> Sequence[bytes]:
+        """Keys of all blocks of the prompt in the group that reaches furthest back."""
+        members = self._groups.members
+        group = next((each for each in members if each.reach is Reach.ALL), members[0])
+        return self._keys.of(tracked, group, 0, tracked.request.num_tokens // group.block_tokens)
+
     def _match_plain(
         self, tracked: TrackedRequest, local_tokens: int, limit: int
     ) -> tuple[int, Match] | None:

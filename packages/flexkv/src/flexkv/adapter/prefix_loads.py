@@ -16,7 +16,7 @@ from flexkv.adapter.loading import Loads
 from flexkv.adapter.matching import Matcher
 from flexkv.adapter.orders import StepOrders, StepReport
 from flexkv.adapter.request import Match, TrackedRequest
-from flexkv.eviction import RequestContext
+from flexkv.adapter.request_options import context_of
 from flexkv.transfer.copies import Transfer
 
 
@@ -87,7 +87,8 @@ class PrefixLoads:
             hit_tokens = match.local_tokens + tokens
             self._cache.record(
                 self._matcher.blocks_of(tracked, hit_tokens),
-                RequestContext(request.num_prompt_tokens, hit_tokens),
+                context_of(request, tracked.options, hit_tokens),
+                self._matcher.prompt_of(tracked),
             )
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.disk_tokens)
@@ -129,6 +130,8 @@ class PrefixLoads:
     def used(self, tracked: TrackedRequest, tokens: int) -> None:
         """The request has ended with so many tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
+        request = tracked.request
+        self._cache.ended(tracked.id, request.num_tokens - request.num_prompt_tokens)
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """See `Loads.abandon`."""

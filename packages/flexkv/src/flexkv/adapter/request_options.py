@@ -15,6 +15,7 @@ from typing import Any
 from flexkv.adapter.engine import EngineRequest
 from flexkv.adapter.load_choice import LoadMode
 from flexkv.config import MOST_PIN_SECONDS
+from flexkv.eviction import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class RequestOptions:
         pin_name: name of the pin, within the same cache salt.
         unpin: whether to end the earlier pins of that name.
         load_mode: overrides the setting, unless that is `async`; None for the setting's.
+        session: name of the conversation, within the same cache salt; empty if not named.
+        returns: whether a prompt that begins with this one is expected soon; None if not said.
     """
 
     load: bool = True
@@ -48,6 +51,8 @@ class RequestOptions:
     pin_name: str = ""
     unpin: bool = False
     load_mode: LoadMode | None = None
+    session: str = ""
+    returns: bool | None = None
 
 
 NONE = RequestOptions()
@@ -90,13 +95,28 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pin_name": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
     "unpin": (_read_flag, _FLAG),
     "load_mode": (LoadMode, ", ".join(mode.value for mode in LoadMode)),
+    "session": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
+    "returns": (_read_flag, _FLAG),
 }
 """What reads the value, with a ValueError where it cannot, and what is allowed."""
 
 
 def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:
     """The owner of a request's pins: each cache salt has names of its own."""
-    return getattr(request, "cache_salt", None) or "", options.pin_name
+    return _salt_of(request), options.pin_name
+
+
+def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int) -> RequestContext:
+    """What an eviction policy is told of a request that found so many tokens. Tenants with cache
+    salts have sessions of their own."""
+    session = f"{_salt_of(request)}\0{options.session}" if options.session else ""
+    return RequestContext(
+        request.num_prompt_tokens, hit_tokens, request.request_id, session, options.returns
+    )
+
+
+def _salt_of(request: EngineRequest) -> str:
+    return getattr(request, "cache_salt", None) or ""
 
 
 class OptionsReader:

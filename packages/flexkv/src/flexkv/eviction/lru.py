@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 
-from flexkv.eviction.base import RequestContext
+from flexkv.eviction.base import EvictionPolicy, RequestContext
 
 _STALE_SHARE = 3
 _STALE = 4096
@@ -13,20 +13,18 @@ _STALE = 4096
 an entry behind whenever its block is leased or built on."""
 
 
-class LRUPolicy:
+class LRUPolicy(EvictionPolicy):
     """Evicts the block whose last use is longest ago. See `EvictionPolicy`.
 
     It keeps the blocks that are not held, in a heap of uses. An outdated entry is corrected when it
     comes to the top. The index knows when a held block was last used.
     """
 
-    __slots__ = ("_heap", "_used")
-
     def __init__(self) -> None:
         self._used: dict[bytes, int] = {}
         self._heap: list[tuple[int, bytes]] = []
 
-    def inserted(self, key: bytes) -> None:
+    def inserted(self, key: bytes, after: bytes | None) -> None:
         """Its number comes with `released`."""
 
     def hit(self, key: bytes, used: int, context: RequestContext) -> None:
@@ -49,7 +47,7 @@ class LRUPolicy:
     def evicted(self, key: bytes) -> None:
         self._used.pop(key, None)
 
-    def victim(self) -> bytes | None:
+    def victim(self, newcomer: bytes | None = None) -> bytes | None:
         heap = self._heap
         while heap:
             used, key = heap[0]

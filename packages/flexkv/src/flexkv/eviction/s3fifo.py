@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from flexkv.eviction.base import RequestContext
+from flexkv.eviction.base import EvictionPolicy, RequestContext
 
 _SMALL_SHARE = 10
 """The small queue has a tenth of the blocks; the ghosts are as many as the main queue has then."""
@@ -54,7 +54,7 @@ class _Block:
     aside: bool = False
 
 
-class S3FIFOPolicy:
+class S3FIFOPolicy(EvictionPolicy):
     """Two queues and a memory of keys. See `EvictionPolicy`.
 
     New blocks enter the small queue. At its end, those that were hit twice go to the main queue and
@@ -66,8 +66,6 @@ class S3FIFOPolicy:
     key and ghosts included.
     """
 
-    __slots__ = ("_blocks", "_capacity", "_ghosts", "_main", "_small")
-
     def __init__(self) -> None:
         self._blocks: dict[bytes, _Block] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
@@ -75,7 +73,7 @@ class S3FIFOPolicy:
         self._small = _Queue()
         self._main = _Queue()
 
-    def inserted(self, key: bytes) -> None:
+    def inserted(self, key: bytes, after: bytes | None) -> None:
         queue = self._small
         if key in self._ghosts:
             del self._ghosts[key]
@@ -87,9 +85,6 @@ class S3FIFOPolicy:
     def hit(self, key: bytes, used: int, context: RequestContext) -> None:
         block = self._blocks[key]
         block.hits = min(block.hits + 1, _MOST_HITS)
-
-    def touched(self, key: bytes, used: int) -> None:
-        """The order of uses is not that of the queues."""
 
     def held(self, key: bytes) -> None:
         self._blocks[key].held = True
@@ -110,7 +105,7 @@ class S3FIFOPolicy:
             if len(self._ghosts) > self._capacity - self._capacity // _SMALL_SHARE:
                 self._ghosts.popitem(last=False)
 
-    def victim(self) -> bytes | None:
+    def victim(self, newcomer: bytes | None = None) -> bytes | None:
         while (queue := self._next_queue()) is not None:
             key, block = next(iter(queue.order.items()))
             if queue is self._small and block.hits >= _PROMOTING_HITS:
