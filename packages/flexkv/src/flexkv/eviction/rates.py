@@ -39,8 +39,8 @@ _BASE_RATE = 0.15
 _BASE_WIDTHS = 5.0
 _LEVEL_EVENTS = 25.0
 _CLASS_EVENTS = 40.0
-"""What rates are before there are events, and how many events outweigh that. All of these were
-chosen on the first half of Mooncake's conversation trace."""
+"""What rates are before there are events, and how many events outweigh that. Chosen on Mooncake's
+conversation trace: `_CLASS_EVENTS` and `_SHAPED` on all of it, the others on its first half."""
 
 _SHAPED = 4
 _ROUNDS = 3
