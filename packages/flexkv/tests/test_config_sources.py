@@ -62,6 +62,10 @@ def test_enable_flexkv(text: str, expected: bool) -> None:
         ({"ssd_cache_gb": 1e300}, ["1e+300", "to 1048576"]),
         ({"ssd_write_gb_per_day": 1e-300}, ["1e-300", "from 1e-06"]),
         ({"ssd_timeout_seconds": 1e-9}, ["1e-09", "from 0.001"]),
+        ({"objects_url": "ftp://bucket"}, ["'ftp://bucket'", "objects_url", "s3://"]),
+        ({"objects_url": "s3://"}, ["'s3://'", "objects_url"]),
+        ({"objects_url": "s3://bucket/../x"}, ["objects_url"]),
+        ({"objects_timeout_seconds": 0}, ["0", "objects_timeout_seconds", "from 0.001"]),
         ({"block_tokens": 2**70}, ["block_tokens", "to 1048576"]),
         ({"min_load_tokens": -1}, ["-1", "min_load_tokens", "from 0"]),
         ({"copy_threads": 1000000000}, ["1000000000", "copy_threads", "to 1024"]),
@@ -200,3 +204,24 @@ def test_a_file_that_never_ends_is_not_read(tmp_path: Path) -> None:
 def test_missing_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"/no/such/file\.yaml from FLEXKV_CONFIG_PATH"):
         load_config(environ={"FLEXKV_CONFIG_PATH": "/no/such/file.yaml"})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKID:hidden@bucket/x",
+        "s3://hidden@bucket",
+        "az://container/x?sv=1&sig=hidden",
+        "https://account.blob.core.windows.net/c?sig=hidden#hidden",
+        "s3://AKID:hidden@bucket/x?sig=hidden",
+    ],
+)
+def test_no_error_repeats_the_credentials_of_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"\*\*\*.*objects_url.*without credentials") as raised:
+        load_config({"objects_url": url}, environ={})
+    assert "hidden" not in str(raised.value)
+
+
+def test_the_url_of_a_bucket() -> None:
+    for url in ("s3://bucket", "gs://b/a/b.c", "abfss://c@account.dfs.core.windows.net/x"):
+        assert load_config({"objects_url": f"{url}/"}, environ={}).objects_url == url

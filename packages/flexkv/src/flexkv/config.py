@@ -18,8 +18,12 @@ from flexkv.setting_values import (
     LOAD_MODES,
     LOG_LEVELS,
     parse_bool,
+    parse_bucket_url,
+    parse_devices,
     parse_directories,
     parse_directory,
+    parse_host_port,
+    parse_http_url,
     parse_log_level,
     parse_name,
     parse_number,
@@ -37,6 +41,7 @@ _MOST_TOKENS = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_THREADS = 1024
+_MOST_REPLICAS = 16
 _DAY_SECONDS = 86400.0
 
 
@@ -190,6 +195,142 @@ class CacheConfig:
         help=(
             "The time limit for one read or write on disk. Blocks that a disk has not delivered by "
             "then are computed, and FlexKV skips the disk until it answers again."
+        ),
+        parse=parse_number(0.001, _DAY_SECONDS),
+        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
+    )
+    mooncake_master: str | None = _setting(
+        None,
+        env="FLEXKV_MOONCAKE_MASTER",
+        unit="HOST:PORT",
+        help=(
+            "The master of a Mooncake Store, host memory that engines on many nodes share. "
+            "Default: no Mooncake Store is used."
+        ),
+        parse=parse_host_port,
+        allowed="HOST:PORT, and mooncake_metadata",
+    )
+    mooncake_metadata: str | None = _setting(
+        None,
+        env="FLEXKV_MOONCAKE_METADATA",
+        unit="URL",
+        help=(
+            "The HTTP metadata server of the Mooncake Store, `http://HOST:PORT/metadata`. "
+            "Default: none."
+        ),
+        parse=parse_http_url,
+        allowed="http://HOST:PORT/metadata, and mooncake_master",
+    )
+    mooncake_protocol: str = _setting(
+        "tcp",
+        env="FLEXKV_MOONCAKE_PROTOCOL",
+        unit="name",
+        help="How nodes send blocks to each other.",
+        parse=parse_name(("rdma", "tcp")),
+        allowed="rdma, tcp",
+    )
+    mooncake_device: str = _setting(
+        "",
+        env="FLEXKV_MOONCAKE_DEVICE",
+        unit="names",
+        help="RDMA devices, separated by commas; empty for those that Mooncake finds.",
+        parse=parse_devices,
+        allowed="names of devices, separated by commas",
+    )
+    mooncake_segment_gb: float = _setting(
+        1.0,
+        env="FLEXKV_MOONCAKE_SEGMENT_GB",
+        unit="GiB",
+        help=(
+            "Host memory that this engine lends to the Mooncake Store, beside `cpu_cache_gb`. "
+            "The blocks in it are lost when the engine ends."
+        ),
+        parse=parse_number(0.0, _MOST_GIB),
+        allowed=f"a number from 0 to {_MOST_GIB:.0f}",
+    )
+    mooncake_replicas: int = _setting(
+        1,
+        env="FLEXKV_MOONCAKE_REPLICAS",
+        unit="copies",
+        help="On how many nodes the Mooncake Store keeps each block.",
+        parse=parse_whole(1, _MOST_REPLICAS),
+        allowed=f"a whole number from 1 to {_MOST_REPLICAS}",
+    )
+    mooncake_admission: str = _setting(
+        "write_through",
+        env="FLEXKV_MOONCAKE_ADMISSION",
+        unit="name",
+        help=(
+            "Which blocks are written to the Mooncake Store; the names are those of "
+            "`ssd_admission`."
+        ),
+        parse=parse_name(ADMISSIONS),
+        allowed=", ".join(ADMISSIONS),
+    )
+    mooncake_question_seconds: float = _setting(
+        0.005,
+        env="FLEXKV_MOONCAKE_QUESTION_SECONDS",
+        unit="seconds",
+        help=(
+            "How long a request waits for the Mooncake Store to say which of its blocks are "
+            "there. Blocks that it has not answered for by then are computed."
+        ),
+        parse=parse_number(0.0001, _DAY_SECONDS),
+        allowed=f"a number from 0.0001 to {_DAY_SECONDS:.0f}",
+    )
+    mooncake_timeout_seconds: float = _setting(
+        1.0,
+        env="FLEXKV_MOONCAKE_TIMEOUT_SECONDS",
+        unit="seconds",
+        help=(
+            "How long the Mooncake Store may take for one read or write. Blocks that do not come "
+            "by then are computed, and the store is left out until it answers again."
+        ),
+        parse=parse_number(0.001, _DAY_SECONDS),
+        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
+    )
+    objects_url: str | None = _setting(
+        None,
+        env="FLEXKV_OBJECTS_URL",
+        unit="URL",
+        help=(
+            "A bucket that engines on many nodes share blocks in: `s3://BUCKET/PATH`, "
+            "`gs://BUCKET/PATH`, `az://CONTAINER/PATH`. Credentials, region and endpoint come from "
+            "the environment (`AWS_...`, `GOOGLE_...`, `AZURE_...`), or from the machine's role. "
+            "Default: no bucket is used."
+        ),
+        parse=parse_bucket_url,
+        allowed=(
+            "s3://, gs://, az:// or abfss://CONTAINER@HOST, a bucket and a path; without "
+            "credentials, `?` and `#`"
+        ),
+    )
+    objects_admission: str = _setting(
+        "write_through",
+        env="FLEXKV_OBJECTS_ADMISSION",
+        unit="name",
+        help="Which blocks are written to the bucket; the names are those of `ssd_admission`.",
+        parse=parse_name(ADMISSIONS),
+        allowed=", ".join(ADMISSIONS),
+    )
+    objects_question_seconds: float = _setting(
+        0.05,
+        env="FLEXKV_OBJECTS_QUESTION_SECONDS",
+        unit="seconds",
+        help=(
+            "How long a request waits for the bucket to say which of its blocks are there. Blocks "
+            "that the bucket has not answered for by then are computed."
+        ),
+        parse=parse_number(0.001, _DAY_SECONDS),
+        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
+    )
+    objects_timeout_seconds: float = _setting(
+        5.0,
+        env="FLEXKV_OBJECTS_TIMEOUT_SECONDS",
+        unit="seconds",
+        help=(
+            "How long the bucket may take for one read or write. Blocks that do not come by then "
+            "are computed, and the bucket is left out until it answers again."
         ),
         parse=parse_number(0.001, _DAY_SECONDS),
         allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",

@@ -35,6 +35,9 @@ _MOST_SHOWN = 100
 """Characters of a value that an error prints."""
 _ALLOWED_FILE = f"a YAML or JSON file of at most {_MOST_FILE_BYTES >> 20} MiB, one mapping"
 
+_SECRETS = re.compile(r"(?<=://)[^/@\s]*(?=@)|(?<=[?#])[^\s'\"]+")
+"""Parts of a URL that may be a password or a signature: no error repeats them."""
+
 _INJECTED = re.compile(
     r"FLEXKV_([A-Z0-9_]+_)?"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -71,6 +74,11 @@ def load_config(
         raise ConfigError(
             f"ssd_cache_gb is {config.ssd_cache_gb!r} and ssd_cache_dir is "
             f"{';'.join(config.ssd_cache_dir)!r}; allowed: both set, or neither"
+        )
+    if (config.mooncake_master is None) != (config.mooncake_metadata is None):
+        raise ConfigError(
+            f"mooncake_master is {config.mooncake_master!r} and mooncake_metadata is "
+            f"{config.mooncake_metadata!r}; allowed: both set, or neither"
         )
     return config
 
@@ -147,7 +155,7 @@ def _words(name: str) -> str:
 def _show(value: object) -> str:
     """A value as errors print it."""
     try:
-        return _shorten(repr(value))
+        return _shorten(_SECRETS.sub("***", repr(value)))
     except (ValueError, RecursionError):  # an int of thousands of digits, or deep nesting
         return f"a {type(value).__name__} too large to print"
 

@@ -28,5 +28,9 @@ class DiskError(FlexKVError):
     """A directory for cached blocks cannot be created, locked, read or filled."""
 
 
+class StoreSettingError(FlexKVError):
+    """A store that engines share cannot be used as the settings name it."""
+
+
 class EngineVersionError(FlexKVError):
     """The engine is outside the range of versions that FlexKV supports."""

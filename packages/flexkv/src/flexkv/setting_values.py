@@ -18,6 +18,15 @@ _OTHER_SEPARATOR = re.compile(r"[,:]\s*/")
 """Separators of paths in other programs. A path that contains one is far more often two paths than
 a path of that name."""
 
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_BUCKET = re.compile(
+    rf"(?:(?:s3|gs|az)://{_NAME}|abfss?://{_NAME}@{_NAME})(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._-]+)*/?"
+)
+
+_HOST_PORT = re.compile(rf"{_NAME}:[0-9]{{1,5}}")
+_HTTP_URL = re.compile(rf"http://{_NAME}(?::[0-9]{{1,5}})?(?:/[A-Za-z0-9._-]+)+")
+_DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
+
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
@@ -101,3 +110,34 @@ def parse_directories(value: object) -> tuple[str, ...]:
     if len(set(map(os.path.realpath, paths))) != len(paths):
         raise ValueError
     return paths
+
+
+def parse_bucket_url(value: object) -> str:
+    """The URL of a bucket, with a path or without; never with credentials in it, which would end up
+    in logs."""
+    if not isinstance(value, str) or not _BUCKET.fullmatch(value):
+        raise ValueError
+    return value.rstrip("/")
+
+
+def parse_host_port(value: object) -> str:
+    """The address of a server, with its port."""
+    if not isinstance(value, str) or not _HOST_PORT.fullmatch(value):
+        raise ValueError
+    if not 0 < int(value.rpartition(":")[2]) < 1 << 16:
+        raise ValueError
+    return value
+
+
+def parse_http_url(value: object) -> str:
+    """The URL of a server, with a port or without; never with credentials in it."""
+    if not isinstance(value, str) or not _HTTP_URL.fullmatch(value):
+        raise ValueError
+    return value
+
+
+def parse_devices(value: object) -> str:
+    """Names of network devices, separated by commas; empty for the machine's own choice."""
+    if not isinstance(value, str) or not _DEVICES.fullmatch(value):
+        raise ValueError
+    return value

@@ -9,25 +9,19 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from flexkv.admission import ADMISSIONS
+from flexkv.adapter.lower_tiers import open_tiers
 from flexkv.cache import KVCache
-from flexkv.config import GIB, CacheConfig
+from flexkv.config import CacheConfig
 from flexkv.errors import LayoutError
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.session import Session, SessionInfo, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
-from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.disk import open_disk_tier
 
 Movers = TypeVar("Movers")
 """What copies of one rank: a mover, or several."""
 
 logger = logging.getLogger(__name__)
-
-_QUEUE_SHARE = 2
-"""Writes that wait for a disk hold at most half of the arena: what waits cannot be evicted, and new
-blocks need room."""
 
 _COPY_THREADS = 4
 """Default of `copy_threads` where there are as many processors."""
@@ -43,6 +37,8 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_on_disk: bool) ->
 
     Raises:
         DiskError: a cache directory cannot be used.
+        ConfigError: what a shared store needs is not installed.
+        StoreSettingError: a shared store cannot be used as the settings name it.
     """
     return KVCache(
         session.arena,
@@ -72,38 +68,6 @@ def attach_cache(
     session = attach(config.session_root, engine_id)
     with closed_on_error(session):
         return session, make_cache(config, session, keeps_on_disk=keeps_on_disk(session.info))
-
-
-def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
-    """The tiers below the arena that the settings name, the fastest first.
-
-    Raises:
-        DiskError: a cache directory cannot be used.
-    """
-    if config.ssd_cache_gb is None:
-        return []
-    spec = session.arena.spec
-    day_gb = config.ssd_write_gb_per_day
-    tier = open_disk_tier(
-        config.ssd_cache_dir,
-        session.info.fingerprint,
-        spec.format.slot_bytes,
-        int(config.ssd_cache_gb * GIB),
-        share=config.ssd_in_use == "own",
-        keep_others=config.ssd_other_models == "keep",
-        day_bytes=None if day_gb is None else int(day_gb * GIB),
-        queue_bytes=spec.num_slots * spec.format.slot_bytes // _QUEUE_SHARE,
-        stall_seconds=config.ssd_timeout_seconds,
-    )
-    for drive in tier.drives:
-        index = drive.index
-        logger.info(
-            "FlexKV keeps blocks in %s: %d of %d slots are warm",
-            drive.path,
-            len(index),
-            index.num_slots,
-        )
-    return [AttachedTier(tier, ADMISSIONS[config.ssd_admission], config.ssd_timeout_seconds)]
 
 
 def open_rank(

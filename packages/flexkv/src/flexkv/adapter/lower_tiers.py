@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers below an engine's arena, opened as the settings name them."""
+
+from __future__ import annotations
+
+import logging
+
+from flexkv.admission import ADMISSIONS
+from flexkv.config import GIB, CacheConfig
+from flexkv.errors import ConfigError, FlexKVError
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session import Session
+from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.disk import open_disk_tier
+from flexkv.tiers.remote import RemoteLimits
+
+logger = logging.getLogger(__name__)
+
+_QUEUE_SHARE = 2
+"""Writes that wait for a tier hold at most half of the arena: what waits cannot be evicted, and new
+blocks need room."""
+
+
+def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
+    """The tiers below the arena that the settings name, the fastest first.
+
+    Raises:
+        DiskError: a cache directory cannot be used.
+        ConfigError: what a shared store needs is not installed.
+        StoreSettingError: a shared store cannot be used as the settings name it.
+    """
+    tiers = (
+        [] if config.ssd_cache_gb is None else [_open_disk(config, session, config.ssd_cache_gb)]
+    )
+    try:
+        return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
+    except FlexKVError:
+        for each in tiers:
+            each.tier.close()
+        raise
+
+
+def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) -> list[AttachedTier]:
+    """The tiers that engines share, the fastest first.
+
+    Raises:
+        ConfigError: what a store needs is not installed.
+        StoreSettingError: a store cannot be used as the settings name it.
+    """
+    tiers = []
+    if config.mooncake_master is not None and config.mooncake_metadata is not None:
+        tiers += _open_mooncake(
+            config, config.mooncake_master, config.mooncake_metadata, fingerprint, spec
+        )
+    if config.objects_url is not None:
+        tiers.append(_open_objects(config, config.objects_url, fingerprint, spec))
+    return tiers
+
+
+def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> AttachedTier:
+    spec = session.arena.spec
+    day_gb = config.ssd_write_gb_per_day
+    tier = open_disk_tier(
+        config.ssd_cache_dir,
+        session.info.fingerprint,
+        spec.format.slot_bytes,
+        int(size_gb * GIB),
+        share=config.ssd_in_use == "own",
+        keep_others=config.ssd_other_models == "keep",
+        day_bytes=None if day_gb is None else int(day_gb * GIB),
+        queue_bytes=_queue_bytes(spec),
+        stall_seconds=config.ssd_timeout_seconds,
+    )
+    for drive in tier.drives:
+        index = drive.index
+        logger.info(
+            "FlexKV keeps blocks in %s: %d of %d slots are warm",
+            drive.path,
+            len(index),
+            index.num_slots,
+        )
+    return AttachedTier(tier, ADMISSIONS[config.ssd_admission], config.ssd_timeout_seconds)
+
+
+def _open_mooncake(
+    config: CacheConfig, master: str, metadata: str, fingerprint: str, spec: ArenaSpec
+) -> list[AttachedTier]:
+    try:
+        from flexkv.tiers.mooncake.open import MooncakeSettings, open_mooncake_tier
+    except ImportError as error:
+        raise _lacks("mooncake_master", master, "mooncake", error) from None
+    settings = MooncakeSettings(
+        master,
+        metadata,
+        config.mooncake_protocol,
+        config.mooncake_device,
+        int(config.mooncake_segment_gb * GIB),
+        config.mooncake_replicas,
+    )
+    limits = RemoteLimits(
+        config.mooncake_question_seconds,
+        config.mooncake_timeout_seconds,
+        queue_bytes=_queue_bytes(spec),
+    )
+    tier = open_mooncake_tier(settings, fingerprint, spec.format.slot_bytes, limits)
+    if tier is None:
+        return []
+    admission = ADMISSIONS[config.mooncake_admission]
+    return [AttachedTier(tier, admission, config.mooncake_timeout_seconds)]
+
+
+def _open_objects(config: CacheConfig, url: str, fingerprint: str, spec: ArenaSpec) -> AttachedTier:
+    try:
+        from flexkv.tiers.objects.open import open_object_tier
+    except ImportError as error:
+        raise _lacks("objects_url", url, "objects", error) from None
+    limits = RemoteLimits(
+        config.objects_question_seconds,
+        config.objects_timeout_seconds,
+        queue_bytes=_queue_bytes(spec),
+    )
+    tier = open_object_tier(url, fingerprint, spec.format.slot_bytes, limits)
+    admission = ADMISSIONS[config.objects_admission]
+    return AttachedTier(tier, admission, config.objects_timeout_seconds)
+
+
+def _lacks(setting: str, value: str, extra: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"{setting} is {value!r}, but its client cannot be imported ({error}); allowed: none, or "
+        f"what `pip install 'flexkv[{extra}]'` installs"
+    )
+
+
+def _queue_bytes(spec: ArenaSpec) -> int:
+    return spec.num_slots * spec.format.slot_bytes // _QUEUE_SHARE

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels with a block into a store that others share.
+
+A table of our own says which block lies where on a disk. A shared store has none that could be
+trusted, so each block carries its whole name, its length and a checksum over both and its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+ENVELOPE_BYTES = 512
+"""Of every envelope: it is read and written together with the block, as one piece of memory."""
+
+_MAGIC = b"FLEXKVB1"
+_HEAD = struct.Struct("<8sQH")
+"""Magic, which counts up with the format, bytes of the block, bytes of the name."""
+_CHECKSUM_BYTES = 16
+_CHECKSUM_AT = ENVELOPE_BYTES - _CHECKSUM_BYTES
+MOST_NAME_BYTES = _CHECKSUM_AT - _HEAD.size
+
+
+def seal(name: bytes, block: memoryview) -> bytes:
+    """The envelope of a block, ENVELOPE_BYTES long.
+
+    Args:
+        name: all that tells the block from others: fingerprint, epoch and the whole key.
+        block: its bytes.
+
+    Raises:
+        ValueError: the name is longer than MOST_NAME_BYTES.
+    """
+    head = _head(name, len(block))
+    return head + _checksum(head, block)
+
+
+def fits(envelope: bytes | memoryview, name: bytes, block: memoryview) -> bool:
+    """Whether `envelope` was sealed with exactly this name and these bytes."""
+    if len(envelope) != ENVELOPE_BYTES:
+        return False
+    head = _head(name, len(block))
+    if envelope[:_CHECKSUM_AT] != head:
+        return False
+    return bytes(envelope[_CHECKSUM_AT:]) == _checksum(head, block)
+
+
+def _head(name: bytes, size: int) -> bytes:
+    if len(name) > MOST_NAME_BYTES:
+        raise ValueError(f"a name of {len(name)} bytes; allowed: at most {MOST_NAME_BYTES}")
+    return (_HEAD.pack(_MAGIC, size, len(name)) + name).ljust(_CHECKSUM_AT, b"\0")
+
+
+def _checksum(head: bytes, block: memoryview) -> bytes:
+    # The head itself is compared byte by byte, so that its digest only has to bind it to the bytes.
+    return xxhash.xxh3_128_digest(block, xxhash.xxh3_64_intdigest(head))

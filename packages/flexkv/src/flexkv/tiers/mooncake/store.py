@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in Mooncake Store, from and to the arena without a copy.
+
+The store verifies nothing, so each block has its envelope beside it: one object of two pieces of
+registered memory, the envelope's and the arena's slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import mmap
+import queue
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
+from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.job import Outcome
+from flexkv.tiers.remote import address_of
+
+_NO_SPACE = -200
+_WRONG_SIZE = (-600, -800)
+_NOT_FOUND = -704
+"""Mooncake's codes, as 0.3.13 returns them."""
+
+_SETTLE_SECONDS = 0.5
+"""The metadata server knows no conditions: of several that create a record at once, the last one
+wins, and after this time all read that one. A node that is later still goes on by itself."""
+
+
+class MooncakeError(OSError):
+    """Mooncake Store did not do what it was asked."""
+
+
+class Client(Protocol):
+    """The part of `mooncake.store.MooncakeDistributedStore` that is used. Every call but the first
+    two releases the interpreter's lock while it waits. Codes are 0 or sizes, or negative."""
+
+    def register_buffer(self, address: int, size: int, /) -> int: ...
+
+    def close(self) -> int: ...
+
+    def batch_is_exist(self, names: list[str], /) -> list[int]: ...
+
+    def batch_get_into_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], /
+    ) -> list[int]: ...
+
+    def batch_put_from_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], config: Any, /
+    ) -> list[int]: ...
+
+    def batch_remove(self, names: list[str], force: bool, /) -> list[int]: ...
+
+
+class MooncakeBlocks:
+    """See `flexkv.tiers.remote.BlockStore`.
+
+    Args:
+        client: set up.
+        config: Mooncake's, of each write.
+        epochs: of the fingerprint.
+        fingerprint: of the blocks.
+        slot_bytes: of a block.
+        blocks: most that are read or written at the same time.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        config: Any,
+        epochs: Epochs,
+        fingerprint: str,
+        *,
+        slot_bytes: int,
+        blocks: int,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._epochs = epochs
+        self._fingerprint = fingerprint
+        self._sizes = [ENVELOPE_BYTES, slot_bytes]
+        self._usable = True
+        self._memory = mmap.mmap(-1, blocks * ENVELOPE_BYTES)
+        view = memoryview(self._memory)
+        self._envelopes: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for i in range(blocks):
+            self._envelopes.put(view[i * ENVELOPE_BYTES : (i + 1) * ENVELOPE_BYTES])
+        self.register(address_of(view), len(view))
+
+    def register(self, address: int, size: int) -> None:
+        if self._client.register_buffer(address, size) != 0:
+            self._usable = False
+
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
+        folder = self._folder(epoch)
+        return None if folder is None else self._exist([self._name(folder, key) for key in keys])
+
+    def get(
+        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        folder = self._folder(epoch)
+        if folder is None:
+            return [Outcome.MISSING] * len(keys)
+        names = [self._name(folder, key) for key in keys]
+        with self._borrowed(len(keys)) as envelopes:
+            codes = self._client.batch_get_into_multi_buffers(
+                names, _addresses(envelopes, buffers), [self._sizes] * len(names)
+            )
+            outcomes = [
+                self._verify(name, code, envelope, buffer)
+                for name, code, envelope, buffer in zip(
+                    names, codes, envelopes, buffers, strict=True
+                )
+            ]
+        damaged = [
+            name
+            for name, outcome in zip(names, outcomes, strict=True)
+            if outcome is Outcome.DAMAGED
+        ]
+        if damaged:
+            # By force: having read them, this node has a lease on them. A put does not overwrite.
+            self._client.batch_remove(damaged, True)
+        return outcomes
+
+    def put(
+        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        folder = self._folder(epoch)
+        if folder is None:  # nobody would ever find them
+            return [Outcome.DROPPED] * len(keys)
+        names = [self._name(folder, key) for key in keys]
+        outcomes = [Outcome.DONE] * len(keys)
+        absent = [i for i, there in enumerate(self._exist(names)) if not there]
+        if not absent:
+            return outcomes
+        with self._borrowed(len(absent)) as envelopes:
+            for i, envelope in zip(absent, envelopes, strict=True):
+                envelope[:] = seal(names[i].encode(), buffers[i])
+            codes = self._client.batch_put_from_multi_buffers(
+                [names[i] for i in absent],
+                _addresses(envelopes, [buffers[i] for i in absent]),
+                [self._sizes] * len(absent),
+                self._config,
+            )
+        for i, code in zip(absent, codes, strict=True):
+            if code != 0:
+                outcomes[i] = Outcome.DROPPED if code == _NO_SPACE else Outcome.FAILED
+        return outcomes
+
+    def renew_epoch(self) -> None:
+        self._epochs.renew()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _folder(self, epoch: str) -> str | None:
+        if not self._usable:
+            raise MooncakeError("Mooncake cannot register the host memory")
+        return self._epochs.folder(epoch)
+
+    def _name(self, folder: str, key: bytes) -> str:
+        return f"flexkv/{self._fingerprint}/{folder}/{key.hex()}"
+
+    def _exist(self, names: list[str]) -> list[bool]:
+        codes = self._client.batch_is_exist(names)
+        failed = next((code for code in codes if code < 0), None)
+        if failed is not None:
+            raise MooncakeError(f"Mooncake's master answered with code {failed}")
+        return [code == 1 for code in codes]
+
+    def _verify(self, name: str, code: int, envelope: memoryview, buffer: memoryview) -> Outcome:
+        if code == _NOT_FOUND:
+            return Outcome.MISSING
+        if code in _WRONG_SIZE:
+            return Outcome.DAMAGED
+        if code < 0:
+            return Outcome.FAILED
+        whole = code == sum(self._sizes)
+        return Outcome.DONE if whole and fits(envelope, name.encode(), buffer) else Outcome.DAMAGED
+
+    @contextlib.contextmanager
+    def _borrowed(self, count: int) -> Iterator[list[memoryview]]:
+        envelopes = [self._envelopes.get_nowait() for _ in range(count)]
+        try:
+            yield envelopes
+        finally:
+            for envelope in envelopes:
+                self._envelopes.put(envelope)
+
+
+class MetadataRecord:
+    """See `flexkv.tiers.epochs.EpochRecord`. At Mooncake's metadata server and not in its store,
+    where a record would be evicted, and would go with the node whose memory it is in.
+
+    Args:
+        url: of the server.
+        fingerprint: of the blocks.
+        timeout_seconds: of each request.
+    """
+
+    def __init__(self, url: str, fingerprint: str, timeout_seconds: float) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        key = urllib.parse.quote(f"flexkv/epochs/{fingerprint}", safe="")
+        self._path = f"{parts.path}?key={key}"
+        self._timeout_seconds = timeout_seconds
+
+    def read(self) -> bytes | None:
+        status, data = self._request("GET")
+        if status == http.client.NOT_FOUND:
+            return None
+        return self._check(status, data)
+
+    def create(self, record: bytes) -> None:
+        if self.read() is None:
+            self.replace(record)
+            time.sleep(_SETTLE_SECONDS)
+
+    def replace(self, record: bytes) -> None:
+        self._check(*self._request("PUT", record))
+
+    def _check(self, status: int, data: bytes) -> bytes:
+        if status != http.client.OK:
+            raise MooncakeError(f"Mooncake's metadata server answered with HTTP status {status}")
+        return data
+
+    def _request(self, method: str, body: bytes | None = None) -> tuple[int, bytes]:
+        # http.client, since urllib would send it through the proxies of the environment.
+        made = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_seconds)
+        try:
+            made.request(method, self._path, body)
+            answer = made.getresponse()
+            return answer.status, answer.read(4096)
+        except http.client.HTTPException as error:
+            raise MooncakeError(
+                f"Mooncake's metadata server answered with {type(error).__name__}"
+            ) from None
+        finally:
+            made.close()
+
+
+def _addresses(envelopes: Sequence[memoryview], buffers: Sequence[memoryview]) -> list[list[int]]:
+    return [
+        [address_of(envelope), address_of(buffer)]
+        for envelope, buffer in zip(envelopes, buffers, strict=True)
+    ]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the tier of a bucket."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import secrets
+
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
+
+from flexkv.changes import Medium
+from flexkv.errors import StoreSettingError
+from flexkv.tiers.objects.store import ObjectBlocks
+from flexkv.tiers.remote import RemoteLimits, RemoteTier
+
+logger = logging.getLogger(__name__)
+
+_TRUE = {"1", "true", "yes", "on"}
+_PLAIN_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_RETRIES = 2
+"""Of a request that a store answers with a passing error; within the call's own time."""
+
+
+def open_object_tier(
+    url: str, fingerprint: str, slot_bytes: int, limits: RemoteLimits
+) -> RemoteTier:
+    """The tier of a bucket. If the bucket does not answer, the tier shares nothing with others
+    until the engine is started again: it cannot know whether keys still mean the same.
+
+    Args:
+        url: the setting `objects_url`. Credentials come from the environment, as the store's own
+            tools take them.
+        fingerprint: of the blocks.
+        slot_bytes: of a block.
+        limits: of the tier.
+
+    Raises:
+        StoreSettingError: the URL, or a variable that belongs to it, cannot be used.
+    """
+    blocks = ObjectBlocks(connect(url, limits.timeout_seconds), fingerprint, limits.timeout_seconds)
+    try:
+        epoch = blocks.epochs.open()
+        logger.info("FlexKV shares blocks in %s", url)
+    except OSError as error:
+        epoch = secrets.token_hex(16)
+        logger.error(
+            "objects_url %s: %s; blocks are shared with no other engine until this one is "
+            "restarted; check the bucket, the network and the credentials",
+            url,
+            error,
+        )
+    return RemoteTier(Medium.OBJECTS, blocks, epoch, slot_bytes, limits)
+
+
+def connect(url: str, timeout_seconds: float) -> ObjectStore:
+    """The store of a URL; sends nothing.
+
+    Raises:
+        StoreSettingError: see `open_object_tier`.
+    """
+    allow_http = any(os.environ.get(name, "").lower() in _TRUE for name in _PLAIN_HTTP)
+    for name in _ENDPOINTS:
+        if os.environ.get(name, "").lower().startswith("http://") and not allow_http:
+            raise StoreSettingError(
+                f"the endpoint from environment variable {name} is plain http, which everyone on "
+                "the network can read; allowed: an https:// endpoint, or AWS_ALLOW_HTTP=true"
+            )
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    try:
+        return from_url(
+            url,
+            client_options={
+                "timeout": timeout,
+                "connect_timeout": timeout,
+                "allow_http": allow_http,
+            },
+            retry_config={"max_retries": _RETRIES, "retry_timeout": timeout},
+        )
+    except (BaseError, ValueError) as error:
+        # The error's own text may repeat credentials of the environment.
+        raise StoreSettingError(
+            f"objects_url {url!r} cannot be used ({type(error).__name__}); allowed: a bucket that "
+            "the environment names account, region and endpoint of"
+        ) from None

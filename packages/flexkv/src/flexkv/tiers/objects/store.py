@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks as objects: in S3, GCS, Azure or a directory, through obstore.
+
+Each block is an object: a block that many prefixes share is stored once, and each can be read
+without the others. FlexKV deletes no object. A damaged one is overwritten when its block is stored
+again. The bucket's own lifecycle ends old ones, for which all blocks lie in `blocks/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+
+from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
+from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.job import Outcome
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+REQUESTS = 64
+"""Requests at once: enough for 2 GB/s of blocks of 2 MiB where each takes 60 ms."""
+
+PROBES = 16
+"""Blocks of a prefix that are asked about at once. Of a prefix of 256 blocks 32 requests find out
+how far it is there, in two round trips; asking about each takes 256, which buckets charge for."""
+
+MULTIPART_BYTES = 64 << 20
+"""Larger blocks are uploaded in parts."""
+
+_PART_BYTES = 16 << 20
+_PARTS = 4
+"""Of an upload at once."""
+
+_COPY_BYTES = 1 << 20
+"""Copied at a time: the interpreter's lock is held meanwhile."""
+
+_DAMAGED = 1 << 12
+"""Names of damaged objects that are remembered at most."""
+
+T = TypeVar("T")
+
+
+class StoreError(OSError):
+    """An object store did not do what it was asked. Its own message is not repeated: it may hold
+    what a request was signed with."""
+
+
+class ObjectBlocks:
+    """See `flexkv.tiers.remote.BlockStore`.
+
+    Args:
+        store: of obstore; all that FlexKV keeps lies below its prefix.
+        fingerprint: of the blocks.
+        timeout_seconds: of a call as a whole; after that it fails, whatever the store does.
+
+    Attributes:
+        epochs: of the fingerprint.
+    """
+
+    def __init__(self, store: ObjectStore, fingerprint: str, timeout_seconds: float) -> None:
+        self._requests = Requests(store, timeout_seconds)
+        self._fingerprint = fingerprint
+        self._damaged: dict[str, None] = {}
+        self.epochs = Epochs(ObjectRecord(self._requests, fingerprint))
+
+    def register(self, address: int, size: int) -> None:
+        """Objects are copied: nothing to register."""
+
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
+        """See `BlockStore.find`. `keys` are a prefix, in order: what lies behind an absent block
+        counts as absent, and what lies before one that is there as there."""
+        folder = self.epochs.folder(epoch)
+        if folder is None:
+            return None
+        names = [self._name(folder, key) for key in keys]
+        there = self._requests.run(self._reach(names))
+        return [i < there for i in range(len(keys))]
+
+    def get(
+        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        folder = self.epochs.folder(epoch)
+        if folder is None:
+            return [Outcome.MISSING] * len(keys)
+        names = [self._name(folder, key) for key in keys]
+        found = self._requests.run_all([self._requests.get(name) for name in names])
+        return [
+            self._take(name, data, buffer)
+            for name, data, buffer in zip(names, found, buffers, strict=True)
+        ]
+
+    def put(
+        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        folder = self.epochs.folder(epoch)
+        if folder is None:  # nobody would ever find them
+            return [Outcome.DROPPED] * len(keys)
+        names = [self._name(folder, key) for key in keys]
+        done = self._requests.run_all(
+            [self._put(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
+        )
+        return [Outcome.FAILED if isinstance(each, OSError) else Outcome.DONE for each in done]
+
+    def renew_epoch(self) -> None:
+        self.epochs.renew()
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def _name(self, folder: str, key: bytes) -> str:
+        return f"blocks/{self._fingerprint}/{folder}/{key.hex()}"
+
+    async def _reach(self, names: Sequence[str]) -> int:
+        """How many blocks of a prefix are there, told by those that are asked about."""
+        there, absent = 0, len(names)
+        while there < absent:
+            # The next block is always among them: it alone tells most misses.
+            step = -(-(absent - there) // PROBES)
+            asked = list(range(there, absent, step))
+            found = await asyncio.gather(*(self._has(names[i]) for i in asked))
+            for i, has in zip(asked, found, strict=True):
+                if not has:
+                    absent = i
+                    break
+                there = i + 1
+        return there
+
+    async def _has(self, name: str) -> bool:
+        return name not in self._damaged and await self._requests.has(name)
+
+    async def _put(self, name: str, block: memoryview) -> None:
+        damaged = name in self._damaged
+        if not damaged and await self._requests.has(name):
+            return
+        # The seal is made here and not before, of blocks that are really sent.
+        envelope = await asyncio.to_thread(seal, name.encode(), block)
+        await self._requests.put(name, [envelope, block], overwrite=damaged)
+        self._damaged.pop(name, None)
+
+    def _take(self, name: str, data: memoryview | OSError | None, buffer: memoryview) -> Outcome:
+        if data is None:
+            return Outcome.MISSING
+        if isinstance(data, OSError):
+            return Outcome.FAILED
+        block = data[ENVELOPE_BYTES:]
+        if len(block) != len(buffer) or not fits(data[:ENVELOPE_BYTES], name.encode(), block):
+            if len(self._damaged) < _DAMAGED:
+                self._damaged[name] = None
+            return Outcome.DAMAGED
+        for start in range(0, len(block), _COPY_BYTES):
+            buffer[start : start + _COPY_BYTES] = block[start : start + _COPY_BYTES]
+        return Outcome.DONE
+
+
+class ObjectRecord:
+    """See `flexkv.tiers.epochs.EpochRecord`. Not in `blocks/`: no lifecycle may end it."""
+
+    def __init__(self, requests: Requests, fingerprint: str) -> None:
+        self._requests = requests
+        self._name = f"epochs/{fingerprint}"
+
+    def read(self) -> bytes | None:
+        data = self._requests.run(self._requests.get(self._name))
+        return None if data is None else bytes(data)
+
+    def create(self, record: bytes) -> None:
+        self._requests.run(self._requests.put(self._name, [record], overwrite=False))
+
+    def replace(self, record: bytes) -> None:
+        self._requests.run(self._requests.put(self._name, [record], overwrite=True))
+
+
+class Requests:
+    """Requests to an object store, many at once, on a thread of their own. Thread-safe.
+
+    Args:
+        store: of obstore.
+        timeout_seconds: of each call of `run` and `run_all`.
+    """
+
+    def __init__(self, store: ObjectStore, timeout_seconds: float) -> None:
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._loop = asyncio.new_event_loop()
+        self._free = asyncio.Semaphore(REQUESTS)
+        # A daemon: a request that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="flexkv-objects-io", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises OSError if it fails or takes too long."""
+        return asyncio.run_coroutine_threadsafe(self._timed(work), self._loop).result()
+
+    def run_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T | OSError]:
+        """The result of each of `works`, or why there is none."""
+
+        async def gather() -> list[T | OSError]:
+            tried = [self._try(work) for work in works]
+            return list(await asyncio.gather(*tried))
+
+        return asyncio.run_coroutine_threadsafe(gather(), self._loop).result()
+
+    async def has(self, name: str) -> bool:
+        return await self._ask(lambda: obstore.head_async(self._store, name)) is not None
+
+    async def get(self, name: str) -> memoryview | None:
+        """The bytes of an object; None if there is none."""
+
+        async def read() -> memoryview:
+            result = await obstore.get_async(self._store, name)
+            return memoryview(await result.bytes_async())
+
+        return await self._ask(read)
+
+    async def put(self, name: str, parts: Sequence[bytes | memoryview], overwrite: bool) -> None:
+        """Write an object, unless there is one and `overwrite` is False."""
+        size = sum(map(len, parts))
+        # No bucket has conditions for uploads in parts; two of them write the same bytes.
+        large = size > MULTIPART_BYTES
+        with contextlib.suppress(AlreadyExistsError):
+            await self._ask(
+                lambda: obstore.put_async(
+                    self._store,
+                    name,
+                    parts,
+                    mode="overwrite" if overwrite or large else "create",
+                    use_multipart=large,
+                    chunk_size=_PART_BYTES,
+                    max_concurrency=_PARTS,
+                )
+            )
+
+    def close(self) -> None:
+        """End the thread; no request runs any more."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _ask(self, request: Callable[[], Awaitable[T]]) -> T | None:
+        """The answer to a request; None if there is no such object."""
+        try:
+            async with self._free:
+                return await request()
+        except FileNotFoundError:
+            return None
+        except AlreadyExistsError:
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            raise StoreError(f"the object store answered with {type(error).__name__}") from None
+
+    async def _timed(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wait_for(work, self._timeout_seconds)
+        except TimeoutError:
+            raise StoreError(
+                f"the object store did not answer within {self._timeout_seconds:g} s"
+            ) from None
+
+    async def _try(self, work: Coroutine[Any, Any, T]) -> T | OSError:
+        try:
+            return await self._timed(work)
+        except OSError as error:
+            return error

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of a cluster in a process of its own: a cache with its own arena over a shared store.
+
+`Nodes` starts such processes. A node reads a command a line and answers each with a line: `store
+abc` stores blocks and writes them to the shared store; `fetch abc` brings a prefix into the arena
+and says how much of it came, each block with its own bytes; `reset`; `state` says whether the
+store's circuit is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flexkv import KVCache
+from flexkv.adapter.lower_tiers import open_shared_tiers
+from flexkv.config import CacheConfig
+from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.mover import Status
+
+SLOT = 1 << 16
+FINGERPRINT = "fe" * 16
+SLOTS = 32
+
+
+def names(text: str) -> list[bytes]:
+    return [each.encode() * 32 for each in text]
+
+
+def content(key: bytes) -> bytes:
+    return (key * SLOT)[:SLOT]
+
+
+class Node:
+    """See the module. `settings` are those of `CacheConfig`."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), SLOTS), threads=1)
+        tiers = open_shared_tiers(CacheConfig(**settings), FINGERPRINT, self.arena.spec)
+        (attached,) = tiers
+        self.tier = attached.tier
+        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
+
+    def store(self, text: str) -> str:
+        prefix = names(text)
+        missing = self.cache.missing(prefix)
+        transfer = self.cache.store(prefix, missing)
+        if transfer is not None:
+            for block in transfer.blocks:
+                with self.arena.slot_view(block.slot) as view:
+                    view[:] = content(block.key)
+            self.arena.board.report(transfer.cell, 0, Status.DONE)
+        self._settle()
+        return f"{self.tier.figures.written_blocks}"
+
+    def fetch(self, text: str) -> str:
+        # In every step of its scheduler an engine asks anew for a request that waits.
+        fetch = self.cache.fetch(names(text))
+        if fetch is not None:
+            while not fetch.done:
+                self.cache.poll()
+                time.sleep(0.0005)
+        hits = self.cache.lookup(names(text))
+        if fetch is not None:
+            self.cache.end_fetch(fetch)
+        for key, block in self.cache._index._ready.items():
+            with self.arena.slot_view(block.slot) as view:
+                if bytes(view) != content(key):
+                    return "wrong bytes"
+        return text[:hits]
+
+    def reset(self, text: str) -> str:
+        self.cache.clear()
+        return ""
+
+    def state(self, text: str) -> str:
+        return "open" if self.tier.figures.open_reads else "closed"
+
+    def serve(self) -> None:
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            command, _, text = line.strip().partition(" ")
+            print(json.dumps(getattr(self, command)(text)), flush=True)
+        began = time.monotonic()
+        ended = self.cache.close()
+        print(json.dumps([ended, time.monotonic() - began]), flush=True)
+
+    def _settle(self) -> None:
+        while self.cache.busy:
+            self.cache.poll()
+            time.sleep(0.0005)
+
+
+class Remote:
+    """A node's process, as the test sees it."""
+
+    def __init__(self, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(dict(settings))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
+        assert self._answer() == "ready"
+
+    def do(self, command: str, text: str = "") -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command} {text}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> tuple[bool, float, str]:
+        """Whether its tiers ended, in how many seconds, and what it logged."""
+        out, errors = self.process.communicate(timeout=60)
+        ended, seconds = json.loads(out.splitlines()[-1])
+        return ended, seconds, errors
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith(('"', "[")):
+                return json.loads(line)
+        raise AssertionError(self.process.communicate()[1])
+
+
+if __name__ == "__main__":
+    Node(json.loads(sys.argv[1])).serve()

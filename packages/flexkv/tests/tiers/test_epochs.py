@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nodes that share a store agree on, whatever they miss of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from flexkv.tiers import epochs
+from flexkv.tiers.epochs import Epochs
+from packages.conftest import PATIENCE_SECONDS, Clock
+
+
+class Record:
+    """See `EpochRecord`; kept in memory, and reached or not."""
+
+    def __init__(self) -> None:
+        self.data: bytes | None = None
+        self.reached = True
+
+    def read(self) -> bytes | None:
+        if not self.reached:
+            raise ConnectionError("cut off")
+        return self.data
+
+    def create(self, record: bytes) -> None:
+        if self.read() is None:
+            self.data = record
+
+    def replace(self, record: bytes) -> None:
+        self.read()
+        self.data = record
+
+
+@pytest.fixture(autouse=True)
+def passing_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "time", clock)
+    monkeypatch.setattr(clock, "sleep", clock.skip, raising=False)
+
+
+def test_processes_that_open_a_store_agree() -> None:
+    record = Record()
+    one, other = Epochs(record), Epochs(record)
+    epoch = one.open()
+    assert other.open() == epoch
+    assert one.folder(epoch) == other.folder(epoch)
+
+
+def test_of_two_that_begin_at_once_one_wins() -> None:
+    class Late(Record):
+        """Another process writes the record between this one's read and its write."""
+
+        def create(self, record: bytes) -> None:
+            self.data = self.data or epochs.Epoch.begin().to_bytes()
+            super().create(record)
+
+    record = Late()
+    assert Epochs(record).open() == Epochs(record).open()
+
+
+def test_a_reset_ends_the_epoch_of_others_and_not_that_of_who_reset(clock: Clock) -> None:
+    record = Record()
+    one, other = Epochs(record), Epochs(record)
+    shared, own = one.open(), "0" * 32
+    other.open()
+    one.renew()
+    clock.skip(epochs.FRESH_SECONDS)
+    assert other.folder(shared) is None
+    assert one.folder(own) is not None
+    later = Epochs(record)
+    assert later.open() != shared
+    assert later.folder(later.open()) is not None
+
+
+def test_a_node_that_was_cut_off_finds_nothing_of_before(clock: Clock) -> None:
+    record, other_record = Record(), Record()
+    one = Epochs(record)
+    shared = one.open()
+    other_record.data = record.data
+    cut = Epochs(other_record)
+    assert cut.open() == shared
+    other_record.reached = False
+    one.renew()
+    clock.skip(epochs.FRESH_SECONDS)
+    with pytest.raises(ConnectionError):
+        cut.folder(shared)
+    other_record.data, other_record.reached = record.data, True
+    assert cut.folder(shared) is None
+
+
+def test_after_a_clear_all_go_on_together_elsewhere(clock: Clock) -> None:
+    record = Record()
+    one, other = Epochs(record), Epochs(record)
+    shared = one.open()
+    other.open()
+    before = one.folder(shared)
+    assert other.folder(shared) == before
+    private = other.folder("0" * 32)
+    assert epochs.clear(record)
+    # No process counts on the old record any more: the command has waited for that.
+    assert one.folder(shared) == other.folder(shared) != before
+    assert other.folder("0" * 32) != private
+    assert Epochs(record).open() == shared
+
+
+def test_nothing_is_cleared_where_nothing_is() -> None:
+    record = Record()
+    assert not epochs.clear(record)
+    assert record.data is None
+
+
+def test_only_who_starts_replaces_a_lost_record(clock: Clock) -> None:
+    record = Record()
+    one, other = Epochs(record), Epochs(record)
+    shared = one.open()
+    other.open()
+    record.data = None
+    clock.skip(epochs.FRESH_SECONDS)
+    assert one.folder(shared) == other.folder(shared) is not None
+    assert record.data is None
+    assert Epochs(record).open() != shared
+    clock.skip(epochs.FRESH_SECONDS)
+    assert one.folder(shared) is None
+
+
+def test_what_is_no_record_is_an_error() -> None:
+    record = Record()
+    record.data = b"something else"
+    with pytest.raises(OSError, match="not one of FlexKV's"):
+        Epochs(record).open()
+
+
+def test_who_waits_for_a_read_that_fails_does_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Still:
+        """All come at the same time, however slow the machine."""
+
+        def monotonic(self) -> float:
+            return 1000.0
+
+    monkeypatch.setattr(epochs, "time", Still())
+    record = Record()
+    one = Epochs(record)
+    epoch = one.open()
+    reads = threading.Semaphore(0)
+    gate = threading.Event()
+
+    def fail() -> bytes | None:
+        reads.release()
+        gate.wait(PATIENCE_SECONDS)
+        raise ConnectionError("cut off")
+
+    record.read = fail  # type: ignore[method-assign]
+    failures: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            one.folder(epoch)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads[0].start()
+    assert reads.acquire(timeout=PATIENCE_SECONDS)
+    for thread in threads[1:]:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert [str(each) for each in failures] == ["cut off"] * 4
+    assert not reads.acquire(blocking=False)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks as objects, in memory and in a directory: what is found, and what of it is believed."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+
+import obstore
+from obstore.store import LocalStore, MemoryStore
+
+from flexkv.errors import StoreSettingError
+from flexkv.tiers import epochs
+from flexkv.tiers.envelope import ENVELOPE_BYTES, seal
+from flexkv.tiers.job import Outcome
+from flexkv.tiers.objects import store as module
+from flexkv.tiers.objects.open import connect
+from flexkv.tiers.objects.store import ObjectBlocks
+from packages.conftest import PATIENCE_SECONDS, Clock
+
+FINGERPRINT = "f" * 32
+SLOT = 4096
+DONE, MISSING, DAMAGED = Outcome.DONE, Outcome.MISSING, Outcome.DAMAGED
+
+
+def names(text: str) -> list[bytes]:
+    return [each.encode() * 32 for each in text]
+
+
+def content(key: bytes, size: int = SLOT) -> bytes:
+    return (key * size)[:size]
+
+
+class Node:
+    """A store of blocks, and memory for them."""
+
+    def __init__(self, store: Any, slot: int = SLOT, fingerprint: str = FINGERPRINT) -> None:
+        self.blocks = ObjectBlocks(store, fingerprint, PATIENCE_SECONDS)
+        self.epoch = self.blocks.epochs.open()
+        self._slot = slot
+
+    def buffers(self, count: int) -> list[memoryview]:
+        memory = memoryview(mmap.mmap(-1, max(1, count) * self._slot))
+        return [memory[i * self._slot : (i + 1) * self._slot] for i in range(count)]
+
+    def put(self, text: str) -> Sequence[Outcome]:
+        keys, buffers = names(text), self.buffers(len(text))
+        for key, buffer in zip(keys, buffers, strict=True):
+            buffer[:] = content(key, self._slot)
+        return self.blocks.put(self.epoch, keys, buffers)
+
+    def get(self, text: str) -> Sequence[Outcome]:
+        """The outcome of each block; the bytes of all that are DONE were right."""
+        keys, buffers = names(text), self.buffers(len(text))
+        outcomes = self.blocks.get(self.epoch, keys, buffers)
+        for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
+            assert outcome is not DONE or bytes(buffer) == content(key, self._slot)
+        return outcomes
+
+    def find(self, text: str) -> Sequence[bool] | None:
+        return self.blocks.find(self.epoch, names(text))
+
+    def name(self, key: str) -> str:
+        folder = self.blocks.epochs.folder(self.epoch)
+        return f"blocks/{FINGERPRINT}/{folder}/{names(key)[0].hex()}"
+
+
+@pytest.fixture(params=["memory", "directory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return MemoryStore() if request.param == "memory" else LocalStore(tmp_path)
+
+
+@pytest.fixture
+def start(store: Any) -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def make(**options: Any) -> Node:
+        made.append(Node(store, **options))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.blocks.close()
+
+
+def test_what_one_node_wrote_another_finds_and_reads(start: Callable[..., Node]) -> None:
+    one, other = start(), start()
+    assert one.put("abc") == [DONE] * 3
+    assert other.find("abcx") == [True, True, True, False]
+    assert other.get("axc") == [DONE, MISSING, DONE]
+
+
+def test_what_is_there_is_not_written_again(start: Callable[..., Node], store: Any) -> None:
+    one, other = start(), start()
+    one.put("ab")
+    before = obstore.head(store, one.name("a"))["e_tag"]
+    assert other.put("abc") == [DONE] * 3
+    assert obstore.head(store, one.name("a"))["e_tag"] == before
+
+
+def test_blocks_of_other_models_are_not_found(start: Callable[..., Node]) -> None:
+    start(fingerprint="0" * 32).put("a")
+    assert start().find("a") == [False]
+
+
+def test_a_large_block_is_uploaded_in_parts(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MULTIPART_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "_PART_BYTES", 1 << 20)
+    node = start(slot=3 << 20)
+    assert node.put("a") == [DONE]
+    assert start(slot=3 << 20).get("a") == [DONE]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: data[: ENVELOPE_BYTES // 2],
+        lambda data: b"",
+        lambda data: (
+            seal(b"another name", memoryview(data)[ENVELOPE_BYTES:]) + data[ENVELOPE_BYTES:]
+        ),
+    ],
+    ids=["flipped", "cut", "longer", "half an envelope", "empty", "another's"],
+)
+def test_a_wrong_object_is_a_miss_and_is_overwritten(
+    start: Callable[..., Node], store: Any, harm: Callable[[bytes], bytes]
+) -> None:
+    node = start()
+    node.put("ab")
+    name = node.name("a")
+    obstore.put(store, name, harm(bytes(obstore.get(store, name).bytes())))
+    assert node.get("ab") == [DAMAGED, DONE]
+    assert node.find("a") == [False]
+    assert node.put("a") == [DONE]
+    assert node.find("a") == [True]
+    assert start().get("ab") == [DONE, DONE]
+
+
+def test_a_block_of_another_length_is_damaged(start: Callable[..., Node]) -> None:
+    start(slot=2 * SLOT).put("a")
+    assert start().get("a") == [DAMAGED]
+
+
+@pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 99, 100])
+def test_few_requests_tell_how_far_a_prefix_is_there(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, there: int
+) -> None:
+    node = start()
+    keys = [bytes([i]) * 32 for i in range(100)]
+    node.blocks.put(node.epoch, keys[:there], node.buffers(there))
+    asked: list[str] = []
+    has = node.blocks._requests.has
+
+    async def count(name: str) -> bool:
+        asked.append(name)
+        return await has(name)
+
+    monkeypatch.setattr(node.blocks._requests, "has", count)
+    assert node.blocks.find(node.epoch, keys) == [i < there for i in range(100)]
+    assert len(asked) <= 2 * module.PROBES
+
+
+def test_after_a_reset_elsewhere_nothing_is_found_read_or_written(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, clock: Clock, store: Any
+) -> None:
+    monkeypatch.setattr(epochs, "time", clock)
+    one, other = start(), start()
+    one.put("a")
+    one.blocks.renew_epoch()
+    clock.skip(epochs.FRESH_SECONDS)
+    assert other.find("a") is None
+    assert other.get("a") == [MISSING]
+    assert other.put("b") == [Outcome.DROPPED]
+    assert start().find("ab") == [False, False]
+
+
+def test_a_request_that_hangs_fails_in_time(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start()
+
+    read = obstore.get_async
+
+    async def hang(store: Any, name: str, *args: object) -> Any:
+        if name.startswith("epochs/"):
+            return await read(store, name)
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(node.blocks._requests, "_timeout_seconds", 0.05)
+    monkeypatch.setattr(obstore, "get_async", hang)
+    monkeypatch.setattr(obstore, "head_async", hang)
+    assert node.get("ab") == [Outcome.FAILED] * 2
+    assert node.put("ab") == [Outcome.FAILED] * 2
+    with pytest.raises(module.StoreError, match=r"within 0\.05 s"):
+        node.find("a")
+
+
+def test_plain_http_needs_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    with pytest.raises(StoreSettingError, match=r"AWS_ENDPOINT_URL.*AWS_ALLOW_HTTP=true"):
+        connect("s3://bucket", 1.0)
+
+
+def test_a_url_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(StoreSettingError, match=r"'az://container'.*allowed"):
+        connect("az://container", 1.0)
