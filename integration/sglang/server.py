@@ -164,7 +164,7 @@ class SglangServer:
         return [
             Answer(
                 tokens=answer["output_ids"],
-                cached_tokens=answer["meta_info"]["cached_tokens"],
+                cached_tokens=answer["meta_info"].get("cached_tokens", 0),
                 finish=(answer["meta_info"]["finish_reason"] or {}).get("type"),
                 meta=answer["meta_info"],
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +111,13 @@ def make_model() -> Any:
     return SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda: '{"layers": 3}'))
 
 
+def write_weights(folder: Path) -> None:
+    """Write the model's weights unless they are there; before ranks start at once."""
+    weights = folder / "model.safetensors"
+    if not weights.exists():
+        weights.write_bytes(b"weights")
+
+
 class Rank:
     """One rank and its pool.
 
@@ -121,6 +127,7 @@ class Rank:
         heads: of the model over all ranks.
         ranks: of the engine.
         pool_heads: of this rank.
+        pool: a real one of SGLang, instead of one that is made.
         settings: FlexKV's.
         pool_options: of `make_pool`.
     """
@@ -133,14 +140,12 @@ class Rank:
         heads: int | None = None,
         ranks: Ranks | None = None,
         pool_heads: int = HEADS,
+        pool: Any = None,
         settings: dict[str, Any] | None = None,
         **pool_options: Any,
     ) -> None:
-        weights = folder / "model.safetensors"
-        if not weights.exists():
-            weights.touch()
-            os.utime(weights, (1, 1))  # the same for ranks that start at once
-        self.pool = make_pool(kind, heads=pool_heads, **pool_options)
+        write_weights(folder)
+        self.pool = pool or make_pool(kind, heads=pool_heads, **pool_options)
         self.ranks = ranks = ranks or OneRank()
         total = heads if heads is not None else (HEADS if kind in {"mha", "hnd"} else 1)
         size = self.pool.page_size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
+from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same, write_weights
 
 Answer = TypeVar("Answer")
 
@@ -38,6 +38,7 @@ class Engine:
     """Two ranks of one engine; every call is made on both at once."""
 
     def __init__(self, folder: Path, kind: str, heads: int) -> None:
+        write_weights(folder)
         queues: list[queue.Queue[list[int]]] = [queue.Queue() for _ in range(2)]
         self._pool = ThreadPoolExecutor(2)
         made: list[Rank | None] = [None, None]
