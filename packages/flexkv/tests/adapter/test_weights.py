@@ -29,5 +29,23 @@ def test_a_file_of_another_time_or_size_has_another_stamp(tmp_path: Path) -> Non
     assert len(set(stamps)) == 3
 
 
+def test_nodes_that_downloaded_the_same_weights_agree(tmp_path: Path) -> None:
+    files = []
+    for node, blob in (("one", "a" * 64), ("other", "a" * 64), ("third", "b" * 64)):
+        blobs, snapshot = tmp_path / node / "blobs", tmp_path / node / "snapshots" / "main"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        (blobs / blob).write_bytes(b"weights")
+        os.utime(blobs / blob, ns=(len(files), len(files)))
+        files.append(snapshot / "model.safetensors")
+        files[-1].symlink_to(Path("..", "..", "blobs", blob))
+    one, other, third = file_stamps(files)
+    assert one == other != third
+    # A blob that was changed in place is not what its name says any more.
+    changed = os.lstat(files[0]).st_mtime_ns + 1
+    os.utime(files[0], ns=(changed, changed))
+    assert file_stamps(files[:1]) != [other]
+
+
 def test_a_model_that_is_nowhere_has_no_files() -> None:
     assert weight_files("nobody/nothing", None) == []

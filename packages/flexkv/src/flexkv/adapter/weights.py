@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 _DIGEST_BYTES = 16
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
 """What engines read weights from."""
+
+_BLOB = re.compile(r"[0-9a-f]{64}")
+"""How the Hugging Face cache names a large file: by its SHA-256."""
 
 
 def weight_files(model: str, revision: str | None) -> list[Path]:
@@ -41,12 +45,19 @@ def weights_in(path: Path) -> list[Path]:
 
 
 def file_stamps(files: Iterable[Path]) -> list[str]:
-    """Name, size and time of change of each file, links followed."""
-    stamps = []
-    for file in files:
-        status = os.stat(file)
-        stamps.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
-    return stamps
+    """Name and size of each file, links followed, and what else tells other contents: its digest,
+    if the Hugging Face cache has named it by that, so that nodes which downloaded the same weights
+    agree; else its time of change."""
+    return [f"{file.name} {file.stat().st_size} {_content(file)}" for file in files]
+
+
+def _content(file: Path) -> str:
+    changed, blob = os.stat(file).st_mtime_ns, file.resolve()
+    cached = file.is_symlink() and blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name)
+    # The cache links a blob once it is complete: one that changed later is not what its name says.
+    if cached and changed <= os.lstat(file).st_mtime_ns:
+        return blob.name
+    return str(changed)
 
 
 def digest(parts: Iterable[str]) -> str:
