@@ -41,7 +41,7 @@ def install(folder: Path, orders: Path, python_path: str) -> dict[str, str]:
 def register() -> None:
     """Put the faults between FlexKV and its mover and files. Once in each process."""
     pages: Any = importlib.import_module("flexkv_kernels.host_memory").HostMemory
-    tiers: Any = importlib.import_module("flexkv.adapter.start")
+    tiers: Any = importlib.import_module("flexkv.adapter.lower_tiers")
 
     if getattr(pages.make_mover, "steered", False):
         return  # vLLM loads plugins again where a process makes several engines
