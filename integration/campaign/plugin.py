@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of vLLM that puts the campaign's faults into the engine's processes.
+"""A plugin that puts the campaign's faults into an engine's processes.
 
 `install` writes the metadata of a distribution with one entry point into a folder; with that on
-PYTHONPATH vLLM calls `register` in each of its processes, as it does with FlexKV's own plugin.
+PYTHONPATH the engine calls `register` in each of its processes, as it does with FlexKV's own
+plugin.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from integration.campaign.faults import Steering
 
 _FOLDER = "KV_CAMPAIGN_FOLDER"
 _METADATA = "Metadata-Version: 2.1\nName: flexkv-campaign\nVersion: 0\n"
-_ENTRY_POINTS = f"[vllm.general_plugins]\nflexkv-campaign = {__name__}:register\n"
+VLLM, SGLANG = "vllm.general_plugins", "sglang.srt.plugins"
+"""Where the engines look for plugins."""
 
 
-def install(folder: Path, orders: Path, python_path: str) -> dict[str, str]:
+def install(folder: Path, orders: Path, python_path: str, group: str = VLLM) -> dict[str, str]:
     """Make the plugin known.
 
     Args:
         folder: receives its metadata.
         orders: folder of the `OrderBook` that it obeys.
         python_path: the engine's PYTHONPATH without it; the repository must be on it.
+        group: of entry points, where the engine looks.
 
     Returns:
         What to add to the engine's environment.
@@ -34,7 +37,8 @@ def install(folder: Path, orders: Path, python_path: str) -> dict[str, str]:
     info = folder / "flexkv_campaign-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(_METADATA)
-    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+    entry_point = f"[{group}]\nflexkv-campaign = {__name__}:register\n"
+    (info / "entry_points.txt").write_text(entry_point)
     return {"PYTHONPATH": os.pathsep.join((str(folder), python_path)), _FOLDER: str(orders)}
 
 
@@ -44,7 +48,7 @@ def register() -> None:
     tiers: Any = importlib.import_module("flexkv.adapter.lower_tiers")
 
     if getattr(pages.make_mover, "steered", False):
-        return  # vLLM loads plugins again where a process makes several engines
+        return  # an engine loads plugins again where a process makes several engines
     steering = Steering(Path(os.environ[_FOLDER]))
     make_mover, open_disk_tier = pages.make_mover, tiers.open_disk_tier
 
@@ -70,8 +74,6 @@ def register() -> None:
 
 def _is_last_rank() -> bool:
     """Copies fail on one rank only: a block that the others have must not count, either."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    last: bool = group.rank_in_group == group.world_size - 1
+    distributed: Any = importlib.import_module("torch.distributed")
+    last: bool = distributed.get_rank() == distributed.get_world_size() - 1
     return last

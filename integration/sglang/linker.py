@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose KV cache FlexKV keeps by SGLang's external linker, with faults on demand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from integration.campaign import plugin
+from integration.campaign.faults import OrderBook
+from integration.harness.checkpoint import ModelSpec
+from integration.sglang.server import ServerConfig
+
+PAGE_TOKENS = 16
+_ROOT = Path(__file__).parents[2]
+
+
+def linker_config(
+    model: Path,
+    spec: ModelSpec,
+    settings: Mapping[str, str],
+    folder: Path | None = None,
+    **options: Any,
+) -> ServerConfig:
+    """A server with `--enable-flexkv`.
+
+    Args:
+        model: of the server.
+        spec: of the model.
+        settings: FlexKV's, as environment variables.
+        folder: of `orders_in`, if something is to go wrong in this server.
+        options: further fields of the configuration; `flags` win.
+    """
+    env = dict(settings)
+    if folder is not None:
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        env |= plugin.install(folder / "plugin", folder / "orders", path, plugin.SGLANG)
+    flags = {"enable_flexkv": True, "enable_metrics": True, "enable_cache_report": True}
+    flags |= options.pop("flags", {})
+    return ServerConfig(model, spec, page_size=PAGE_TOKENS, flags=flags, env=env, **options)
+
+
+def orders_in(folder: Path) -> OrderBook:
+    """What the server of this folder obeys; to be made before it starts."""
+    return OrderBook(folder / "orders")
