@@ -94,7 +94,7 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "an attribute that the shim reads off vLLM's connector renamed": (
         [Edit(BASE, "self._kv_cache_config", "self._cache_config")],
-        ["intree_connector.py", "`_kv_cache_config`"],
+        ["compat/patches.py", "`_kv_cache_config`"],
     ),
     "an import moved": (
         [

@@ -123,7 +123,7 @@ def test_more_than_the_disk_has(
     message = refuse(connector.plugin(**flexkv(**settings)))
     assert str(tmp_path / "cache") in message
     assert "ssd_cache_gb" in message
-    assert "room for" in message.partition("allowed:")[2], message
+    assert "a size that fits" in message.partition("allowed:")[2], message
     assert disks.slab_files(tmp_path / "cache") == []
 
 

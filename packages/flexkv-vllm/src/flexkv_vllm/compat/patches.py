@@ -21,8 +21,11 @@ if TYPE_CHECKING:
         KVConnectorBase_V1,
         KVConnectorMetadata,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.base import OffloadingWorker, ReqContext
+    from vllm.v1.kv_offload.base import ReqContext
 
 
 def register_connector(name: str, module: str) -> None:
@@ -76,8 +79,10 @@ def key_positions(req_context: ReqContext) -> Mapping[bytes, int]:
     return getattr(req_context, "_offload_key_positions", {})
 
 
-def request_of_load(worker: OffloadingWorker, job_id: int) -> str:
-    """Id of the request that a load of vLLM's offloading worker is for."""
+def request_of_load(connector: OffloadingConnector, job_id: int) -> str:
+    """Id of the request that a load of this rank's part of vLLM's offloading connector is for."""
+    worker = connector.connector_worker
+    assert worker is not None  # it asked for the load
     request_id = worker._load_jobs[job_id]
     assert request_id is not None  # as it may be, from 0.33 on, where vLLM waits for a load
     return str(request_id)

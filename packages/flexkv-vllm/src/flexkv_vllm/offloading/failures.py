@@ -56,8 +56,8 @@ class LoadFailures:
         Raises:
             RuntimeError: this vLLM cannot handle failed loads.
         """
-        worker = None if self._connector is None else self._connector.connector_worker
-        if worker is None:
+        connector = self._connector
+        if connector is None:
             raise RuntimeError(
                 "a load failed, and this vLLM cannot handle failed loads; the worker ends rather "
                 "than compute on missing bytes"
@@ -65,7 +65,7 @@ class LoadFailures:
         if self._by_block:
             self._blocks.update(blocks)
         else:
-            self._requests.add(request_of_load(worker, job_id))
+            self._requests.add(request_of_load(connector, job_id))
 
     def _complete(self, connector: OffloadingConnector) -> None:
         if self._by_block:
