@@ -75,9 +75,9 @@ def _schedule_ready(
     if not side.may_wait:
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
-    held: list[bool] = []
-    with _edge.guard("waiting for a disk", "requests are computed without"):
-        held = _held(side, scheduler)
+    _look_ahead(side, scheduler)
+    # Not guarded: ranks agree in it, and one that left it out would take the answer for another.
+    held = side.held([request.rid for request in queue])
     if not any(held):
         return original(scheduler, *args, **kwargs)
     waiting = {id(request) for request, waits in zip(queue, held, strict=True) if waits}
@@ -113,10 +113,12 @@ def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwa
             side.weights_changed()
 
 
-def _held(side: RankSide, scheduler: Any) -> list[bool]:
-    """Which requests of the queue wait. New ones are looked up here, which begins to read."""
-    queue = scheduler.waiting_queue
-    for request in queue[:_LOOKAHEAD]:
-        if side.is_new(request.rid):
-            request.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
-    return side.held([request.rid for request in queue])
+def _look_ahead(side: RankSide, scheduler: Any) -> None:
+    """Look up new requests of the queue, which begins to read what they need.
+
+    Each is guarded by itself: ranks agree on each, so that no rank may leave out the others.
+    """
+    for request in scheduler.waiting_queue[:_LOOKAHEAD]:
+        with _edge.guard("looking ahead", "a request is looked up when it is its turn"):
+            if side.is_new(request.rid):
+                request.init_next_round_input(scheduler.tree_cache, cow_mamba=False)

@@ -231,10 +231,11 @@ class RankSide:
             with self._edge.guard("storing blocks", "they are not cached"):
                 keys = self._keys(hashes)
                 transfer = self._reserve(self._cache, keys)
-                stored = not self._cache.missing(keys)
                 if transfer is not None:
                     given = {block.key: block.slot for block in transfer.blocks}
                     slots = [given.get(key, -1) for key in keys]
+                # Last: an error behind it would leave a transfer that copies nothing.
+                stored = not self._cache.missing(keys)
         number, cell, *slots = self._agree(transfer, slots)
         if number:
             chosen = [(page, slot) for page, slot in zip(pages, slots, strict=True) if slot >= 0]
@@ -341,10 +342,12 @@ class RankSide:
         assert self._awaited is not None
         keys = self._keys(hashes)
         transfer = self._cache.load(keys)
-        if transfer is not None:
-            self._cache.record(keys)
-            self._asked(len(keys), len(keys), self._awaited.count(rid, keys))
-        self._awaited.end(rid)
+        # By itself: a lease that is not handed on would never end.
+        with self._edge.guard("counting a hit", "it is not counted"):
+            if transfer is not None:
+                self._cache.record(keys)
+                self._asked(len(keys), len(keys), self._awaited.count(rid, keys))
+            self._awaited.end(rid)
         return transfer
 
     def _agree(self, transfer: Transfer | None, slots: Sequence[int]) -> list[int]:

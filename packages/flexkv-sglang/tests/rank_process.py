@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank in a process of its own, that talks to the other one by gloo as SGLang's ranks do, and in
+which one call can go wrong."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang_world import LAYERS, Rank, hashes_of, same
+from torch import distributed
+
+from flexkv_sglang import hooks
+from flexkv_sglang.ranks import ranks_of
+from flexkv_sglang.side import RankSide
+
+RANKS = 2
+GLOO_SECONDS = 20.0
+"""After which a rank that waits alone gives up, so that the test says so."""
+_PAGES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A call that raises once.
+
+    Attributes:
+        stage: of a round, "store", "schedule" or "load": the first such call in it raises.
+        owner: whose call, by a path from the side, "request" or "tree".
+        call: its name.
+    """
+
+    stage: str
+    owner: str
+    call: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one rank saw of a round.
+
+    Attributes:
+        stored: what SGLang was told of an offload.
+        found: pages that all ranks can load.
+        loaded: whether SGLang may use them.
+        right: whether they hold what was stored.
+        raised: whether the fault happened.
+        under_way: transfers of the cache that have not ended, though all is done.
+    """
+
+    stored: bool
+    found: int
+    loaded: bool
+    right: bool
+    raised: bool
+    under_way: int
+
+
+class InjectedError(Exception):
+    """Nobody expects it."""
+
+
+class Request:
+    """A waiting request, as FlexKV sees it of SGLang."""
+
+    def __init__(self, rid: str, hashes: Sequence[str], side: RankSide) -> None:
+        self.rid = rid
+        self.found = 0
+        self.hashes = hashes
+        self._side = side
+
+    def init_next_round_input(self, tree_cache: object, cow_mamba: bool = False) -> None:
+        """Ask all ranks for the longest prefix that all have, as SGLang does."""
+        mask = torch.zeros(len(self.hashes) + 1, dtype=torch.int)
+        mask[self._side.lookup(self.rid, self.hashes)] = 1
+        distributed.all_reduce(mask, distributed.ReduceOp.MIN)
+        common = mask.nonzero()
+        self.found = int(common[-1]) if common.numel() else 0
+        self.matched()
+
+    def matched(self) -> None:
+        """SGLang does more with it."""
+
+
+class Tree:
+    """Of SGLang's tree what `hooks.offload` asks for."""
+
+    def get_prefix_hash_values(self, node: object) -> list[str]:
+        return []
+
+
+class Process:
+    """One rank, and the rounds that it plays.
+
+    Args:
+        rank: of `RANKS`.
+        folder: for both.
+    """
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=datetime.timedelta(seconds=GLOO_SECONDS),
+        )
+        settings = {
+            "ssd_cache_gb": 1 / 64,
+            "ssd_cache_dir": (str(folder / "disk"),),
+            "always_load": True,
+        }
+        group = ranks_of(distributed.group.WORLD)
+        self._rank = Rank(folder, heads=RANKS, ranks=group, pool_heads=1, settings=settings)
+        self._number = rank
+        self._side = self._rank.side
+        self._tree = Tree()
+        hooks._sides.append(self._side)
+        self._rounds = 0
+        self._raised = False
+
+    def play(self, fault: Fault | None) -> Round:
+        """Store pages, schedule a request that needs them and one that needs others, load."""
+        self._rounds += 1
+        self._raised = False
+        hashes = hashes_of(f"round {self._rounds}", _PAGES)
+        wanted = self._rank.fill([1, 2, 3], seed=10 * self._rounds + self._number)
+        self._arm(fault, "store")
+        stored = self._store(hashes)
+        others = hashes_of(f"others {self._rounds}", _PAGES)
+        queue = [
+            Request(f"a {self._rounds}", hashes, self._side),
+            Request(f"b {self._rounds}", others, self._side),
+        ]
+        found, loaded, right = 0, False, False
+        while queue:  # as long as one waits for the disk
+            self._arm(fault, "schedule", queue[0])
+            for request in self._schedule(queue):
+                if request.found:
+                    self._arm(fault, "load", request)
+                    found = request.found
+                    loaded = self._load(request, [7, 8, 9])
+                    right = same(self._rank.read([7, 8, 9]), wanted)
+        self._least(self._side.ended_offloads())
+        cache = self._side._cache
+        left = 0 if cache is None else cache.transfers_under_way
+        return Round(stored, found, loaded, right, self._raised, left)
+
+    def close(self) -> None:
+        self._rank.close()
+
+    def _store(self, hashes: Sequence[str]) -> bool:
+        def offload(wrapper: object, node: object, transfers: object) -> None:
+            self._side.offload(hashes, [1, 2, 3])
+
+        hooks.offload(offload, SimpleNamespace(cache=self._tree), object(), None)
+        while not self._least(self._side.ended_offloads()):
+            time.sleep(0.001)
+        return bool(self._least(int(self._side.take_offload())))
+
+    def _schedule(self, queue: list[Request]) -> list[Request]:
+        """Those that SGLang is let see, which leave the queue."""
+
+        def take_all(scheduler: Any) -> tuple[Any, None]:
+            seen: list[Request] = list(scheduler.waiting_queue)
+            for request in seen:
+                request.init_next_round_input(None)
+            scheduler.waiting_queue = []
+            spans = [SimpleNamespace(prefix_len=0, extend_end=4) for _ in seen]
+            return SimpleNamespace(reqs=spans, taken=seen), None
+
+        scheduler = SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu")
+        batch, _ = hooks.schedule(take_all, scheduler)
+        queue[:] = scheduler.waiting_queue
+        self._least(self._side.ended_offloads())
+        taken: list[Request] = batch.taken
+        return taken
+
+    def _load(self, request: Request, pages: Sequence[int]) -> bool:
+        if not self._side.load(request.rid, request.hashes[: request.found], pages):
+            return False
+        self._side.start_batch()
+        for layer in range(LAYERS):
+            self._side.wait_for_layer(layer)
+        return bool(self._least(int(self._side.finish_batch())))
+
+    def _least(self, number: int) -> int:
+        """Of all ranks, as SGLang agrees on it."""
+        message = torch.tensor([number])
+        distributed.all_reduce(message, distributed.ReduceOp.MIN)
+        return int(message)
+
+    def _arm(self, fault: Fault | None, stage: str, request: Request | None = None) -> None:
+        """Have the fault's call raise once, if it is time."""
+        if fault is None or fault.stage != stage or self._raised:
+            return
+        owner: Any = {"request": request, "tree": self._tree}.get(fault.owner, self._side)
+        if owner is self._side:
+            for name in filter(None, fault.owner.split(".")):
+                owner = getattr(owner, name)
+        kind, inner = type(owner), getattr(type(owner), fault.call)
+
+        def fail(*_: object, **__: object) -> None:
+            setattr(kind, fault.call, inner)
+            self._raised = True
+            raise InjectedError(fault)
+
+        setattr(kind, fault.call, fail)
+
+
+def serve(rank: int, folder: Path, pipe: Connection) -> None:
+    """Play the rounds that come by `pipe`: a `Fault` or None each, answered by a `Round`."""
+    process = Process(rank, folder)
+    play: Callable[[Fault | None], Round] = process.play
+    while True:
+        asked = pipe.recv()
+        if asked == "close":
+            break
+        pipe.send(play(asked))
+    process.close()
+    pipe.send("closed")
