@@ -4,7 +4,7 @@
 `Nodes` starts such processes. A node reads a command a line and answers each with a line: `store
 abc` stores blocks and writes them to the shared store; `fetch abc` brings a prefix into the arena
 and says how much of it came, each block with its own bytes; `reset`; `state` says whether the
-store's circuit is closed.
+store's circuit is closed; `clock` says what time of day it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexkv import KVCache
@@ -83,6 +83,9 @@ class Node:
     def state(self, text: str) -> str:
         return "open" if self.tier.figures.open_reads else "closed"
 
+    def clock(self, text: str) -> str:
+        return str(time.time())
+
     def serve(self) -> None:
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
@@ -99,11 +102,16 @@ class Node:
 
 
 class Remote:
-    """A node's process, as the test sees it."""
+    """A node's process, as the test sees it. `command` runs its command line."""
 
-    def __init__(self, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        environ: Mapping[str, str],
+        command: Sequence[str] = (),
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(dict(settings))],
+            [*command, sys.executable, __file__, json.dumps(dict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -214,7 +214,7 @@ def test_no_page_is_filled_twice(pages: Pages) -> None:
         ("cache.yaml", TypeError, "config is a str; allowed: a mapping of settings"),
         ({"cpu_cache": 1}, ConfigError, "unknown key 'cpu_cache' in open_cache"),
         ({"enable": False}, ConfigError, "enable is false (ENABLE_FLEXKV)"),
-        (settings(disk=Path("/x")), ConfigError, "identity is empty and ssd_cache_gb is"),
+        (settings(disk=Path("/x")), ConfigError, "identity is empty and ssd_cache_gb, "),
         (settings(slots=0), ConfigError, "is not a valid cpu_cache_gb"),
     ],
 )

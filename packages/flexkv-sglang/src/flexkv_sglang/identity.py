@@ -63,7 +63,8 @@ def outlives_process(settings: Any) -> bool:
         return True
     logger.warning(
         "FlexKV finds no weights of %r on this machine, neither in a directory nor in the "
-        "Hugging Face cache, and cannot tell when they change: no block is kept on disk",
+        "Hugging Face cache, and cannot tell when they change: no block is kept on disk or "
+        "shared",
         settings.model_path,
     )
     return False

@@ -81,10 +81,10 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
     )
     cache = None
     if ranks.rank == 0:
-        keeps = config.ssd_cache_gb is not None and outlives_process(engine.settings)
+        keeps = config.names_lower_tier and outlives_process(engine.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(worker.close)
-            cache = make_cache(config, worker.session, keeps_on_disk=keeps)
+            cache = make_cache(config, worker.session, keeps_blocks=keeps)
             undo.pop_all()
         _log_start(worker.session, engine.page_size)
     (waits,) = ranks.agree([int(cache is not None and cache.has_lower_tiers)], 1)

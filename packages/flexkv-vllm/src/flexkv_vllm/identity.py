@@ -57,7 +57,8 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
     if not weight_files(model.model, model.revision) and not _is_dummy(vllm_config):
         logger.warning(
             "FlexKV found no weights of %r on this machine, neither in a directory nor in the "
-            "Hugging Face cache, and cannot notice when they change; no blocks are kept on disk",
+            "Hugging Face cache, and cannot notice when they change; no blocks are kept on disk "
+            "or shared",
             model.model,
         )
         return False

@@ -57,7 +57,7 @@ def make_scheduler_side(
         session, cache = attach_cache(
             config,
             engine_id_of(vllm_config),
-            lambda _: config.ssd_cache_gb is not None and outlives_process(vllm_config),
+            lambda _: config.names_lower_tier and outlives_process(vllm_config),
         )
         undo.callback(session.close)
         undo.callback(cache.close)

@@ -444,6 +444,12 @@ class CacheConfig:
     )
 
     @property
+    def names_lower_tier(self) -> bool:
+        """Whether blocks are kept beyond the process, on disk or in a shared store."""
+        stores = (self.ssd_cache_gb, self.mooncake_master, self.objects_url)
+        return any(each is not None for each in stores)
+
+    @property
     def session_root(self) -> str:
         """The runtime directory in force."""
         return self.runtime_dir or default_runtime_dir()

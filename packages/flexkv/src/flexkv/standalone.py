@@ -49,10 +49,11 @@ def open_cache(
     """
     config = _read_config(config)
     parts = [identity] if isinstance(identity, str) else list(identity)
-    if config.ssd_cache_gb is not None and not any(parts):
+    if config.names_lower_tier and not any(parts):
         raise ConfigError(
-            f"identity is empty and ssd_cache_gb is {config.ssd_cache_gb:g}; allowed with a disk: "
-            f"texts that change whenever equal keys mean other bytes (model, revision, dtype)"
+            "identity is empty and ssd_cache_gb, mooncake_master or objects_url is set; allowed "
+            "with them: texts that change whenever equal keys mean other bytes (model, revision, "
+            "dtype)"
         )
     where = _host_memory() if device is None else device
     pages = RankPages(layout, 1, Sharding(1))
@@ -65,7 +66,7 @@ def open_cache(
     session, mover = open_rank(config, None, shard, 1, start)
     with closed_on_error(session):
         try:
-            cache = make_cache(config, session, keeps_on_disk=True)
+            cache = make_cache(config, session, keeps_blocks=True)
         except BaseException:
             mover.close()
             raise

@@ -19,12 +19,12 @@ pytest.importorskip(
 )
 
 from mooncake.store import MooncakeDistributedStore
-from mooncake_server import MooncakeMaster
 from shared_node import FINGERPRINT, SLOT, Remote
 
 from flexkv.tiers.envelope import ENVELOPE_BYTES
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.mooncake.store import MetadataRecord
+from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
 
 

@@ -14,10 +14,10 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'fl
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
 
 import obstore
-from s3_server import BUCKET, KEY, SECRET, S3Server
 from shared_node import FINGERPRINT, Remote
 
 from flexkv.tiers.objects.open import connect
+from integration.harness.s3_server import BUCKET, KEY, SECRET, S3Server
 from packages.conftest import PATIENCE_SECONDS
 
 URL = f"s3://{BUCKET}/cache"

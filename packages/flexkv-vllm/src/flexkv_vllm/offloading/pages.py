@@ -69,7 +69,8 @@ def is_durable(vllm_config: VllmConfig) -> bool:
     if vllm_config.lora_config is not None:
         logger.warning(
             "OffloadingConnector does not report when the weights of a LoRA adapter change; no "
-            "blocks are kept on disk. FlexKV's own connector, FlexKVConnectorV1, can keep them"
+            "blocks are kept on disk or shared. FlexKV's own connector, FlexKVConnectorV1, can "
+            "keep them"
         )
         return False
     return outlives_process(vllm_config)

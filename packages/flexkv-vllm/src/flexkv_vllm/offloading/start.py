@@ -50,7 +50,7 @@ def make_worker(
         chunk,
         max(layout.shard_bytes(chunk) for layout in layouts),
         numa_node=device.numa_node,
-        durable=settings.ssd_cache_gb is None or is_durable(vllm_config),
+        durable=not settings.names_lower_tier or is_durable(vllm_config),
     )
     start = functools.partial(start_movers, device, layouts, chunk)
     ranks = config.parallel.world_size

@@ -27,13 +27,13 @@ _COPY_THREADS = 4
 """Default of `copy_threads` where there are as many processors."""
 
 
-def make_cache(config: CacheConfig, session: Session, *, keeps_on_disk: bool) -> KVCache:
+def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> KVCache:
     """The cache over the arena of `session`, with the lower tiers that the settings name.
 
     Args:
         config: of the engine.
         session: attached; the caller's.
-        keeps_on_disk: whether blocks on disk mean the same to the next process.
+        keeps_blocks: whether blocks below the arena mean the same to other processes.
 
     Raises:
         DiskError: a cache directory cannot be used.
@@ -43,20 +43,20 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_on_disk: bool) ->
     return KVCache(
         session.arena,
         POLICIES[config.eviction_policy](),
-        open_tiers(config, session) if keeps_on_disk else [],
+        open_tiers(config, session) if keeps_blocks else [],
         pin_seconds=config.pin_seconds,
     )
 
 
 def attach_cache(
-    config: CacheConfig, engine_id: str, keeps_on_disk: Callable[[SessionInfo], bool]
+    config: CacheConfig, engine_id: str, keeps_blocks: Callable[[SessionInfo], bool]
 ) -> tuple[Session, KVCache]:
     """The session that an engine's ranks have opened, and the cache over its arena.
 
     Args:
         config: of the engine.
         engine_id: its name for the session.
-        keeps_on_disk: whether blocks on disk mean the same to the next process.
+        keeps_blocks: whether blocks below the arena mean the same to other processes.
 
     Returns:
         Both are the caller's: the cache is closed before the session.
@@ -67,7 +67,7 @@ def attach_cache(
     """
     session = attach(config.session_root, engine_id)
     with closed_on_error(session):
-        return session, make_cache(config, session, keeps_on_disk=keeps_on_disk(session.info))
+        return session, make_cache(config, session, keeps_blocks=keeps_blocks(session.info))
 
 
 def open_rank(

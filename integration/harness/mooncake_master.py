@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real mooncake_master with its HTTP metadata server, on ports of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 60.0
+
+
+class MooncakeMaster:
+    """Started at once. A context manager that ends it.
+
+    Args:
+        address: that it listens on, and that nodes reach it at.
+        command: what runs its command line, for instance `nsenter ...`.
+        segment_gb: memory that each node lends, in GiB.
+
+    Attributes:
+        settings: of FlexKV, what a node needs to join.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        command: Sequence[str] = (),
+        segment_gb: float = 1 / 64,
+    ) -> None:
+        self._address = address
+        self._command = list(command)
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for each in sockets:
+                each.bind(("127.0.0.1", 0))
+            self._ports = [each.getsockname()[1] for each in sockets]
+        self.settings: dict[str, Any] = {
+            "mooncake_master": f"{address}:{self._ports[0]}",
+            "mooncake_metadata": f"http://{address}:{self._ports[1]}/metadata",
+            "mooncake_segment_gb": segment_gb,
+        }
+        self._process = self._launch()
+
+    def __enter__(self) -> MooncakeMaster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+        self.kill()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        """At the same address, without what it knew."""
+        self._process = self._launch()
+
+    def metric(self, name: str) -> int:
+        """A value that it reports for Prometheus, without the `master_` of its name. Only where
+        this process reaches its address."""
+        url = f"http://{self._address}:{self._ports[2]}/metrics"
+        with urllib.request.urlopen(url, timeout=START_SECONDS) as answer:
+            lines = answer.read().decode().splitlines()
+        (found,) = [line for line in lines if line.startswith(f"master_{name} ")]
+        return int(found.rpartition(" ")[2])
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None
+        assert spec.origin is not None
+        process = subprocess.Popen(
+            [
+                *self._command,
+                str(Path(spec.origin).parent / "mooncake_master"),
+                f"--rpc_address={self._address}",
+                f"--rpc_port={self._ports[0]}",
+                "--enable_http_metadata_server=true",
+                f"--http_metadata_server_host={self._address}",
+                f"--http_metadata_server_port={self._ports[1]}",
+                f"--metrics_host={self._address}",
+                f"--metrics_port={self._ports[2]}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for port in self._ports:
+            self._await(process, port)
+        return process
+
+    def _await(self, process: subprocess.Popen[bytes], port: int) -> None:
+        """Wait until it listens on `port`."""
+        while not self._listens(port):
+            assert process.poll() is None
+            time.sleep(0.02)
+
+    def _listens(self, port: int) -> bool:
+        if self._command:  # only from where it runs
+            connect = f"import socket; socket.create_connection(({self._address!r}, {port}))"
+            tried = subprocess.run(
+                [*self._command, sys.executable, "-c", connect], capture_output=True, check=False
+            )
+            return tried.returncode == 0
+        with contextlib.suppress(OSError), socket.create_connection((self._address, port)):
+            return True
+        return False

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""moto's S3 server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import obstore
+from obstore.store import ObjectStore, S3Store
+
+BUCKET = "blocks-of-engines"
+KEY, SECRET = "AKIDFORTESTSONLY", "a-secret-that-no-log-may-show"
+
+
+class S3Server:
+    """Started at once, on a port of its own. A context manager that ends it.
+
+    Attributes:
+        environ: what a client needs to find it.
+    """
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._log = tempfile.NamedTemporaryFile("w+", prefix="s3-server-")  # noqa: SIM115
+        self._process = self._launch()
+        self._request("PUT", f"/{BUCKET}")
+
+    def __enter__(self) -> S3Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+        self.kill()
+        self._log.close()
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+    def check_credentials(self, check: bool) -> None:
+        """From now on nobody's credentials are right, or everybody's."""
+        self._request("POST", "/moto-api/reset-auth", b"0" if check else b"1000000000")
+
+    def damage(self, prefix: str) -> dict[str, bytes]:
+        """Change a byte of every object below `prefix`; returns what they were, by path."""
+        store = self._store()
+        found = {
+            each["path"]: bytes(obstore.get(store, each["path"]).bytes())
+            for each in obstore.list(store, prefix).collect()
+        }
+        for path, data in found.items():
+            place = len(data) * 2 // 3
+            wrong = bytes([data[place] ^ 0xFF])
+            obstore.put(store, path, data[:place] + wrong + data[place + 1 :])
+        return found
+
+    def put_back(self, objects: Mapping[str, bytes]) -> None:
+        """Write objects as they were."""
+        store = self._store()
+        for path, data in objects.items():
+            obstore.put(store, path, data)
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        """At the same address, without what it held."""
+        self._process = self._launch()
+        self._request("PUT", f"/{BUCKET}")
+
+    def requests(self, method: str, part: str) -> int:
+        """How many requests of a method for a path that contains `part` found what they wanted,
+        since it was started for the first time."""
+        line = re.compile(rf'"{method} [^"]*{re.escape(part)}[^"]*" 200 ')
+        return sum(bool(line.search(each)) for each in Path(self._log.name).open())
+
+    def objects(self, prefix: str) -> int:
+        """How many objects there are below `prefix`, up to 1,000."""
+        path = f"/{BUCKET}?list-type=2&prefix={prefix}"
+        return len(re.findall(rb"<Key>", self._request("GET", path)))
+
+    def _launch(self) -> subprocess.Popen[str]:
+        begun = Path(self._log.name).stat().st_size
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", "from moto.server import main; main()"),
+                *("-H", "127.0.0.1", "-p", str(self.port)),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"},
+            text=True,
+        )
+        while True:
+            said = Path(self._log.name).read_bytes()[begun:]
+            found = re.search(rb"http://127\.0\.0\.1:(\d+)", said)
+            if found:
+                self.port = int(found[1])
+                return process
+            assert process.poll() is None, said
+            time.sleep(0.02)
+
+    def _store(self) -> ObjectStore:
+        return S3Store(
+            BUCKET,
+            access_key_id=KEY,
+            secret_access_key=SECRET,
+            region="us-east-1",
+            endpoint=f"http://127.0.0.1:{self.port}",
+            client_options={"allow_http": True},
+        )
+
+    def _request(self, method: str, path: str, data: bytes | None = None) -> bytes:
+        url = f"http://127.0.0.1:{self.port}{path}"
+        plain = {"Content-Type": "text/plain"}
+        request = urllib.request.Request(url, data=data, headers=plain, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: bytes = answer.read()
+        return found

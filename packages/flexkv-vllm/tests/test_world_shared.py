@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines share blocks by a bucket and have no disk, under vLLM's real scheduler; every byte is
+checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from disk_world import PROMPT_BLOCKS, prompts
+from engine_world import MakeWorld, random_prompt
+from kv_pages import BLOCK_TOKENS
+from offloading_world import MakeOffloadingWorld
+
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
+
+from integration.harness.s3_server import BUCKET, S3Server
+from packages.conftest import PATIENCE_SECONDS
+
+SETTINGS: dict[str, Any] = {
+    "objects_url": f"s3://{BUCKET}/cache",
+    "objects_question_seconds": PATIENCE_SECONDS,
+    "always_load": True,
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with S3Server() as found:
+        for name, value in found.environ.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+def test_an_engine_without_a_disk_finds_what_another_has_stored(
+    make_world: MakeWorld, server: S3Server
+) -> None:
+    one = make_world(settings=SETTINGS)
+    (text,) = prompts(1, 1)
+    one.generate(text)
+    one.settle()
+    other = make_world(settings=SETTINGS)
+    assert other.external_tokens[other.generate(text)] == PROMPT_BLOCKS * BLOCK_TOKENS
+    other.check_outputs()
+
+
+def test_offloading_shares_only_what_means_the_same_elsewhere(
+    make_offloading_world: MakeOffloadingWorld,
+    server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = random_prompt(random.Random(2), 3 * BLOCK_TOKENS)
+    one = make_offloading_world(settings=SETTINGS)
+    one.generate(text)
+    one.settle()
+    stored = server.objects("cache/blocks/")
+    assert stored > 0
+    monkeypatch.setattr("flexkv_vllm.offloading.start.is_durable", lambda _: False)
+    other = make_offloading_world(settings=SETTINGS)
+    other.generate(random_prompt(random.Random(3), 3 * BLOCK_TOKENS))
+    other.settle()
+    assert server.objects("cache/blocks/") == stored
