@@ -58,7 +58,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     ),
     (
         Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
-        Room("cli", "flexkv stat, verify, clear", _of(CORE, "cli", "__main__")),
+        Room("cli", "flexkv stat, verify, clear, plan", _of(CORE, "cli", "__main__")),
     ),
     (
         Room(
@@ -71,7 +71,10 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),
         Room("kernels", "native copies", ("flexkv_kernels",)),
     ),
-    (Room("cache", "KVCache, the facade", _of(CORE, "cache")),),
+    (
+        Room("cache", "KVCache, the facade", _of(CORE, "cache")),
+        Room("plan", "traces, replays, sizing", _of(CORE, "plan")),
+    ),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
     (
         Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),

@@ -32,5 +32,9 @@ class StoreSettingError(FlexKVError):
     """A store that engines share cannot be used as the settings name it."""
 
 
+class TraceError(FlexKVError):
+    """A trace of requests, or a model's configuration beside it, cannot be read."""
+
+
 class EngineVersionError(FlexKVError):
     """The engine is outside the range of versions that FlexKV supports."""

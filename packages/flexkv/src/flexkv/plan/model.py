@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of KV cache a token takes, from the configuration of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexkv.errors import TraceError
+
+_MOST_BYTES = 1 << 22
+"""Of a configuration; they have some KiB."""
+_MOST = 1 << 20
+"""More layers, heads or dimensions than any model has."""
+
+KV_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "float32": 4}
+"""Bytes of a number; `auto` takes what the model's quantization names, else 16 bits, which engines
+also use for models of 32 bits."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+_INDEX_QUANTUM = 128
+"""The keys of a sparse attention's index have 8 bits, and a scale of 4 bytes for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCache:
+    """The KV cache of a model, over all ranks.
+
+    Attributes:
+        name: of the model's kind.
+        full_bytes: bytes of a token in the layers that look back all the way.
+        window_bytes: bytes of a token in layers with a sliding window.
+        window_tokens: of the widest of these windows; 0 if there is none.
+        stateful_layers: layers that keep a recurrent state, which is not counted here.
+    """
+
+    name: str
+    full_bytes: int
+    window_bytes: int
+    window_tokens: int
+    stateful_layers: int
+
+    def token_bytes(self, new_tokens: float) -> float:
+        """Bytes that a stored token takes on average.
+
+        FlexKV stores windows only where a later request may go on: at the end of a prompt. A model
+        that has nothing but windows stores all.
+
+        Args:
+            new_tokens: that a request computes, on average.
+        """
+        if not self.full_bytes:
+            return float(self.window_bytes)
+        share = min(1.0, self.window_tokens / new_tokens) if new_tokens > 0 else 1.0
+        return self.full_bytes + self.window_bytes * share
+
+
+def read_model(path: str, kv_dtype: str = "auto") -> ModelCache:
+    """The KV cache of the model whose `config.json`, or whose directory, is at `path`.
+
+    Args:
+        path: of a file or a directory.
+        kv_dtype: one of `KV_DTYPES`; the engine's setting.
+
+    Raises:
+        TraceError: the file cannot be read, or does not say enough.
+    """
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    config = _read(file)
+    nested = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), None)
+    text = config | nested if isinstance(nested, dict) else config
+    return _Model(file, text).cache(kv_dtype)
+
+
+def _read(path: str) -> dict[str, object]:
+    allowed = "a config.json of a model, or its directory"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError("not a regular file")
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"larger than {_MOST_BYTES} bytes")
+        config = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(
+            f"cannot read {path!r} from --model: {reason}; allowed: {allowed}"
+        ) from None
+    if not isinstance(config, dict):
+        raise TraceError(f"{path!r} from --model holds no object; allowed: {allowed}")
+    return config
+
+
+class _Model:
+    """Reads what one configuration says."""
+
+    def __init__(self, path: str, config: Mapping[str, object]) -> None:
+        self._path = path
+        self._config = config
+
+    def cache(self, kv_dtype: str) -> ModelCache:
+        width = KV_DTYPES[kv_dtype] or self._quantized_width()
+        layers = self._natural(_LAYERS)
+        layers -= self._natural(("num_kv_shared_layers",), 0)
+        kinds, window = self._kinds(max(0, layers))
+        if self._config.get("kv_lora_rank"):
+            rank = self._natural(("kv_lora_rank",))
+            per_layer = [(rank + self._natural(("qk_rope_head_dim",), 0)) * width] * layers
+        else:
+            dim = self._head_dim()
+            values = self._natural(("v_head_dim",), dim)
+            per_layer = [heads * (dim + values) * width for heads in self._kv_heads(layers)]
+        index = self._natural(("index_head_dim",), 0)
+        if index:
+            per_layer = [each + index + -(-index // _INDEX_QUANTUM) * 4 for each in per_layer]
+        of_kind = {"full": 0, "window": 0, "state": 0}
+        for kind, size in zip(kinds, per_layer, strict=True):
+            of_kind[kind] += size
+        return ModelCache(
+            str(self._config.get("model_type") or "model"),
+            of_kind["full"],
+            of_kind["window"],
+            window if of_kind["window"] else 0,
+            kinds.count("state"),
+        )
+
+    def _kinds(self, layers: int) -> tuple[list[str], int]:
+        """What each layer looks back at, and how far a window does."""
+        config = self._config
+        window = self._natural(("sliding_window", "attention_chunk_size"), 0)
+        if config.get("use_sliding_window") is False:
+            window = 0
+        types = config.get("layer_types")
+        if isinstance(types, list) and len(types) >= layers:
+            return [_kind(each, window) for each in types[:layers]], window
+        if not window:
+            return ["full"] * layers, 0
+        pattern = self._natural(("sliding_window_pattern", "_sliding_window_pattern"), 0)
+        if pattern:
+            return ["window" if (i + 1) % pattern else "full" for i in range(layers)], window
+        from_layer = self._natural(("max_window_layers",), 0)
+        if config.get("use_sliding_window") is True and from_layer:
+            return ["full" if i < from_layer else "window" for i in range(layers)], window
+        return ["window"] * layers, window
+
+    def _head_dim(self) -> int:
+        given = self._natural(("head_dim", "kv_channels"), 0)
+        if given:
+            return given
+        if self._config.get("qk_nope_head_dim"):
+            return self._natural(("qk_nope_head_dim",)) + self._natural(("qk_rope_head_dim",), 0)
+        return self._natural(_HIDDEN) // self._natural(_HEADS)
+
+    def _kv_heads(self, layers: int) -> list[int]:
+        name = next((each for each in _KV_HEADS if self._config.get(each) is not None), None)
+        given = None if name is None else self._config[name]
+        if isinstance(given, list):
+            if len(given) < layers or any(type(each) is not int for each in given):
+                raise self._bad(str(name), given, "one number for each layer")
+            return given[:layers]
+        new_kind = self._config.get("new_decoder_architecture")
+        if self._config.get("multi_query") is True and not new_kind and name is None:
+            return [1] * layers
+        return [self._natural((*_KV_HEADS, *_HEADS))] * layers
+
+    def _quantized_width(self) -> int:
+        quantization = self._config.get("quantization_config")
+        if isinstance(quantization, dict):
+            scheme = quantization.get("kv_cache_scheme")
+            if isinstance(scheme, dict) and scheme.get("num_bits") == 8:
+                return KV_DTYPES["fp8"]
+            if str(quantization.get("kv_cache_quant_algo")).upper() == "FP8":
+                return KV_DTYPES["fp8"]
+        return KV_DTYPES["bfloat16"]
+
+    def _natural(self, names: tuple[str, ...], default: int | None = None) -> int:
+        """The first of these fields that is there."""
+        for name in names:
+            value = self._config.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or not 0 <= value <= _MOST:
+                raise self._bad(name, value, f"a whole number from 0 to {_MOST}")
+            if value or default is not None:
+                return value
+            raise self._bad(name, value, f"a whole number from 1 to {_MOST}")
+        if default is None:
+            raise self._bad(names[0], None, "a whole number")
+        return default
+
+    def _bad(self, field: str, value: object, allowed: str) -> TraceError:
+        shown = "missing" if value is None else repr(value)[:60]
+        return TraceError(
+            f"{field} is {shown} in {self._path!r} from --model; allowed: {allowed}, or "
+            "--token-bytes in place of --model"
+        )
+
+
+def _kind(layer_type: object, window: int) -> str:
+    text = str(layer_type)
+    if "sliding" in text or "chunked" in text:
+        return "window" if window else "full"
+    if text in ("full_attention", "attention", "global_attention"):
+        return "full"
+    return "state"

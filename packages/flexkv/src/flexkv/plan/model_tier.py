@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk without bytes: what a disk tier keeps and evicts, for replays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from flexkv.changes import Change, Medium
+from flexkv.tiers.base import BlockResult, TierFigures, Traffic
+from flexkv.tiers.disk.index import SlotIndex
+from flexkv.tiers.disk.table import CHECKSUM_BYTES
+from flexkv.tiers.job import Outcome, Priority
+
+_NO_CHECKSUM = bytes(CHECKSUM_BYTES)
+
+
+class ModelTier:
+    """See `IndexedTier`. It has the index of a disk tier, and each read and write is done at once.
+
+    Args:
+        slots: blocks that it holds.
+    """
+
+    medium = Medium.DISK
+
+    def __init__(self, slots: int) -> None:
+        self._index = SlotIndex(slots)
+        self._tickets = itertools.count(1)
+        self._results: list[BlockResult] = []
+        self._written = 0
+
+    @property
+    def figures(self) -> TierFigures:
+        index = self._index
+        evictions = index.evictions
+        return TierFigures(
+            len(index), index.num_slots, self._written, evictions, 0, 0, 0, 0, 0, Traffic()
+        )
+
+    def contains(self, keys: Iterable[bytes]) -> list[bool]:
+        return self._index.present(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._index.touch(keys)
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+        ticket = next(self._tickets)
+        for position, has in enumerate(self._index.present(keys)):
+            outcome = Outcome.DONE if has else Outcome.MISSING
+            self._results.append(BlockResult(ticket, position, outcome))
+        return ticket
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        ticket = next(self._tickets)
+        index = self._index
+        held: list[int] = []
+        has_room = True
+        for position, key in enumerate(keys):
+            outcome = Outcome.DONE
+            if not index.has(key):
+                # As a disk does: a prefix counts as used from its end to its beginning.
+                slot = index.reserve(key, held[-1] if held else None) if has_room else None
+                if slot is None:
+                    has_room, outcome = False, Outcome.DROPPED
+                else:
+                    held.append(slot)
+                    self._written += 1
+            self._results.append(BlockResult(ticket, position, outcome))
+        for slot in held:
+            index.publish(slot, _NO_CHECKSUM)
+        return ticket
+
+    def poll(self) -> list[BlockResult]:
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, ticket: int) -> None:
+        """Nothing waits."""
+
+    def hasten(self, ticket: int, priority: Priority) -> None:
+        """Nothing waits."""
+
+    def clear(self) -> None:
+        self._index.clear()
+
+    def watch(self) -> None:
+        self._index.watch()
+
+    def take_changes(self, limit: int) -> list[Change]:
+        return []
+
+    def name_of(self, key: bytes) -> bytes:
+        return key
+
+    def begin_close(self, flush_seconds: float) -> None:
+        """Nothing waits."""
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        return True

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws curves into a file, by matplotlib, which the extra `plot` brings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv.errors import TraceError
+
+ENDINGS = (".png", ".svg", ".pdf")
+_INCHES = (9.0, 8.0)
+_DOTS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What is drawn, over the size of the cache.
+
+    Attributes:
+        title: above all.
+        gib: sizes.
+        hit_rates: percent of prompt tokens.
+        saved: seconds of computing; None if unknown.
+        written: GiB a day, to a disk of that size; None if unknown.
+        knee: a size to mark.
+        others: name, size and hit rate of other caches to mark.
+    """
+
+    title: str
+    gib: Sequence[float]
+    hit_rates: Sequence[float]
+    saved: Sequence[float] | None
+    written: Sequence[float] | None
+    knee: float
+    others: Sequence[tuple[str, float, float]]
+
+
+def check_plot(path: str) -> None:
+    """Whether `draw` can draw to `path`.
+
+    Raises:
+        TraceError: matplotlib is missing, the ending is unknown, or there is no such directory.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.splitext(path)[1].lower() not in ENDINGS:
+        raise TraceError(f"{path!r} from --plot; allowed: a file ending in {', '.join(ENDINGS)}")
+    if not os.path.isdir(folder) or os.path.isdir(path):
+        raise TraceError(f"{path!r} from --plot; allowed: a file in a directory that exists")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise TraceError(
+            f"{path!r} from --plot needs matplotlib, which is not installed; allowed: after "
+            "pip install 'flexkv[plot]'"
+        ) from None
+
+
+def draw(path: str, curves: Curves) -> None:
+    """Draw to the file at `path`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [
+        ("hit rate (% of prompt tokens)", curves.hit_rates),
+        ("prefill saved (s)", curves.saved),
+        ("disk writes (GiB a day)", curves.written),
+    ]
+    known = [(label, values) for label, values in rows if values is not None]
+    figure = Figure(figsize=(_INCHES[0], _INCHES[1] * len(known) / len(rows)))
+    figure.suptitle(curves.title)
+    axes = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
+    for place, (axis, (label, values)) in enumerate(zip(axes, known, strict=True)):
+        axis.plot(curves.gib, values, marker=".")
+        axis.axvline(curves.knee, linestyle=":", color="gray")
+        axis.set_xscale("log")
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        if place == 0:
+            for name, size, rate in curves.others:
+                axis.plot([size], [rate], marker="x", linestyle="", label=name)
+            axis.annotate("knee", (curves.knee, 0), xytext=(3, 3), textcoords="offset points")
+            if curves.others:
+                axis.legend()
+    axes[-1].set_xlabel("cache (GiB)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=_DOTS)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a trace over the product's own index, policies, admissions and fetches.
+
+Requests run one after another, and copies take no time: this is what a cache of that size keeps,
+not how fast it is. Only bytes are missing: neither host memory nor a disk is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flexkv.admission import ADMISSIONS
+from flexkv.eviction import POLICIES, RequestContext
+from flexkv.index import BlockIndex
+from flexkv.plan.model_tier import ModelTier
+from flexkv.plan.prefill import PrefillCost
+from flexkv.plan.trace import Trace, TracedRequest
+from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.job import Priority
+from flexkv.transfer.lower import LowerTiers
+
+_KEY_BYTES = 8
+_NO_BYTES = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A cache to replay a trace on.
+
+    Attributes:
+        memory_blocks: blocks that host memory holds.
+        policy: of host memory.
+        disk_blocks: blocks that the disk holds; 0 for no disk.
+        admission: of the disk.
+        engine_blocks: blocks that the engine's own LRU cache holds; what that hits is no hit here.
+    """
+
+    memory_blocks: int
+    policy: str = "lru"
+    disk_blocks: int = 0
+    admission: str = "write_through"
+    engine_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a cache brought on a trace.
+
+    Attributes:
+        setup: the cache.
+        hit_tokens: prompt tokens that were loaded, from host memory or disk.
+        disk_tokens: those of them that came from disk.
+        hit_rate: `hit_tokens` as a share of all prompt tokens.
+        saved_seconds: of computing; None if the cost of computing is unknown.
+        written_blocks: written to disk.
+    """
+
+    setup: Setup
+    hit_tokens: int
+    disk_tokens: int
+    hit_rate: float
+    saved_seconds: float | None
+    written_blocks: int
+
+
+def replay(trace: Trace, setup: Setup, cost: PrefillCost | None = None) -> Outcome:
+    """Replay all requests of `trace` on the cache that `setup` describes.
+
+    Args:
+        trace: its blocks are looked up and stored; their tokens are not needed.
+        setup: the cache, which begins empty.
+        cost: of computing; None if unknown.
+    """
+    size = trace.block_tokens
+    cache = _Cache(setup, size)
+    engine = _Cache(Setup(setup.engine_blocks), size) if setup.engine_blocks else None
+    keys = [number.to_bytes(_KEY_BYTES, "little") for number in range(trace.distinct_blocks)]
+    hit_tokens, disk_tokens, saved = 0, 0, 0.0
+    for number, request in enumerate(trace.requests):
+        prompt = [keys[block] for block in request.blocks]
+        chain = prompt + [keys[block] for block in request.answer]
+        most = min(len(prompt), max(0, request.prompt_tokens - 1) // size)
+        context = RequestContext(
+            request.prompt_tokens, request_id=str(number), session=request.session
+        )
+        own = 0
+        if engine is not None:
+            own, _ = engine.run(_Prefix(prompt, chain, most, 0), context, request)
+        hits, disk = cache.run(_Prefix(prompt, chain, most, own), context, request)
+        hit_tokens += hits * size
+        disk_tokens += disk * size
+        if cost is not None:
+            saved += cost.of_range(own * size, (own + hits) * size)
+    return Outcome(
+        setup,
+        hit_tokens,
+        disk_tokens,
+        hit_tokens / trace.prompt_tokens if trace.prompt_tokens else 0.0,
+        saved if cost is not None else None,
+        cache.written_blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """The blocks of a request.
+
+    Attributes:
+        prompt: keys of its prompt's blocks.
+        chain: keys of these and of its answer's.
+        most: blocks of the prompt that a hit can save.
+        own: blocks that the engine has itself, from the first on.
+    """
+
+    prompt: Sequence[bytes]
+    chain: Sequence[bytes]
+    most: int
+    own: int
+
+
+class _Cache:
+    """Host memory and perhaps a disk, for requests that run one after another."""
+
+    def __init__(self, setup: Setup, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._index = BlockIndex(setup.memory_blocks, POLICIES[setup.policy]())
+        self._disk = ModelTier(setup.disk_blocks) if setup.disk_blocks else None
+        self._below: LowerTiers | None = None
+        if self._disk is not None:
+            tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
+            self._below = LowerTiers(self._index, lambda slot: _NO_BYTES, [tier])
+
+    @property
+    def written_blocks(self) -> int:
+        return 0 if self._disk is None else self._disk.figures.written_blocks
+
+    def run(
+        self, prefix: _Prefix, context: RequestContext, request: TracedRequest
+    ) -> tuple[int, int]:
+        """One request from lookup to end.
+
+        Args:
+            prefix: its blocks.
+            context: for the policy, without the hit.
+            request: of the trace.
+
+        Returns:
+            Blocks that were loaded, and how many of them came from disk.
+        """
+        index = self._index
+        wanted = prefix.prompt[prefix.own : prefix.most]
+        in_memory = index.lookup(wanted)
+        hits = max(in_memory, self._fetch(wanted))
+        found = prefix.prompt[: prefix.own + hits]
+        known = replace(context, hit_tokens=len(found) * self._block_tokens)
+        index.began(prefix.prompt, known, request.seconds)
+        self._use(found, known)
+        blocks = index.reserve_all(prefix.chain, range(len(prefix.chain)), (0,))
+        index.publish(blocks)
+        if self._below is not None:
+            self._below.stored(blocks, True)
+        self._use(prefix.chain, None)
+        index.ended(context.request_id, request.output_tokens, request.seconds)
+        return hits, hits - in_memory
+
+    def _fetch(self, keys: Sequence[bytes]) -> int:
+        """Have the disk give what it has of a prefix; returns how many blocks of it are in memory
+        then, if it had to give any."""
+        if self._below is None:
+            return 0
+        fetch = self._below.fetcher.begin(keys, Priority.LOAD)
+        if fetch is None:
+            return 0
+        while not fetch.done:
+            self._below.poll()
+        self._below.fetcher.end(fetch)
+        return fetch.arrived
+
+    def _use(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
+        if self._below is not None:
+            self._below.used(keys, hit)
+            while self._below.busy:
+                self._below.poll()
+        elif hit is not None:
+            self._index.hit(keys, hit)
+        else:
+            self._index.touch(keys)

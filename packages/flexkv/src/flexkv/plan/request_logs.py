@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs of requests with token ids, as vLLM and SGLang write them, among other lines.
+
+vLLM logs ids with `--enable-log-requests` at level DEBUG, SGLang with `--log-requests
+--log-requests-level 3`, as text or JSON. Other programs may write one JSON object a request, with
+`prompt_token_ids` and perhaps `output_token_ids`, `timestamp` in seconds, `request_id` and
+`session`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from flexkv.plan.fields import LineError, json_object, number, show
+from flexkv.plan.tokens import LEAST_TOKEN, MOST_TOKEN, TokenRequests
+from flexkv.plan.trace import Trace
+
+VLLM, SGLANG, TOKENS = "vllm", "sglang", "tokens"
+_YEAR = 2000
+"""vLLM logs no year; this one has a 29 February."""
+_YEAR_SECONDS = 366 * 86400.0
+
+_VLLM_TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
+_VLLM_REQUEST = re.compile(r"(?:Request (\S+) details|Received request (\S+)): prompt: ")
+_VLLM_ANSWER = re.compile(r"Generated response (\S+)( \(streaming (?:delta|complete)\))?")
+_SGLANG_TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)")
+_SGLANG_ID = re.compile(r"\brid='([^']*)'")
+_RECEIVED = ("Receive: obj=GenerateReqInput(", '"event": "request.received"')
+_FINISHED = ("Finish: obj=GenerateReqInput(", '"event": "request.finished"')
+
+
+def form_of(line: str) -> str | None:
+    """The log that the line is from; None if it says nothing about a request."""
+    if _RECEIVED[0] in line or _FINISHED[0] in line:
+        return SGLANG
+    if line.startswith("{"):
+        if _RECEIVED[1] in line or _FINISHED[1] in line:
+            return SGLANG
+        return TOKENS if '"prompt_token_ids"' in line else None
+    if _VLLM_REQUEST.search(line) and "prompt_token_ids: " in line:
+        return VLLM
+    return None
+
+
+class Parser:
+    """Reads the lines of one log; lines about something else count for nothing.
+
+    Args:
+        form: of the log.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, form: str, block_tokens: int) -> None:
+        self._form = form
+        self._requests = TokenRequests(block_tokens)
+        self._read = {VLLM: self._vllm, SGLANG: self._sglang, TOKENS: self._tokens}[form]
+        self._last_time = 0.0
+        self._streamed: set[str] = set()
+
+    def add(self, line: str) -> None:
+        """Take in one line.
+
+        Raises:
+            LineError: it is about a request, and not what the format says.
+        """
+        try:
+            self._read(line)
+        except OverflowError:
+            raise LineError(
+                "a token id", "out of range", f"a whole number from {LEAST_TOKEN} to {MOST_TOKEN}"
+            ) from None
+
+    def trace(self, name: str) -> Trace:
+        """All lines so far."""
+        return self._requests.trace(name, self._form)
+
+    def _vllm(self, line: str) -> None:
+        begun = _VLLM_REQUEST.search(line)
+        if begun is not None:
+            ids = _ids_behind(line, "prompt_token_ids: ", (", ",))
+            self._begin(begun[1] or begun[2], self._vllm_time(line), ids)
+            return
+        ended = _VLLM_ANSWER.search(line)
+        ids = None
+        if ended is not None:
+            ids = _ids_behind(
+                line.rstrip() + "\n", "output_token_ids: ", ("\n", ", finish_reason: ")
+            )
+        if ended is None or ids is None:
+            return
+        # Of an answer that was streamed, all of it is logged once more at its end.
+        if ended[2] and "delta" in ended[2]:
+            self._streamed.add(ended[1])
+        elif ended[1] in self._streamed:
+            return
+        self._requests.answer(ended[1].rstrip(":"), ids)
+
+    def _vllm_time(self, line: str) -> float:
+        found = _VLLM_TIME.search(line)
+        if found is None:
+            return self._last_time
+        month, day, hour, minute, second = map(int, found.groups())
+        try:
+            when = datetime(_YEAR, month, day, hour, minute, second, tzinfo=UTC).timestamp()
+        except ValueError:
+            raise LineError("the time", found[0], "MONTH-DAY HOUR:MINUTE:SECOND") from None
+        while when < self._last_time - _YEAR_SECONDS / 2:
+            when += _YEAR_SECONDS
+        self._last_time = when
+        return when
+
+    def _sglang(self, line: str) -> None:
+        if line.startswith("{"):
+            self._sglang_json(line)
+            return
+        received, finished = _RECEIVED[0] in line, _FINISHED[0] in line
+        found = _SGLANG_ID.search(line) if received or finished else None
+        if found is None:
+            return
+        if received:
+            when = _SGLANG_TIME.search(line)
+            seconds = self._last_time if when is None else _iso_seconds(when[1])
+            self._begin(found[1], seconds, _ids_behind(line, "input_ids="))
+        else:
+            self._requests.answer(found[1], _ids_behind(line, "'output_ids': ") or [])
+
+    def _sglang_json(self, line: str) -> None:
+        content = json_object(line)
+        event, rid = content.get("event"), content.get("rid")
+        if not isinstance(rid, str):
+            return
+        if event == "request.received":
+            obj = content.get("obj")
+            ids = _ids(obj.get("input_ids")) if isinstance(obj, dict) else None
+            self._begin(rid, _iso_seconds(content.get("timestamp")), ids)
+        elif event == "request.finished":
+            out = content.get("out")
+            ids = _ids(out.get("output_ids")) if isinstance(out, dict) else None
+            self._requests.answer(rid, ids or [])
+
+    def _tokens(self, line: str) -> None:
+        content = json_object(line)
+        if "prompt_token_ids" not in content:
+            return
+        prompt = _ids(content["prompt_token_ids"])
+        if prompt is None:
+            raise LineError(
+                "prompt_token_ids", show(content["prompt_token_ids"]), "a list of token ids"
+            )
+        seconds = number(content, "timestamp") if "timestamp" in content else self._last_time
+        name = str(content.get("request_id") or f"line {len(self._requests)}")
+        self._begin(name, seconds, prompt, str(content.get("session") or ""))
+        output = content.get("output_token_ids")
+        if output is not None:
+            ids = _ids(output)
+            if ids is None:
+                raise LineError("output_token_ids", show(output), "a list of token ids")
+            self._requests.answer(name, ids)
+
+    def _begin(
+        self, name: str, seconds: float, ids: Sequence[int] | None, session: str = ""
+    ) -> None:
+        self._last_time = max(self._last_time, seconds)
+        if ids:
+            self._requests.add(name, seconds, ids, session)
+        else:
+            self._requests.skipped += 1
+
+
+def _ids_behind(line: str, name: str, followed: tuple[str, ...] = ("",)) -> list[int] | None:
+    """The list of token ids behind the last `name`; None if there is none, or it was shortened.
+
+    A prompt's or an answer's text may hold the same words, but comes before the ids, or within
+    quotes. So one of `followed` must follow.
+    """
+    start = line.rfind(name)
+    start += len(name)
+    if start < len(name) or not line.startswith("[", start):
+        return None
+    stop = line.find("]", start)
+    if stop < 0 or line.startswith(" ... ", stop + 1) or not line.startswith(followed, stop + 1):
+        return None
+    text = line[start + 1 : stop].strip()
+    try:
+        return [int(each) for each in text.split(",")] if text else []
+    except ValueError:
+        return None
+
+
+def _ids(value: object) -> list[int] | None:
+    """A list of token ids; None if it is none, or was shortened."""
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
+        return None
+    return value
+
+
+def _iso_seconds(value: object) -> float:
+    try:
+        when = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        when = None
+    if when is None:
+        raise LineError("timestamp", show(value), "a time as 2026-01-31T12:00:00")
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

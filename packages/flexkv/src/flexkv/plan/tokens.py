@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose token ids are known, as blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexkv.plan.trace import Prefixes, Trace, TracedRequest
+
+_NAME_BYTES = 8
+"""Of a block of tokens behind a given block: with a million of them, two differ by all but one
+chance in 10^7."""
+
+LEAST_TOKEN, MOST_TOKEN = 0, (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class _Request:
+    """Attributes:
+    seconds: when it came.
+    prompt_tokens: of its prompt.
+    tokens: of its prompt and its answer so far, that fill no block yet.
+    names: of its complete blocks.
+    output_tokens: of its answer.
+    session: of its conversation.
+    """
+
+    seconds: float
+    prompt_tokens: int
+    tokens: array[int]
+    session: str
+    names: list[bytes] = field(default_factory=list)
+    output_tokens: int = 0
+
+
+class TokenRequests:
+    """Collects requests and their answers. Of their tokens only digests of blocks are kept.
+
+    Args:
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._size = block_tokens
+        self._requests: list[_Request] = []
+        self._by_id: dict[str, _Request] = {}
+        self.skipped = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(
+        self, request_id: str, seconds: float, prompt: Sequence[int], session: str = ""
+    ) -> None:
+        """A request came with a prompt of at least one token, each from 0 to 2^31 - 1.
+
+        Raises:
+            OverflowError: a token is not.
+        """
+        request = _Request(seconds, len(prompt), array("i"), session)
+        self._extend(request, prompt)
+        self._requests.append(request)
+        if request_id:
+            self._by_id[request_id] = request
+
+    def answer(self, request_id: str, tokens: Sequence[int]) -> None:
+        """These tokens, or more of them, are the answer of a request; if it is unknown, nothing
+        happens.
+
+        Raises:
+            OverflowError: see `add`.
+        """
+        request = self._by_id.get(request_id)
+        if request is not None:
+            request.output_tokens += len(tokens)
+            self._extend(request, tokens)
+
+    def trace(self, name: str, form: str) -> Trace:
+        """All requests so far, in the order in which they came."""
+        prefixes, requests = Prefixes(), []
+        for each in sorted(self._requests, key=lambda request: request.seconds):
+            # The engine does not compute the last token of an answer.
+            total = each.prompt_tokens + max(0, each.output_tokens - 1)
+            chain = prefixes.follow(each.names[: total // self._size])
+            complete = each.prompt_tokens // self._size
+            requests.append(
+                TracedRequest(
+                    each.seconds,
+                    chain[:complete],
+                    chain[complete:],
+                    each.prompt_tokens,
+                    each.output_tokens,
+                    each.session,
+                )
+            )
+        return Trace(name, form, self._size, requests, len(prefixes), skipped=self.skipped)
+
+    def _extend(self, request: _Request, tokens: Sequence[int]) -> None:
+        added = request.tokens + array("i", tokens)
+        data, step = added.tobytes(), self._size * added.itemsize
+        complete = len(data) // step * step
+        for start in range(0, complete, step):
+            part = data[start : start + step]
+            request.names.append(hashlib.blake2b(part, digest_size=_NAME_BYTES).digest())
+        request.tokens = added[complete // added.itemsize :]

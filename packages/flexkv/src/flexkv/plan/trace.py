@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace in memory: requests, and the blocks of their prompts as small numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+NO_BLOCK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request of a trace.
+
+    Attributes:
+        seconds: when it came, counted from the first request.
+        blocks: numbers of the prompt's complete blocks, first block first.
+        answer: numbers of the complete blocks behind them, which the answer filled; empty if the
+            trace does not say.
+        prompt_tokens: of its prompt.
+        output_tokens: of its answer.
+        session: of its conversation; empty if the trace does not say.
+    """
+
+    seconds: float
+    blocks: Sequence[int]
+    answer: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    session: str = ""
+
+
+@dataclass(slots=True)
+class Trace:
+    """The requests of a trace, in the order in which they came.
+
+    Attributes:
+        name: of the file.
+        form: of the file, as in `--format`.
+        block_tokens: tokens of a block.
+        requests: in order.
+        distinct_blocks: blocks that differ.
+        block_bytes: of a block over all ranks; None if the trace does not say.
+        prefill: seconds to compute a token, and a pair of tokens, as measured where the trace was
+            recorded; None if the trace does not say.
+        skipped: requests without token ids or keys, which are left out.
+    """
+
+    name: str
+    form: str
+    block_tokens: int
+    requests: list[TracedRequest]
+    distinct_blocks: int
+    block_bytes: int | None = None
+    prefill: tuple[float, float] | None = None
+    skipped: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return self.requests[-1].seconds - self.requests[0].seconds if self.requests else 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(request.prompt_tokens for request in self.requests)
+
+    @property
+    def blocks(self) -> int:
+        """Complete blocks of all prompts."""
+        return sum(len(request.blocks) for request in self.requests)
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """Numbers blocks so that equal numbers mean equal prefixes.
+
+    Two blocks have one number if they have the same name behind the same block. So names need to
+    differ only among blocks that follow the same prefix.
+    """
+
+    _numbers: dict[tuple[int, Hashable], int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def follow(self, names: Iterable[Hashable], after: int = NO_BLOCK) -> list[int]:
+        """Numbers of the blocks of these names, each behind the one before it.
+
+        Args:
+            names: first block first.
+            after: number of the block before the first; `NO_BLOCK` if there is none.
+        """
+        numbers = self._numbers
+        found = []
+        for name in names:
+            after = numbers.setdefault((after, name), len(numbers))
+            found.append(after)
+        return found

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from packages.flexkv.tests.cli.stores import Flexkv
+
+TOKEN = ["--token-bytes", "4096"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """30 requests for one hot prompt of 4 blocks of 2 MiB, and a scan of 20 blocks, twice."""
+    hot = [{"timestamp": i, "input_length": 2049, "hash_ids": [1, 2, 3, 4, -1]} for i in range(30)]
+    scan = [
+        {"timestamp": 86_400_000 + i, "input_length": 513, "hash_ids": [9 + i % 20, -1]}
+        for i in range(40)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(each | {"output_length": 3}) + "\n" for each in hot + scan))
+    return path
+
+
+def test_the_knee_and_the_settings_are_named(flexkv: Flexkv, trace: Path) -> None:
+    ended = flexkv("plan", trace, *TOKEN, "--prefill-rate", "1000", "--json")
+    assert ended.code == 0
+    found = ended.json
+    block = 512 * 4096
+    assert found["trace"]["requests"] == 70
+    assert found["trace"]["prefill_seconds"] == pytest.approx((30 * 2049 + 40 * 513) / 1000)
+    assert found["knee"]["blocks"] == 4
+    assert found["knee"]["bytes"] == 4 * block
+    assert found["knee"]["saved_seconds"] == pytest.approx(29 * 4 * 0.512)
+    assert found["most"]["hit_rate"] == pytest.approx((29 * 4 + 20) * 512 / found_tokens())
+    assert found["most"]["written_bytes_day"] == pytest.approx(24 * block, rel=1e-4)
+    assert {each["policy"] for each in found["policies"]} == {"lru", "s3fifo", "arc", "hazard"}
+    assert {each["admission"] for each in found["admissions"]} == {
+        "write_through",
+        "second_hit",
+        "on_evict",
+    }
+    assert found["settings"]["cpu_cache_gb"] * (1 << 30) >= 4 * block
+    assert found["settings"]["ssd_cache_gb"] * (1 << 30) >= 20 * block
+
+
+def found_tokens() -> int:
+    return 30 * 2049 + 40 * 513
+
+
+def test_the_tables_are_for_people(flexkv: Flexkv, trace: Path) -> None:
+    ended = flexkv("plan", trace, *TOKEN)
+    assert ended.code == 0
+    assert ended.err == ""
+    lines = ended.out.splitlines()
+    (knee,) = (line for line in lines if line.endswith("knee"))
+    assert knee.split()[:2] == ["0.00781", "72.4"]
+    assert any(line.startswith("  cpu_cache_gb: 0.008") for line in lines)
+    assert "saved" in ended.out
+
+
+def test_limits_of_the_machine_are_kept(flexkv: Flexkv, trace: Path) -> None:
+    gib = 2 * 512 * 4096 / (1 << 30)
+    found = flexkv(
+        "plan", trace, *TOKEN, "--max-memory-gb", gib, "--max-disk-gb", "0", "--json"
+    ).json
+    assert {each["memory_bytes"] for each in found["policies"]} == {2 * 512 * 4096}
+    assert found["admissions"] == []
+    assert found["settings"]["cpu_cache_gb"] == gib
+    assert "ssd_cache_gb" not in found["settings"]
+
+
+def test_sizes_that_are_asked_for_are_shown(flexkv: Flexkv, trace: Path) -> None:
+    gib = 512 * 4096 / (1 << 30)
+    found = flexkv("plan", trace, *TOKEN, "--memory-gb", f"{7 * gib},{11 * gib}", "--json").json
+    assert {7, 11} <= {each["blocks"] for each in found["sizes"]}
+
+
+def test_only_what_is_named_is_compared(flexkv: Flexkv, trace: Path) -> None:
+    found = flexkv(
+        "plan", trace, *TOKEN, "--policies", "arc", "--admissions", "none", "--json"
+    ).json
+    assert [each["policy"] for each in found["policies"]] == ["arc"]
+    assert found["admissions"] == []
+    assert found["settings"]["eviction_policy"] == "arc"
+
+
+def test_a_trace_of_which_nothing_comes_back_says_so(flexkv: Flexkv, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text('{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[1]}')
+    ended = flexkv("plan", path, *TOKEN)
+    assert ended.code == 0
+    assert "No prefix comes back" in ended.out
+    found = flexkv("plan", path, *TOKEN, "--json").json
+    assert found["settings"] == {}
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_curves_are_drawn(flexkv: Flexkv, trace: Path, tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"curve.{ending}"
+    ended = flexkv("plan", trace, *TOKEN, "--prefill-rate", "1000", "--plot", path)
+    assert (ended.code, ended.err) == (0, "")
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in head
+
+
+BAD = {
+    "no trace": [],
+    "two traces": ["{trace}", "{trace}", *TOKEN],
+    "no such file": ["{folder}/none", *TOKEN],
+    "a directory": ["{folder}", *TOKEN],
+    "a fifo": ["{folder}/fifo", *TOKEN],
+    "an empty file": ["{folder}/empty", *TOKEN],
+    "another kind of file": ["{folder}/binary", *TOKEN],
+    "broken gzip": ["{folder}/broken.gz", *TOKEN],
+    "a broken line": ["{folder}/broken", *TOKEN],
+    "the wrong format": ["{trace}", "--format", "flexkv", *TOKEN],
+    "an unknown format": ["{trace}", "--format", "csv", *TOKEN],
+    "no size of a token": ["{trace}"],
+    "two sizes of a token": ["{trace}", "--model", "{folder}/config.json", *TOKEN],
+    "no such model": ["{trace}", "--model", "{folder}/none"],
+    "a model that says nothing": ["{trace}", "--model", "{folder}/config.json"],
+    "an unknown dtype": ["{trace}", "--kv-dtype", "int3", *TOKEN],
+    "a token of no bytes": ["{trace}", "--token-bytes", "0"],
+    "another size of blocks": ["{trace}", "--block-tokens", "100", *TOKEN],
+    "blocks of no tokens": ["{trace}", "--block-tokens", "0", *TOKEN],
+    "a size that is no number": ["{trace}", "--memory-gb", "1,big", *TOKEN],
+    "a limit that is no number": ["{trace}", "--max-memory-gb", "nan", *TOKEN],
+    "a negative limit": ["{trace}", "--max-disk-gb", "-1", *TOKEN],
+    "a negative engine": ["{trace}", "--engine-gb", "-1", *TOKEN],
+    "an infinite rate": ["{trace}", "--prefill-rate", "inf", *TOKEN],
+    "an unknown policy": ["{trace}", "--policies", "lru,mru", *TOKEN],
+    "a policy twice": ["{trace}", "--policies", "lru,lru", *TOKEN],
+    "an unknown admission": ["{trace}", "--admissions", "never", *TOKEN],
+    "no blocks to replay": ["{trace}", "--replay-blocks", "0", *TOKEN],
+    "a picture of no kind": ["{trace}", "--plot", "{folder}/curve.txt", *TOKEN],
+    "a picture nowhere": ["{trace}", "--plot", "{folder}/none/curve.png", *TOKEN],
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_error(
+    flexkv: Flexkv, trace: Path, tmp_path: Path, case: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(folder / "fifo")
+    (folder / "empty").touch()
+    (folder / "binary").write_bytes(b"\xff\xfe" + bytes(range(256)))
+    (folder / "broken.gz").write_bytes(b"\x1f\x8b" + b"x" * 50)
+    (folder / "broken").write_text(trace.read_text() + "{oops\n")
+    (folder / "config.json").write_text("{}")
+    arguments = [each.format(trace=trace, folder=folder) for each in BAD[case]]
+    ended = flexkv("plan", *arguments)
+    assert ended.code == 2
+    assert ended.out == ""
+    if "usage: " not in ended.err:
+        assert ended.err.count("\n") == 1
+        assert "; allowed: " in ended.err

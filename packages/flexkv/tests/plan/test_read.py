@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces of every format become the same requests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv.errors import TraceError
+from flexkv.plan.read import read_trace
+from flexkv.plan.trace import Trace
+
+A, B, C = list(range(100, 116)), list(range(200, 216)), list(range(300, 316))
+
+
+def write(path: Path, *lines: object) -> str:
+    path.write_text(
+        "".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines)
+    )
+    return str(path)
+
+
+def shape(trace: Trace) -> list[tuple[float, list[int], list[int], int, int]]:
+    return [
+        (each.seconds, list(each.blocks), list(each.answer), each.prompt_tokens, each.output_tokens)
+        for each in trace.requests
+    ]
+
+
+def mooncake(timestamp: int, length: int, ids: list[int]) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": length, "output_length": 7, "hash_ids": ids}
+
+
+def test_mooncakes_incomplete_last_block_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", mooncake(2000, 1030, [5, 6, 9]), "", mooncake(1000, 1024, [5, 6]))
+    trace = read_trace(path).trace
+    assert (trace.form, trace.block_tokens, trace.distinct_blocks) == ("mooncake", 512, 2)
+    assert shape(trace) == [(1.0, [0, 1], [], 1024, 7), (2.0, [0, 1], [], 1030, 7)]
+
+
+def test_equal_ids_behind_different_prefixes_are_different_blocks(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", mooncake(0, 1024, [1, 9]), mooncake(1, 1024, [2, 9]))
+    assert read_trace(path).trace.distinct_blocks == 4
+
+
+def test_the_size_of_blocks_is_found_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", mooncake(0, 160, list(range(10))), mooncake(1, 20, [0, 99]))
+    assert read_trace(path).trace.block_tokens == 16
+
+
+def test_token_ids_become_blocks(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t",
+        "some other line",
+        {"prompt_token_ids": [*A, *B, 1], "timestamp": 5, "output_token_ids": [*C[1:], 2, 3]},
+        {"prompt_token_ids": [*A, *B, *C], "timestamp": 6, "session": "s"},
+        {"prompt_token_ids": [*B, *A], "timestamp": 4},
+    )
+    trace = read_trace(path).trace
+    assert trace.form == "tokens"
+    assert shape(trace) == [
+        (4.0, [0, 1], [], 32, 0),
+        (5.0, [2, 3], [4], 33, 17),
+        (6.0, [2, 3, 5], [], 48, 0),
+    ]
+    assert trace.requests[2].session == "s"
+
+
+def test_an_answer_fills_the_block_that_the_prompt_began(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t",
+        {"prompt_token_ids": A[:10], "output_token_ids": [*A[10:], 7]},
+        {"prompt_token_ids": [*A, 1]},
+    )
+    first, second = read_trace(path).trace.requests
+    assert (first.blocks, first.answer) == ([], second.blocks)
+
+
+def test_the_last_token_of_an_answer_has_no_kv(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t",
+        {"prompt_token_ids": [*B, *A[:10]], "output_token_ids": A[10:]},
+    )
+    (request,) = read_trace(path).trace.requests
+    assert request.answer == []
+
+
+def recorded(**fields: Any) -> dict[str, Any]:
+    usual = {"t": 1.5, "in": 33, "out": 20, "own": 0, "hit": 16, "blocks": "a" * 16 + "b" * 16}
+    return usual | fields
+
+
+HEAD = {"flexkv_trace": 1, "engine": "vllm", "block_tokens": 16, "block_bytes": 4096, "began": 50}
+
+
+def test_a_recording_says_its_sizes_and_what_was_measured(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t",
+        HEAD,
+        recorded(),
+        {"prefill": [0.25, 0.5]},
+        recorded(t=0.5, own=16, hit=0, blocks="a" * 16 + "c" * 32, session="x"),
+    )
+    read = read_trace(path)
+    trace = read.trace
+    assert (trace.form, trace.block_tokens, trace.block_bytes) == ("flexkv", 16, 4096)
+    assert trace.prefill == (0.25, 0.5)
+    assert shape(trace) == [(50.5, [0, 1], [2], 33, 20), (51.5, [0, 3], [], 33, 20)]
+    assert trace.requests[0].session == "x"
+    measured = read.measured
+    assert measured is not None
+    assert (measured.prompt_tokens, measured.engine_tokens, measured.hit_tokens) == (66, 16, 16)
+
+
+def test_names_mean_nothing_behind_another_head(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", HEAD, recorded(), HEAD | {"began": 90}, recorded())
+    trace = read_trace(path).trace
+    assert [each.blocks for each in trace.requests] == [[0, 1], [2, 3]]
+
+
+def test_a_line_that_was_cut_off_ends_the_trace(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "t", HEAD, recorded()))
+    path.write_text(path.read_text() + '{"t": 3, "in": 3')
+    assert len(read_trace(str(path)).trace.requests) == 1
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(TraceError, match=r"line 3 of .*no JSON"):
+        read_trace(str(path))
+
+
+def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress(json.dumps(mooncake(0, 512, [1])).encode()))
+    assert len(read_trace(str(path)).trace.requests) == 1
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t")
+    with pytest.raises(TraceError, match="not a regular file"):
+        read_trace(str(tmp_path / "t"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (mooncake(0, 512, [1]) | {"input_length": -1}, "input_length is -1"),
+        (mooncake(0, 512, [1]) | {"input_length": 1.5}, "input_length is 1.5"),
+        (mooncake(0, 512, [1]) | {"timestamp": "x"}, "timestamp is 'x'"),
+        (mooncake(0, 512, [1]) | {"timestamp": None}, "timestamp is None"),
+        (mooncake(0, 5000, [1]), "1 numbers for 5000 tokens"),
+        ({"hash_ids": [True]}, r"hash_ids is \[True\]"),
+        ({"hash_ids": "abc"}, "hash_ids is 'abc'"),
+        ({"prompt_token_ids": [1 << 31] * 20}, "a token id is out of range"),
+        ({"prompt_token_ids": ["x"]}, "prompt_token_ids is"),
+        ({"prompt_token_ids": A, "output_token_ids": 5}, "output_token_ids is 5"),
+        (HEAD | {"flexkv_trace": 2}, "flexkv_trace is 2"),
+        (HEAD | {"block_tokens": 0}, "block_tokens is 0"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object], says: str) -> None:
+    with pytest.raises(TraceError, match=f"line 1 of .*{says}.*; allowed: "):
+        read_trace(write(tmp_path / "t", line))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"blocks": "abc"}, "blocks is 'abc'"),
+        ({"blocks": "a" * 64}, "4 names for 53 tokens"),
+        ({"in": 0}, "in is 0"),
+        ({"own": None}, "own is None"),
+        ({"session": 5}, "session is 5"),
+        ({"t": -1}, "t is -1"),
+        ({"prefill": [1]}, r"prefill is \[1\]"),
+    ],
+)
+def test_a_bad_line_of_a_recording_is_named(
+    tmp_path: Path, fields: dict[str, object], says: str
+) -> None:
+    with pytest.raises(TraceError, match=f"line 2 of .*{says}.*; allowed: "):
+        read_trace(write(tmp_path / "t", HEAD, recorded(**fields)))
