@@ -24,7 +24,7 @@ from flexkv.tiers.disk.directory import claim
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.groups import read_groups
-from flexkv_vllm.load_mode import load_mode_of
+from flexkv_vllm.load_mode import load_mode_of, steps_behind
 from flexkv_vllm.stages import Place
 
 BLOCKS = 8
@@ -240,3 +240,12 @@ def test_a_second_scheduler_of_an_engine_is_refused(make_world: MakeWorld) -> No
     world.forget()
     assert world.external_tokens[world.generate(prompt)] == 96
     world.check_outputs()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "stages", "steps"), [(False, 1, 1), (True, 1, 2), (False, 2, 2), (True, 4, 4)]
+)
+def test_steps_behind_a_load(vllm_config: VllmConfig, ahead: bool, stages: int, steps: int) -> None:
+    vllm_config.scheduler_config.async_scheduling = ahead
+    vllm_config.parallel_config.pipeline_parallel_size = stages
+    assert steps_behind(vllm_config) == steps

@@ -10,6 +10,7 @@ from disk_world import PROMPT_BLOCKS, drive_of, fill, hits, prompts
 from engine_world import BLOCK_TOKENS, TOKEN_SECONDS, MakeWorld, random_prompt
 from test_world_stats import collected
 
+from flexkv.adapter.cost import StepTimer
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.metrics import REASONS, sample
 from flexkv.adapter.request import TrackedRequest
@@ -74,6 +75,7 @@ def test_loads_that_were_slow_are_measured_again(make_world: MakeWorld) -> None:
         "short": 0,
         "slow": left,
         "awaited": 0,
+        "delayed": 0,
     }
     assert total[sample("hit_tokens", "host")] == sum(hits)
     world.check_outputs()
@@ -108,6 +110,28 @@ def test_hits_that_are_too_short_are_counted(make_world: MakeWorld) -> None:
     total = collected(world)
     assert total[sample("left_tokens", "short")] == SHORT_HIT
     assert total[sample("left_tokens", "slow")] == 0
+
+
+def test_hits_wait_for_full_steps_only_if_enough_other_requests_gain(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(num_blocks=256, slots=256, budget=1024)
+    rng = random.Random(7)
+    prompt = random_prompt(rng, LONG)
+    world.generate(prompt)
+    computing = LONG_HIT * TOKEN_SECONDS
+    # Between what computing delays three and six requests; vLLM schedules no step ahead here.
+    monkeypatch.setattr(StepTimer, "step_seconds", 4.5 * computing)
+    hits = []
+    for others in (2, 5, 0):
+        world.forget()
+        busy = [world.add(random_prompt(rng, 20), max_tokens=8) for _ in range(others)]
+        hits.append(world.external_tokens[world.generate(prompt, max_tokens=1)])
+        world.run()
+        assert len(busy) == others
+    assert hits == [0, LONG_HIT, LONG_HIT]
+    assert collected(world)[sample("left_tokens", "delayed")] == LONG_HIT
+    world.check_outputs()
 
 
 def test_a_hit_that_came_from_disk_may_be_left_too(make_world: MakeWorld) -> None:

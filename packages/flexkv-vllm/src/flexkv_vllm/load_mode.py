@@ -84,4 +84,15 @@ def make_chooser(
         spec.ranks,
         on_cores=vllm_config.device_config.device_type == "cpu",
         loading=lambda: cache.loading_blocks,
+        steps_behind=steps_behind(vllm_config),
     )
+
+
+def steps_behind(vllm_config: VllmConfig) -> int:
+    """Steps that pass before vLLM schedules a request whose asynchronous load was ordered.
+
+    The worker reports the load with the step that ordered it. By then vLLM has begun the next step
+    if it schedules ahead, and one step a stage if the model has several stages.
+    """
+    ahead = 2 if vllm_config.scheduler_config.async_scheduling else 1
+    return max(ahead, int(vllm_config.parallel_config.pipeline_parallel_size))

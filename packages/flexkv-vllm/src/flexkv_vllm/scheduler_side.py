@@ -102,7 +102,7 @@ class SchedulerSide:
         """
         tracked = self._requests.track(request)
         self._poll()
-        return self._loads.match(tracked, local_tokens)
+        return self._loads.match(tracked, local_tokens, len(self._requests.by_id) - 1)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM gave `request` all `blocks`; the `tokens` that `match` promised are to be loaded.

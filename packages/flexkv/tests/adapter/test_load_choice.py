@@ -359,3 +359,76 @@ def test_a_request_chooses_where_the_engine_can_do_both() -> None:
     auto = make(LoadMode.LAYERWISE)
     auto.loaded(1.0)
     assert not auto.is_layerwise(blocks=100, running=9, wanted=LoadMode.AUTO)
+
+
+def runs(chooser: LoadChooser, clock: Clock, seconds: float, spans: list[Span]) -> None:
+    """The engine has run a few such steps, one after the other."""
+    for _ in range(4):
+        number = chooser.step_begins(spans)
+        clock.now += seconds
+        chooser.step_ended(number)
+
+
+def saturated(clock: Clock, mode: LoadMode = LoadMode.ASYNC, **settings: bool) -> LoadChooser:
+    """Steps of 4,000 tokens of prompts take 2 s, of which a hit of 1,000 would take 0.5 s."""
+    chooser = make(mode, **settings)
+    chooser.loaded(1e6)
+    runs(chooser, clock, 2.0, [Span(0, 4000)])
+    return chooser
+
+
+def test_a_load_that_waits_longer_than_computing_delays_all_is_left(clock: Clock) -> None:
+    chooser = saturated(clock)
+    assert chooser.choose_load(SPAN, 10, others=2) == LoadChoice(0, Left.DELAYED)
+    assert chooser.choose_load(Span(0, 3000), 30, others=2) == LoadChoice(30)
+
+
+def test_the_more_requests_wait_the_more_is_loaded(clock: Clock) -> None:
+    chooser = saturated(clock)
+    chosen = [chooser.choose_load(SPAN, 10, others=others).blocks for others in range(6)]
+    assert chosen == [10, 0, 0, 10, 10, 10]
+
+
+def test_a_delayed_load_is_not_waited_for_either(clock: Clock) -> None:
+    chooser = saturated(clock)
+    assert not chooser.is_worth_waiting(fetch(0.0), SPAN, others=2)
+    assert chooser.is_worth_waiting(fetch(0.0), SPAN, others=3)
+
+
+def test_what_is_delayed_does_not_make_a_tier_doubtful(clock: Clock) -> None:
+    chooser = saturated(clock)
+    chooser.fetched(fetch(0.1, arrived=10))
+    for _ in range(40):
+        delayed = fetch(0.0)
+        assert not chooser.is_worth_waiting(delayed, SPAN, others=2)
+        chooser.fetched(delayed)
+    assert not chooser._disk.doubtful
+
+
+def test_each_step_behind_counts(clock: Clock) -> None:
+    ahead = saturated(clock)
+    ahead._steps_behind = 2
+    assert ahead.choose_load(SPAN, 10, others=6) == LoadChoice(0, Left.DELAYED)
+    assert ahead.choose_load(SPAN, 10, others=7) == LoadChoice(10)
+
+
+def test_short_steps_delay_nothing(clock: Clock) -> None:
+    """The others decode, or the engine has been idle since."""
+    chooser = saturated(clock)
+    runs(chooser, clock, 0.02, [])
+    assert loads(chooser, SPAN, 10)
+    assert chooser.choose_load(SPAN, 10, others=2) == LoadChoice(10)
+    idle = saturated(clock)
+    assert idle.choose_load(SPAN, 10, others=2).blocks == 0
+    clock.now += 4.1
+    assert idle.choose_load(SPAN, 10, others=2) == LoadChoice(10)
+
+
+def test_layerwise_and_demanded_loads_are_never_delayed(clock: Clock) -> None:
+    for chooser in (
+        saturated(clock, LoadMode.LAYERWISE),
+        saturated(clock, LoadMode.AUTO),
+        saturated(clock, always=True),
+    ):
+        assert chooser.choose_load(SPAN, 10, others=2) == LoadChoice(10)
+        assert chooser.is_worth_waiting(fetch(0.0), SPAN, others=2)

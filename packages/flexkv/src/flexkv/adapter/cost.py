@@ -24,6 +24,10 @@ follow a growing batch."""
 _UNREPORTED_STEPS = 64
 """Steps whose report may still arrive."""
 
+_RECENT_STEPS = 4
+"""Steps that predict the next one: few, since an engine's load changes within seconds. Not
+tuned."""
+
 _LOADS = 8
 """Measurements of a link in the estimate."""
 
@@ -119,6 +123,15 @@ class StepTimer:
         self._steps: dict[int, tuple[float, Sequence[Span]]] = {}
         self._next = 1
         self._last_end = 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that a step takes now: the median of the last steps, of which those without a
+        prompt count as 0. 0 if the engine has been idle since."""
+        if not self._recent or self._clock() - self._last_end > 2 * max(self._recent):
+            return 0.0
+        return statistics.median(self._recent)
 
     def begins(self, spans: Sequence[Span]) -> int:
         """A step that computes `spans` is given out. Returns the number that its report bears."""
@@ -134,7 +147,9 @@ class StepTimer:
         before the previous one had ended, its time counts from the end of the previous one."""
         now = self._clock()
         begun, spans = self._steps.pop(number, (now, ()))
-        self._pace.observe(spans, now - max(begun, self._last_end))
+        seconds = now - max(begun, self._last_end)
+        self._pace.observe(spans, seconds)
+        self._recent.append(seconds)
         self._last_end = now
 
 

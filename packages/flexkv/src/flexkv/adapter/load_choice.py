@@ -52,6 +52,9 @@ class Left(enum.Enum):
     """Loading from host memory is expected to take longer than computing."""
     AWAITED = "awaited"
     """Waiting for a lower tier is expected to take longer than computing."""
+    DELAYED = "delayed"
+    """The steps before the loaded request computes are expected to take longer than computing it
+    delays all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class LoadChooser:
         ranks: number of ranks of the engine; all load at once.
         on_cores: whether the cores that copy also compute.
         loading: returns how many blocks are being loaded from host memory now.
+        steps_behind: steps of the engine that pass between the order of an asynchronous load and
+            the step that computes the request.
         clock: measures steps.
     """
 
@@ -107,6 +112,7 @@ class LoadChooser:
         *,
         on_cores: bool,
         loading: Callable[[], int],
+        steps_behind: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mode = mode
@@ -116,6 +122,7 @@ class LoadChooser:
         self._ranks = ranks
         self._on_cores = on_cores
         self._loading_now = loading
+        self._steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
         self._prefill = PrefillPace()
         self._device = LinkPace()
         self._disk = LinkPace()
@@ -158,9 +165,17 @@ class LoadChooser:
         else:
             self._disk.refuse()
 
-    def choose_load(self, span: Span, blocks: int, *, whole: bool = False) -> LoadChoice:
-        """How many of the `blocks` of `span`, which are in host memory, to load. If a part is of no
-        use (`whole`), all or none."""
+    def choose_load(
+        self, span: Span, blocks: int, *, whole: bool = False, others: int = 0
+    ) -> LoadChoice:
+        """How many of the `blocks` of `span`, which are in host memory, to load.
+
+        Args:
+            span: tokens of the hit.
+            blocks: its blocks.
+            whole: whether a part is of no use, so that all or none are loaded.
+            others: other requests that the engine has, queued or running.
+        """
         if span.tokens < self._min_tokens:
             return LoadChoice(0, Left.SHORT)
         loading = self._loading(blocks + self._loading_now())
@@ -168,24 +183,27 @@ class LoadChooser:
         if self._always or loading is None or computing is None:
             return LoadChoice(blocks)
         if loading <= max(computing, _SLACK_SECONDS):
-            return LoadChoice(blocks)
+            delayed = self._is_delayed(computing, others)
+            return LoadChoice(0, Left.DELAYED) if delayed else LoadChoice(blocks)
         if not self._device.doubtful:
             return LoadChoice(0, Left.SLOW)
-        if whole:
-            return LoadChoice(blocks)
-        share = _PROBE_SHARE * computing / loading
-        return LoadChoice(min(blocks, max(1, int(blocks * share))), Left.SLOW)
+        return self._probe(blocks, computing / loading, whole)
 
-    def is_worth_waiting(self, fetch: Fetch, span: Span) -> bool:
+    def is_worth_waiting(self, fetch: Fetch, span: Span, others: int = 0) -> bool:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
         Args:
             fetch: the fetch, still under way.
             span: the tokens of all its blocks.
+            others: other requests that the engine has, queued or running.
         """
         if fetch not in self._waits:
             self._waits[fetch] = _Wait(sum(f.stop - f.arrived for f in self._waits))
         wait = self._waits[fetch]
+        computing = self._prefill.seconds(span)
+        if not self._always and computing is not None and self._is_delayed(computing, others):
+            # Not the tier's fault: its rate is not doubted.
+            return False
         wait.refused = not self._is_worth_waiting(fetch, span, wait)
         return not wait.refused
 
@@ -226,6 +244,25 @@ class LoadChooser:
         if self._on_cores:
             return running > 0 or loading * _CONTENTION <= _SLACK_SECONDS
         return running == 0 or loading <= _SLACK_SECONDS
+
+    def _probe(self, blocks: int, share: float, whole: bool) -> LoadChoice:
+        """The blocks that measure the link again. Computing takes `share` of loading them all."""
+        if whole:
+            return LoadChoice(blocks)
+        return LoadChoice(min(blocks, max(1, int(blocks * _PROBE_SHARE * share))), Left.SLOW)
+
+    def _is_delayed(self, computing: float, others: int) -> bool:
+        """Whether an asynchronous load costs more time than computing, over all requests.
+
+        The loaded request waits until the steps that the engine has begun meanwhile have ended.
+        With full steps of long prompts, that may take many times longer than computing a short hit,
+        which takes a part of one step. But computing delays all other requests, too. If the engine
+        has no others, its steps are short.
+        """
+        if others == 0:
+            return False
+        delay = self._steps_behind * self._timer.step_seconds
+        return delay > max(computing * (1 + others), _SLACK_SECONDS)
 
     def _latest(self, fetch: Fetch, wait: _Wait) -> float:
         """Seconds after which a fetch should have delivered its first block, behind the blocks that

@@ -60,8 +60,11 @@ class Matcher:
         self._fetches.begin_early(tracked, flat(wanted))
         self._describe_awaited(tracked, wanted)
 
-    def match(self, tracked: TrackedRequest, local_tokens: int) -> tuple[int, Match] | None:
-        """The number of tokens that can be loaded beyond `local_tokens`, and their `Match`.
+    def match(
+        self, tracked: TrackedRequest, local_tokens: int, others: int
+    ) -> tuple[int, Match] | None:
+        """The number of tokens that can be loaded beyond `local_tokens`, and their `Match`. The
+        engine has `others` other requests.
 
         None while a lower tier reads them. Fetched blocks stay in host memory until `Fetches.end`.
         """
@@ -69,8 +72,8 @@ class Matcher:
         limit = tracked.request.num_tokens if most is None else local_tokens + most
         limit = min(limit, tracked.failed_at)
         if self._groups.plain:
-            return self._match_plain(tracked, local_tokens, limit)
-        return self._match_groups(tracked, local_tokens, limit)
+            return self._match_plain(tracked, local_tokens, limit, others)
+        return self._match_groups(tracked, local_tokens, limit, others)
 
     def blocks_of(self, tracked: TrackedRequest, tokens: int) -> list[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
@@ -83,7 +86,7 @@ class Matcher:
         return self._keys.of(tracked, group, 0, tracked.request.num_tokens // group.block_tokens)
 
     def _match_plain(
-        self, tracked: TrackedRequest, local_tokens: int, limit: int
+        self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
     ) -> tuple[int, Match] | None:
         (group,) = self._groups.members
         first = local_tokens // group.block_tokens
@@ -94,7 +97,7 @@ class Matcher:
         def is_worth_waiting(fetch: Fetch, end: int) -> bool:
             nonlocal not_awaited
             span = Span(local_tokens, end * group.block_tokens)
-            worth = self._chooser.is_worth_waiting(fetch, span)
+            worth = self._chooser.is_worth_waiting(fetch, span, others)
             not_awaited = first if worth else end
             return worth
 
@@ -103,7 +106,7 @@ class Matcher:
         if hits is None:
             return None
         end = max(local_tokens, (first + hits) * group.block_tokens)
-        choice = self._chooser.choose_load(Span(local_tokens, end), hits)
+        choice = self._chooser.choose_load(Span(local_tokens, end), hits, others=others)
         loaded = max(local_tokens, (first + choice.blocks) * group.block_tokens)
         left = [(Left.AWAITED, not_awaited * group.block_tokens - end)]
         if choice.left is not None:
@@ -113,7 +116,7 @@ class Matcher:
         return tokens, Match(local_tokens, disk, left=_some(left))
 
     def _match_groups(
-        self, tracked: TrackedRequest, local_tokens: int, limit: int
+        self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
     ) -> tuple[int, Match] | None:
         if local_tokens % self._groups.alignment:
             return 0, Match(local_tokens)
@@ -132,7 +135,8 @@ class Matcher:
                 # A part of the blocks that a window needs is of no use.
                 if fetch.stop < len(fetch.keys):
                     return False
-                worth = self._chooser.is_worth_waiting(fetch, Span(local_tokens, plan.hit))
+                span = Span(local_tokens, plan.hit)
+                worth = self._chooser.is_worth_waiting(fetch, span, others)
                 awaited = plan.hit if worth else local_tokens
                 return worth
 
@@ -148,7 +152,7 @@ class Matcher:
         tracked.plan = None
         span = Span(local_tokens, max(local_tokens, hit))
         left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
-        choice = self._chooser.choose_load(span, len(keys), whole=True)
+        choice = self._chooser.choose_load(span, len(keys), whole=True, others=others)
         if choice.left is not None:
             left.append((choice.left, span.tokens))
         tokens = 0 if choice.left else span.tokens

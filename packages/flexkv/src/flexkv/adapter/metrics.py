@@ -59,7 +59,7 @@ _BELOW = (("tier", ("disk",)),)
 _LINKS = (("link", ("device", "disk")), ("direction", ("load", "store", "read", "write")))
 _WAYS = (("device", "load"), ("device", "store"), ("disk", "read"), ("disk", "write"))
 CAUSES = ("load", "store", "read", "damaged", "stalled", "write", "internal")
-REASONS = ("short", "slow", "awaited")
+REASONS = ("short", "slow", "awaited", "delayed")
 """The values of `Left`, which the processes that log and serve metrics do not import."""
 
 METRICS = (

@@ -52,10 +52,12 @@ class PrefixLoads:
         """The request is in the queue: what only lower tiers have can come meanwhile."""
         self._matcher.prefetch(tracked)
 
-    def match(self, tracked: TrackedRequest, local_tokens: int) -> tuple[int | None, bool]:
+    def match(
+        self, tracked: TrackedRequest, local_tokens: int, others: int
+    ) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` can be loaded, and whether that is done before the
         request is computed on. None while a lower tier reads. The engine may ask any number of
-        times before it acts."""
+        times before it acts. `others`: other requests that the engine has."""
         request = tracked.request
         tracked.match = None
         if self._loads.shares_half_loaded(request, local_tokens):
@@ -63,7 +65,7 @@ class PrefixLoads:
         if not tracked.may_load:
             tracked.match = Match(local_tokens)
             return 0, False
-        found = self._matcher.match(tracked, local_tokens)
+        found = self._matcher.match(tracked, local_tokens, others)
         if found is None:
             return None, False
         tokens, match = found
