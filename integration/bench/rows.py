@@ -13,10 +13,12 @@ Relation = Literal["<=", "<", ">="]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a value must be; ``relation`` is between the value and ``bound``."""
+    """What a value must be; ``relation`` is between the value and ``bound``. ``name`` says what is
+    to be reached, where a goal stands for several rows."""
 
     relation: Relation
     bound: float
+    name: str = ""
 
     def met_by(self, value: float) -> bool:
         """Whether ``value`` reaches the goal; a NaN never does."""

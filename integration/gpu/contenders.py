@@ -11,29 +11,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flexkv.mover import Direction
 from integration import preflight
-from integration.gpu.rig import Copy, Rig
+from integration.gpu.device import Stream, driver_copy
+from integration.gpu.lab import Lab
+from integration.gpu.rig import Copy
 from integration.gpu.shapes import Order, Shape
 
-Enqueue = Callable[[], None]
-"""Puts all copies of an order into the current stream, and returns."""
+Enqueue = Callable[[Stream], None]
+"""Puts all copies of an order into a stream, and returns."""
 
 LARGE = "one large copy"
 TRITON = "Triton copy, 12 SMs"
 PAGEWISE = "page by page"
 
 
-def large(rig: Rig, direction: Direction, start: int, size: int) -> Enqueue:
+def large(lab: Lab, direction: Direction, start: int, size: int) -> Enqueue:
     """One copy of `size` bytes from byte `start` of pages and slots on: the link's own speed."""
+    rig = lab.rig
     addresses = rig.base + start, rig.arena.address + rig.arena.spec.slots_offset + start
     target, source = addresses if direction is Direction.LOAD else addresses[::-1]
-    return lambda: _check(driver_copy()(target, source, size, _stream()))
+    copy = driver_copy(lab.gpu.driver)
+    return lambda stream: _check(copy(target, source, size, stream.handle))
 
 
-def by_triton(rig: Rig, shape: Shape, direction: Direction, order: Order) -> list[Enqueue]:
+def by_triton(lab: Lab, shape: Shape, direction: Direction, order: Order) -> list[Enqueue]:
     """The order by a Triton kernel, once for each size of chunk it may take.
 
     Raises:
@@ -41,49 +43,43 @@ def by_triton(rig: Rig, shape: Shape, direction: Direction, order: Order) -> lis
     """
     from integration.gpu.triton_copy import CHUNK_WORDS, launch
 
-    sources, targets = (a.pin_memory() for a in _ends(rig, shape, direction, order))
-    return [
-        lambda words=words: launch(sources, targets, shape.run_bytes, words)  # type: ignore[misc]
-        for words in CHUNK_WORDS
-    ]
+    sources, targets = (a.pin_memory() for a in _ends(lab, shape, direction, order))
+
+    def enqueue(stream: Stream, words: int) -> None:
+        with stream.current():
+            launch(sources, targets, shape.run_bytes, words)
+
+    return [lambda stream, words=words: enqueue(stream, words) for words in CHUNK_WORDS]  # type: ignore[misc]
 
 
-def page_by_page(rig: Rig, shape: Shape, direction: Direction, order: Order) -> Enqueue:
+def page_by_page(lab: Lab, shape: Shape, direction: Direction, order: Order) -> Enqueue:
     """One cuMemcpyAsync for each run of the order, from a loop in native code."""
-    sources, targets = _ends(rig, shape, direction, order)
-    loop, copy = page_loop(), driver_copy()
+    sources, targets = _ends(lab, shape, direction, order)
+    loop, copy = page_loop(), driver_copy(lab.gpu.driver)
 
-    def enqueue() -> None:
+    def enqueue(stream: Stream) -> None:
         code = loop(
             copy,
             targets.data_ptr(),
             sources.data_ptr(),
             sources.numel(),
             shape.run_bytes,
-            _stream(),
+            stream.handle,
         )
         _check(code)
 
     return enqueue
 
 
-def finished(enqueue: Enqueue) -> Copy:
+def finished(lab: Lab, enqueue: Enqueue) -> Copy:
     """The same, done when it returns."""
+    stream = lab.gpu.stream()
 
     def copy() -> None:
-        enqueue()
-        torch.cuda.current_stream().synchronize()
+        enqueue(stream)
+        stream.synchronize()
 
     return copy
-
-
-@cache
-def driver_copy() -> Any:
-    """cuMemcpyAsync(target, source, bytes, stream); cudaMemcpyAsync is this behind more checks."""
-    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return function
 
 
 @cache
@@ -105,13 +101,9 @@ def page_loop() -> Any:
     return function
 
 
-def _ends(rig: Rig, shape: Shape, direction: Direction, order: Order) -> tuple[Any, Any]:
-    pages, arena = rig.addresses(shape, order)
+def _ends(lab: Lab, shape: Shape, direction: Direction, order: Order) -> tuple[Any, Any]:
+    pages, arena = lab.rig.addresses(shape, order)
     return (arena, pages) if direction is Direction.LOAD else (pages, arena)
-
-
-def _stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def _check(code: int) -> None:

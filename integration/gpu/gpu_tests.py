@@ -21,8 +21,8 @@ from integration.gpu.results import Log
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "kernels/tests/gpu"
 
-SECONDS, SANITIZER_SECONDS = 150, 180
-"""After which a run is ended. Chosen so that the whole report takes less than ten minutes."""
+SECONDS, SANITIZER_SECONDS = 150, 270
+"""After which a run is ended: less than their sections may take."""
 
 FAULTLESS = ["-k", "not a_fault_of_the_engine"]
 """Under the sanitizer, which would count the fault that this test makes on purpose."""
@@ -39,7 +39,7 @@ class TestRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of a JUnit file."""
+    """Of a run of tests."""
 
     tests: int
     failed: int
@@ -50,41 +50,60 @@ class Counts:
         return self.tests - self.failed - self.skipped
 
 
-def test_rows(quick: bool, log: Log) -> Iterator[Row]:
-    """A row of the tests and, unless `quick`, one of the sanitizer.
+@dataclass(frozen=True, slots=True)
+class TestRun(Counts):
+    """What pytest has done and printed.
+
+    Attributes:
+        cut: why it did not come to its end; None if it did.
+        output: all that it printed.
+    """
+
+    __test__ = False
+
+    cut: str | None
+    output: str
+
+
+def test_rows(log: Log) -> Iterator[Row]:
+    """A row of the tests.
 
     Raises:
-        TestRunError: no test passed, or the run without the sanitizer was broken off.
+        TestRunError: no test passed, or the run broke off.
     """
-    log.say(TESTS)
-    counts, _ = _run_tests([], {}, SECONDS, log)
-    detail = f"{counts.passed} passed, {counts.skipped} skipped"
-    yield Row("GPU tests that fail", counts.failed, "tests", NONE, detail)
+    run = _run_tests([], {}, SECONDS, log)
+    if run.passed == 0:
+        raise TestRunError(f"no test passed:\n{_tail(run.output)}")
+    detail = f"{run.passed} passed, {run.skipped} skipped"
+    yield _row("GPU tests that fail", "tests", run, run.failed, detail)
+
+
+def sanitizer_rows(log: Log) -> Iterator[Row]:
+    """A row of the same tests under compute-sanitizer; none, and the reason, if there is none."""
     sanitizer = find_sanitizer()
-    if quick or sanitizer is None:
-        log.note(
-            f"not under compute-sanitizer: {'a quick run' if quick else 'it is not installed'}"
-        )
+    if sanitizer is None:
+        log.note("compute-sanitizer is not installed: not measured")
         return
-    log.say("the same under compute-sanitizer")
-    yield _sanitized(sanitizer, log)
-
-
-def _sanitized(sanitizer: Path, log: Log) -> Row:
-    """The row of the sanitizer; NaN, which reaches no goal, if it did not come to its end."""
     # torch keeps freed memory, and packs tensors into larger pieces, where no access is out of
     # bounds.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [str(sanitizer), "--tool", "memcheck", "--error-exitcode", "0"]
     what = "errors that memcheck finds"
     try:
-        counts, output = _run_tests(command, env, SANITIZER_SECONDS, log)
-        errors = sanitizer_errors(output)
+        run = _run_tests(command, env, SANITIZER_SECONDS, log)
+        errors = math.nan if run.cut else sanitizer_errors(run.output)
+        detail = f"{run.passed} passed, {run.failed} failed, {run.skipped} skipped"
+        yield _row(what, "errors", run, errors, detail)
     except TestRunError as error:
         log.note(f"compute-sanitizer: {error}")
-        return Row(what, math.nan, "errors", NONE, str(error).partition("\n")[0])
-    detail = f"{counts.passed} passed, {counts.failed} failed, {counts.skipped} skipped"
-    return Row(what, errors, "errors", NONE, detail)
+        yield Row(what, math.nan, "errors", NONE, str(error).partition("\n")[0])
+
+
+def _row(what: str, unit: str, run: TestRun, value: float, detail: str) -> Row:
+    """NaN, which reaches no goal, if a run was cut off; the detail says how far it came."""
+    if run.cut is None:
+        return Row(what, value, unit, NONE, detail)
+    return Row(what, math.nan, unit, NONE, f"{detail}, then {run.cut}")
 
 
 def find_sanitizer() -> Path | None:
@@ -113,37 +132,41 @@ def read_junit(path: Path) -> Counts:
     return Counts(total("tests"), total("failures", "errors"), total("skipped"))
 
 
-def _run_tests(
-    prefix: Sequence[str], env: dict[str, str], seconds: int, log: Log
-) -> tuple[Counts, str]:
+def read_lines(output: str) -> Counts:
+    """The counts of what pytest printed, of tests that have ended, one a line."""
+    ends = re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)", output, re.MULTILINE)
+    failed = ends.count("FAILED") + ends.count("ERROR")
+    return Counts(len(ends), failed, ends.count("SKIPPED"))
+
+
+def _run_tests(prefix: Sequence[str], env: dict[str, str], seconds: int, log: Log) -> TestRun:
+    """Raises TestRunError if pytest ends without a result."""
+    log.say(TESTS)
     with tempfile.TemporaryDirectory(prefix="flexkv-gpu-tests-") as folder:
-        junit = Path(folder, "junit.xml")
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
+        junit, printed = Path(folder, "junit.xml"), Path(folder, "output")
+        pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", TESTS]
         command = [*prefix, *pytest, f"--junitxml={junit}", *(FAULTLESS if prefix else [])]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=os.environ | env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            output = error.output or b""
-            text = output.decode(errors="replace") if isinstance(output, bytes) else output
-            raise TestRunError(f"did not end within {seconds} s:\n{_tail(text)}") from None
-        if not junit.is_file():
-            raise TestRunError(f"exit status {done.returncode}:\n{_tail(done.stdout)}")
-        counts = read_junit(junit)
-    if counts.failed:
-        log.note(_tail(done.stdout))
-    if counts.passed == 0:
-        raise TestRunError(f"no test passed:\n{_tail(done.stdout)}")
-    return counts, done.stdout
+        cut = status = None
+        with printed.open("wb") as out:  # not a pipe, which a process that hangs would keep open
+            try:
+                status = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=os.environ | env,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    timeout=seconds,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                cut = f"did not end within {seconds} s"
+        output = printed.read_text(encoding="utf-8", errors="replace")
+        if cut is None and not junit.is_file():
+            raise TestRunError(f"exit status {status}:\n{_tail(output)}")
+        counts = read_lines(output) if cut is not None else read_junit(junit)
+    if cut is not None or counts.failed:
+        log.note(_tail(output))
+    return TestRun(counts.tests, counts.failed, counts.skipped, cut, output)
 
 
 def _tail(text: str) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from flexkv.host.arena import Arena
 from flexkv.host.numa import bytes_by_node, node_of_device
 from flexkv_kernels import (
@@ -21,19 +19,10 @@ from flexkv_kernels import (
     calibrated,
     cuda_device,
 )
+from integration.gpu.device import DEVICE, Gpu
 from integration.gpu.rig import Rig
 from integration.gpu.shapes import BLOCK_BYTES, Shape
-
-DEVICE = 0
-"""The first that this process may see; CUDA_VISIBLE_DEVICES chooses another."""
-
-BLOCKS, QUICK_BLOCKS = 480, 128
-"""Blocks of 2 MiB on each side: 960 MiB is far more than any cache holds, so that no copy is served
-from one, and takes some 20 ms, against which what it takes to start and to notice the end is
-nothing. No more than 1 GiB, the piece in which arenas are registered, as one large copy must not
-cross the border of two. Quick runs take a quarter."""
-
-REPEATS, QUICK_REPEATS = 9, 3
+from integration.gpu.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +30,57 @@ class Lab:
     """A rig whose arena stays registered with the driver; contenders need that as well.
 
     Attributes:
+        gpu: the device.
         rig: the memory.
-        repeats: measurements of everything.
+        sizes: how much is measured, and how often.
         notes: what a reader of the figures should know of the memory.
     """
 
+    gpu: Gpu
     rig: Rig
-    repeats: int
+    sizes: Sizes
     notes: tuple[str, ...]
+
+    @property
+    def has_bulk_copies(self) -> bool:
+        """Whether the device can copy by TMA."""
+        return cuda_device(DEVICE, self.gpu.driver).capability >= (9, 0)
 
     def calibration(self, shape: Shape) -> Calibration:
         """What FlexKV has calibrated on this device for such pages."""
         planes = shape.planes(self.rig.base, self.rig.blocks)
-        return calibrated(DEVICE, planes, range(len(planes)))
+        return calibrated(DEVICE, planes, range(len(planes)), driver=self.gpu.driver)
 
     @contextmanager
     def mover(self, shape: Shape, mode: CudaMode = CudaMode.AUTO) -> Iterator[CudaMover]:
         """A mover for pages of this shape; by default it copies as FlexKV does for its users."""
-        options = self.calibration(shape).options()
+        options = self.calibration(shape).options(self.gpu.driver)
         if mode is not CudaMode.AUTO:
-            options = CudaOptions(mode=mode, ring_bytes=options.ring_bytes)
-        with closing(_mover(self.rig, shape, options)) as mover:
+            options = CudaOptions(mode=mode, ring_bytes=options.ring_bytes, driver=self.gpu.driver)
+        with closing(self.mover_by(shape, options)) as mover:
             yield mover
+
+    def mover_by(self, shape: Shape, options: CudaOptions) -> CudaMover:
+        """A mover with options of the caller, who closes it."""
+        return _mover(self.rig, shape, options)
 
 
 @contextmanager
-def open_lab(quick: bool) -> Iterator[Lab]:
+def open_lab(gpu: Gpu, sizes: Sizes) -> Iterator[Lab]:
     """Memory on the device and an arena near it. ValueError without a usable device."""
-    torch.cuda.init()
-    node = node_of_device(cuda_device(DEVICE).pci_bus_id)
+    gpu.start()
+    node = node_of_device(cuda_device(DEVICE, gpu.driver).pci_bus_id)
     nodes = frozenset() if node is None else frozenset({node})
-    rig = Rig(QUICK_BLOCKS if quick else BLOCKS, f"cuda:{DEVICE}", nodes)
+    rig = Rig(sizes.blocks, gpu.memory, nodes)
     with closing(rig):
-        torch.cuda.synchronize()
+        gpu.synchronize()
         start = time.perf_counter()
-        registered = _mover(rig, Shape(BLOCK_BYTES), CudaOptions(mode=CudaMode.DMA))
+        options = CudaOptions(mode=CudaMode.DMA, driver=gpu.driver)
+        registered = _mover(rig, Shape(BLOCK_BYTES), options)
         seconds = time.perf_counter() - start
         notes = (describe_arena(rig.arena, seconds),)
         with closing(registered):
-            yield Lab(rig, QUICK_REPEATS if quick else REPEATS, notes)
+            yield Lab(gpu, rig, sizes, notes)
 
 
 def describe_arena(arena: Arena, seconds: float) -> str:

@@ -31,7 +31,7 @@ def describe_machine(command: list[str]) -> dict[str, str]:
 
     from flexkv.host.numa import node_of_device
     from flexkv_kernels import cuda_device
-    from integration.gpu.lab import DEVICE
+    from integration.gpu.device import DEVICE
 
     device = cuda_device(DEVICE)
     node = node_of_device(device.pci_bus_id)

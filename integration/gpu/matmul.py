@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies leave to a model: speed of a large matrix product while the link is saturated."""
+"""What copies leave to a model: time of a large matrix product while the link is saturated."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
 from flexkv.mover import Direction
+from flexkv_kernels import Calibration, CudaMode
 from integration.bench.rows import Goal, Row
-from integration.gpu import contenders
+from integration.gpu import contenders, goals
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
 from integration.gpu.rig import AnyMover, finish
 from integration.gpu.shapes import KIB, Order, Shape
 
-SIZE = 8192
-PRODUCTS = 40
-"""In one measurement: some 60 ms on an H200, during which several GB are copied."""
-
-GOAL = Goal(">=", 0.97)
 IN_FLIGHT = 4
 """Transfers under way in each direction, so that the link is never idle."""
 
@@ -43,41 +38,57 @@ class Pump:
 
 
 def matmul_rows(lab: Lab, log: Log) -> Iterator[Row]:
-    """A row for each shape, and one of a Triton copy of 16 KiB pages."""
-    product = Product()
-    for shape in SHAPES:
-        log.say(shape.name)
+    """Two rows for each shape, and one of a Triton copy of 16 KiB pages."""
+    product = Product(lab)
+    for shape in log.units(SHAPES, lambda shape: shape.name):
+        used = multiprocessors(lab.calibration(shape))
+        what = f"multiprocessors that copies of {shape.name} both ways occupy"
+        yield Row(what, used, "SMs", goals.MULTIPROCESSORS, "thread blocks, as calibrated")
         with lab.mover(shape) as mover:
             groups = groups_of(lab.rig.order)
             what = f"matrix product with copies of {shape.name} ÷ alone"
-            yield _measure(lab, what, GOAL, product, partial(pump, mover, groups))
-    try:
-        yield _against_triton(lab, product)
-    except Exception as error:  # noqa: BLE001 - a contender's failure must not hide our figures
-        log.note(f"no {contenders.TRITON}: {type(error).__name__}: {error}")
+            copy = partial(pump, mover, groups)
+            yield _measure(lab, what, goals.MATMUL, product, copy)
+    for _ in log.units([contenders.TRITON], str):
+        try:
+            yield _against_triton(lab, product)
+        except Exception as error:  # noqa: BLE001 - a contender's failure must not hide our figures
+            log.note(f"no {contenders.TRITON}: {type(error).__name__}: {error}")
+
+
+def multiprocessors(calibration: Calibration) -> int:
+    """The most that kernels of a load and a store at once can be on: one for each thread block."""
+    if calibration.mode is CudaMode.DMA:
+        return 0
+    return sum(
+        max(
+            (choice.thread_blocks for choice in calibration.choices if choice.direction is d),
+            default=0,
+        )
+        for d in Direction
+    )
 
 
 class Product:
-    """bf16 [SIZE, SIZE] times the same, of random numbers, into memory that is there already."""
+    """bf16 [n, n] times the same, of random numbers, into memory that is there already."""
 
-    def __init__(self) -> None:
-        shape, kind = (SIZE, SIZE), torch.bfloat16
-        self._factors = [torch.randn(shape, device="cuda", dtype=kind) for _ in range(2)]
-        self._result = torch.empty(shape, device="cuda", dtype=kind)
-        self._stream = torch.cuda.Stream()
-        torch.cuda.synchronize()
+    def __init__(self, lab: Lab) -> None:
+        self.size, self._count = lab.sizes.matrix, lab.sizes.products
+        shape, kind, memory = (self.size, self.size), torch.bfloat16, lab.gpu.memory
+        self._factors = [torch.randn(shape, device=memory, dtype=kind) for _ in range(2)]
+        self._result = torch.empty(shape, device=memory, dtype=kind)
+        self._gpu, self._stream = lab.gpu, lab.gpu.stream()
+        self._gpu.synchronize()
 
     def seconds(self) -> float:
-        """Of one product, by the device's clock, the mean of PRODUCTS."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._stream):
+        """Of one product, by the device's clock, the mean of many."""
+        with self._stream.current():
+            self._multiply(1)
+        return self._gpu.seconds(self._stream, lambda: self._multiply(self._count)) / self._count
+
+    def _multiply(self, count: int) -> None:
+        for _ in range(count):
             torch.mm(*self._factors, out=self._result)
-            start.record()
-            for _ in range(PRODUCTS):
-                torch.mm(*self._factors, out=self._result)
-            end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / PRODUCTS
 
 
 def groups_of(order: Order) -> dict[Direction, list[Order]]:
@@ -131,15 +142,15 @@ def _measure(
 ) -> Row:
     alone, beside, speeds = [], [], []
     product.seconds()
-    for _ in range(lab.repeats):
+    for _ in range(lab.sizes.repeats):
         alone.append(product.seconds())
         with running(copy) as state:
             time.sleep(0.02)  # copies are under way
             copied, start = state.copied, time.perf_counter()
             beside.append(product.seconds())
             speeds.append((state.copied - copied) / (time.perf_counter() - start) / 1e9)
-    ratio = statistics.median(alone) / statistics.median(beside)
-    flops = 2 * SIZE**3 / statistics.median(alone) / 1e12
+    ratio = statistics.median(beside) / statistics.median(alone)
+    flops = 2 * product.size**3 / statistics.median(alone) / 1e12
     return Row(
         what=what,
         value=ratio,
@@ -155,20 +166,19 @@ def _against_triton(lab: Lab, product: Product) -> Row:
     shape = Shape(16 * KIB)
     groups = groups_of(lab.rig.order)
     work = {
-        direction: [(contenders.by_triton(lab.rig, shape, direction, o)[1], o) for o in orders]
+        direction: [(contenders.by_triton(lab, shape, direction, o)[1], o) for o in orders]
         for direction, orders in groups.items()
     }
     for pairs in work.values():
         for enqueue, _ in pairs:
-            contenders.finished(enqueue)()  # compiles the kernel
-    streams: dict[Direction, Any] = {direction: torch.cuda.Stream() for direction in work}
+            contenders.finished(lab, enqueue)()  # compiles the kernel
+    streams = {direction: lab.gpu.stream() for direction in work}
 
     def copy(state: Pump) -> None:
         while not state.stop.is_set():
             for direction, stream in streams.items():
-                with torch.cuda.stream(stream):
-                    for enqueue, _ in work[direction]:
-                        enqueue()
+                for enqueue, _ in work[direction]:
+                    enqueue(stream)
             for direction, stream in streams.items():
                 stream.synchronize()
                 state.copied += sum(order.bytes for _, order in work[direction])

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from flexkv.mover import Direction
-from flexkv_kernels import CudaMode, cuda_device
+from flexkv_kernels import CudaMode
 from integration.bench.rows import Goal, Row
-from integration.gpu import contenders
-from integration.gpu.lab import DEVICE, Lab
+from integration.gpu import contenders, goals
+from integration.gpu.lab import Lab
 from integration.gpu.results import Log
-from integration.gpu.rig import Copy, Rig, WrongBytesError, mover_copies
+from integration.gpu.rig import Copy, mover_copies
 from integration.gpu.shapes import KIB, SHAPES, Order, Shape
+from integration.gpu.smoke import check_row, modes_for
 from integration.gpu.timing import interleaved, rates, ratio_of_rates
 
 CONTENDER_RUNS = {contenders.TRITON: 1 << 20, contenders.PAGEWISE: 1 << 17}
@@ -25,23 +26,22 @@ CHECKED_BLOCKS = 16
 OURS = "FlexKV"
 
 
-def goal_of(shape: Shape) -> Goal:
+def goal_of(shape: Shape) -> Goal | None:
     """What part of one large copy's speed is aimed at."""
     if shape.run_bytes >= 16 * KIB:
-        return Goal(">=", 0.95)
-    return Goal(">=", 0.85 if shape.run_bytes >= 4 * KIB else 0.8)
+        return goals.ONE_WAY_LONG
+    return goals.ONE_WAY_SHORT if shape.run_bytes <= 256 else None
 
 
 def one_way_rows(lab: Lab, log: Log) -> Iterator[Row]:
     """Rows of both directions and all shapes; before them, one for each mover that is wrong."""
-    for shape in SHAPES:
-        log.say(shape.name)
+    for shape in log.units(SHAPES, lambda shape: shape.name):
         with ExitStack() as stack:
             ours: dict[str, dict[Direction, Copy]] = {}
-            for mode in modes_for(shape):
+            for mode in modes_for(lab, shape):
                 mover = stack.enter_context(lab.mover(shape, mode))
                 copies = mover_copies(mover, lab.rig.order)
-                wrong = check_row(lab.rig, shape, _name(mode), copies)
+                wrong = check_row(lab.rig, shape, _name(mode), lab.rig.order, copies)
                 if wrong is None:
                     ours[_name(mode)] = copies
                 else:
@@ -49,26 +49,6 @@ def one_way_rows(lab: Lab, log: Log) -> Iterator[Row]:
             for direction in Direction:
                 chosen = {name: copies[direction] for name, copies in ours.items()}
                 yield from _measure(lab, shape, direction, chosen, log)
-
-
-def check_row(rig: Rig, shape: Shape, name: str, copies: dict[Direction, Copy]) -> Row | None:
-    """A row that misses its goal if copies are wrong; None, and no row, if every byte is right."""
-    try:
-        rig.check(shape, rig.order, copies)
-    except WrongBytesError as error:
-        what = f"{shape.name}, {name}: wrong bytes"
-        return Row(what, error.count, "bytes", Goal("<=", 0), str(error))
-    return None
-
-
-def modes_for(shape: Shape) -> list[CudaMode]:
-    """AUTO, what users have, and each way by itself; short runs by DMA would take seconds."""
-    modes = [CudaMode.AUTO, CudaMode.STAGED, CudaMode.KERNEL]
-    if cuda_device(DEVICE).capability >= (9, 0):
-        modes.append(CudaMode.TMA)
-    if shape.run_bytes >= 4 * KIB:
-        modes.append(CudaMode.DMA)
-    return modes
 
 
 def contender_order(name: str, shape: Shape, order: Order) -> Order:
@@ -87,10 +67,10 @@ def _measure(
     ours: dict[str, Copy],
     log: Log,
 ) -> Iterator[Row]:
-    rig, order = lab.rig, lab.rig.order
-    large = contenders.finished(contenders.large(rig, direction, 0, order.bytes))
+    order = lab.rig.order
+    large = contenders.finished(lab, contenders.large(lab, direction, 0, order.bytes))
     others = _contenders(lab, shape, direction, log)
-    seconds = interleaved({contenders.LARGE: large, **ours, **others}, lab.repeats)
+    seconds = interleaved({contenders.LARGE: large, **ours, **others}, lab.sizes.repeats)
     parts = {name: contender_order(name, shape, order) for name in others}
     speed = {name: rates(taken, parts.get(name, order).bytes) for name, taken in seconds.items()}
     what = f"{direction.name.lower()}, {shape.name}"
@@ -110,7 +90,7 @@ def _contenders(lab: Lab, shape: Shape, direction: Direction, log: Log) -> dict[
     makers: dict[str, Callable[[Direction, Order], Copy]] = {
         contenders.TRITON: lambda d, o: _best_triton(lab, shape, d, o),
         contenders.PAGEWISE: lambda d, o: contenders.finished(
-            contenders.page_by_page(lab.rig, shape, d, o)
+            lab, contenders.page_by_page(lab, shape, d, o)
         ),
     }
     working: dict[str, Copy] = {}
@@ -124,7 +104,7 @@ def _contenders(lab: Lab, shape: Shape, direction: Direction, log: Log) -> dict[
 
 
 def _best_triton(lab: Lab, shape: Shape, direction: Direction, order: Order) -> Copy:
-    candidates = contenders.by_triton(lab.rig, shape, direction, order)
-    copies = {str(i): contenders.finished(enqueue) for i, enqueue in enumerate(candidates)}
+    candidates = contenders.by_triton(lab, shape, direction, order)
+    copies = {str(i): contenders.finished(lab, enqueue) for i, enqueue in enumerate(candidates)}
     seconds = interleaved(copies, repeats=2)
     return copies[min(copies, key=lambda name: statistics.median(seconds[name]))]

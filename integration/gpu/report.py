@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from integration.bench.rows import Row
+from integration.gpu.goals import Verdict, verdicts
 from integration.gpu.results import Outcome
 
 
@@ -23,6 +24,10 @@ def write_report(
         "machine": dict(machine),
         "partial": partial,
         "passed": all(outcome.passed for outcome in outcomes),
+        "goals": [
+            {"goal": f"{found.goal.name}: {found.goal}", "verdict": found.text}
+            for found in verdicts([row for outcome in outcomes for row in outcome.rows])
+        ],
         "sections": [outcome.as_json() for outcome in outcomes],
     }
     beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -47,6 +52,7 @@ def markdown(
         "|---|---|",
         *(f"| {_cell(name)} | {_cell(value)} |" for name, value in machine.items()),
     ]
+    lines += ["", *_goals(outcomes)]
     for outcome in outcomes:
         lines += ["", *_section(outcome)]
     return "\n".join(lines) + "\n"
@@ -58,6 +64,25 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
     text = f"{met} of {len(goals)} rows with a goal reach it."
     failed = [outcome.name for outcome in outcomes if outcome.failure is not None]
     return text + (f" Sections that failed: {', '.join(failed)}." if failed else "")
+
+
+def _goals(outcomes: Sequence[Outcome]) -> list[str]:
+    """The project's goals, each with the row that is furthest from it."""
+    found = verdicts([row for outcome in outcomes for row in outcome.rows])
+    return [
+        "## Goals",
+        "",
+        "| | goal | measured | | row furthest from it |",
+        "|---|---:|---:|---|---|",
+        *(_goal(verdict) for verdict in found),
+    ]
+
+
+def _goal(verdict: Verdict) -> str:
+    goal, worst = verdict.goal, verdict.worst
+    measured, row = ("", "") if worst is None else (_value(worst), worst.what)
+    text = "**missed**" if verdict.text == "missed" else verdict.text
+    return "| " + " | ".join(map(_cell, (goal.name, str(goal), measured, text, row))) + " |"
 
 
 def _section(outcome: Outcome) -> list[str]:
@@ -73,13 +98,18 @@ def _section(outcome: Outcome) -> list[str]:
 
 
 def _row(row: Row) -> str:
-    unit = "" if row.unit == "ratio" else f" {row.unit}"
-    value = f"{row.value:.3f}" if row.value < 10 else f"{row.value:.1f}"
-    value = "not measured" if math.isnan(row.value) else value + unit
+    value = _value(row)
     goal = "" if row.goal is None else str(row.goal)
     verdict = "" if row.goal is None else "ok" if row.passed else "**missed**"
     cells = (row.what, value, goal, verdict, row.detail)
     return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _value(row: Row) -> str:
+    if math.isnan(row.value):
+        return "not measured"
+    value = f"{row.value:.3f}" if row.value < 10 else f"{row.value:.1f}"
+    return value if row.unit == "ratio" else f"{value} {row.unit}"
 
 
 def _cell(text: str) -> str:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a section found, and its way from the section's process to the report."""
+"""What a section found, and what it says meanwhile."""
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from integration.bench.rows import Goal, Row
+from integration.bench.rows import Row
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -32,12 +33,6 @@ class Outcome:
     def passed(self) -> bool:
         return self.failure is None and all(row.passed for row in self.rows)
 
-    def write(self, path: Path) -> None:
-        """As JSON, for `read`, which finds the whole or what was written before."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(path)
-
     def as_json(self) -> dict[str, Any]:
         """For the report. What was not measured has the value None: JSON knows no NaN."""
         rows = [row.as_json() for row in self.rows]
@@ -47,10 +42,24 @@ class Outcome:
 
 
 class Log:
-    """What a section tells meanwhile, on the terminal and in its report."""
+    """What a section tells meanwhile, on the terminal and in its report, and how far it is.
 
-    def __init__(self) -> None:
+    Args:
+        finished: units that an earlier run of the section has finished.
+        told: is given each note.
+        unit_done: is given each unit whose rows are all there.
+    """
+
+    def __init__(
+        self,
+        finished: Set[str] = frozenset(),
+        told: Callable[[str], None] = lambda _: None,
+        unit_done: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.notes: list[str] = []
+        self._finished = finished
+        self._told = told
+        self._unit_done = unit_done
 
     def say(self, text: str) -> None:
         """How far it is."""
@@ -60,13 +69,15 @@ class Log:
         """What a reader of the report must know."""
         self.say(text)
         self.notes.append(text)
+        self._told(text)
 
-
-def read(path: Path) -> Outcome:
-    """What `Outcome.write` has written. OSError or ValueError if there is none, or half of it."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    rows = [
-        Row(**(fields | {"goal": None if fields["goal"] is None else Goal(**fields["goal"])}))
-        for fields in document.pop("rows")
-    ]
-    return Outcome(rows=rows, **document)
+    def units(self, items: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
+        """The items that no earlier run has finished. One is finished when the next is asked for:
+        its rows must have been given out before."""
+        for item in items:
+            unit = name(item)
+            if unit in self._finished:
+                continue
+            self.say(unit)
+            yield item
+            self._unit_done(unit)

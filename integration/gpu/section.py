@@ -1,95 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m integration.gpu.section NAME OUT``: one section, in this process.
+"""``python -m integration.gpu.section NAME ROWS``: one section, in this process.
 
-`__main__` starts it; by hand it is of use to look into a failure.
+`__main__` starts it; by hand it is of use to look into a failure. An error is printed, and the exit
+status is 1; the rows before it are in the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from integration.bench.rows import Row, table
-from integration.gpu.results import Log, Outcome
+from integration.gpu import journal
+from integration.gpu.journal import Journal
+from integration.gpu.results import Log
+from integration.gpu.sizes import FULL, QUICK, Sizes
+
+if TYPE_CHECKING:
+    from integration.gpu.device import Gpu
 
 SECTIONS = {
-    "tests": "Tests",
+    "sweep": "Sweep",
+    "smoke": "Every byte",
     "one-way": "One way",
     "both-ways": "Both ways at once",
     "matmul": "Beside a matrix product",
     "submit": "What a transfer costs the engine's thread",
+    "tests": "Tests",
+    "sanitizer": "Tests under compute-sanitizer",
+    "tokens": "Tokens of a model over loaded blocks",
     "serving": "A model that serves",
 }
-"""Names on the command line, and in the report."""
+"""Names on the command line, and in the report, in the order in which they run."""
 
 SECONDS = {
-    "tests": 360,
-    "one-way": 300,
+    "sweep": 150,
+    "smoke": 90,
+    "one-way": 360,
     "both-ways": 90,
     "matmul": 90,
     "submit": 60,
-    "serving": 1200,
+    "tests": 180,
+    "sanitizer": 300,
+    "tokens": 420,
+    "serving": 1500,
 }
-"""After which a section is ended, so that one that hangs leaves time for the others."""
+"""After which a section is ended, so that one that hangs leaves time for the others. Not tuned: no
+device has run them yet."""
+
+ON_DEVICE = ("sweep", "smoke", "one-way", "both-ways", "matmul", "submit")
+"""Those that copy between memory of their own and measure that."""
 
 
 def measure(name: str, quick: bool, log: Log) -> Iterator[Row]:
     """The rows of a section. Imports what it needs only then: torch, and CUDA's mover."""
-    if name == "tests":
-        from integration.gpu.gpu_tests import test_rows
+    if name in ON_DEVICE:
+        from integration.gpu.device import TorchGpu
 
-        yield from test_rows(quick, log)
-        return
-    if name == "serving":
+        yield from copy_rows(name, TorchGpu(), QUICK if quick else FULL, log)
+    elif name in {"tests", "sanitizer"}:
+        from integration.gpu import gpu_tests
+
+        yield from (gpu_tests.test_rows if name == "tests" else gpu_tests.sanitizer_rows)(log)
+    elif name == "tokens":
+        from integration.gpu.tokens import token_rows
+
+        yield from token_rows(log)
+    else:
         from integration.gpu.serving import serving_rows
 
         yield from serving_rows(quick, log)
-        return
+
+
+def copy_rows(name: str, gpu: Gpu, sizes: Sizes, log: Log) -> Generator[Row, None, None]:
+    """The rows of a section that measures copies."""
     from integration.gpu.both_ways import both_ways_rows
     from integration.gpu.lab import open_lab
     from integration.gpu.matmul import matmul_rows
     from integration.gpu.one_way import one_way_rows
+    from integration.gpu.smoke import smoke_rows
     from integration.gpu.submit import submit_rows
+    from integration.gpu.sweep import sweep_rows
 
     parts = {
+        "sweep": sweep_rows,
+        "smoke": smoke_rows,
         "one-way": one_way_rows,
         "both-ways": both_ways_rows,
         "matmul": matmul_rows,
         "submit": submit_rows,
     }
-    with open_lab(quick) as lab:
+    with open_lab(gpu, sizes) as lab:
         for note in lab.notes:
             log.note(note)
         yield from parts[name](lab, log)
 
 
+def write_rows(name: str, rows: Iterator[Row], file: Journal) -> list[Row]:
+    """Each row is in the file as soon as it was measured. Returns all."""
+    found = []
+    for row in rows:
+        file.row(name, row)
+        found.append(row)
+    return found
+
+
+def log_for(name: str, file: Journal) -> Log:
+    """Continues what the file has of the section."""
+    known = journal.read([file.path], SECTIONS, begun=False).sections.get(name)
+    return Log(
+        known.units if known is not None else frozenset(),
+        lambda text: file.note(name, text),
+        lambda unit: file.unit(name, unit),
+    )
+
+
 def main() -> None:
-    """Measure, print the table, write the outcome."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description="one section of the report")
     parser.add_argument("name", choices=list(SECTIONS))
-    parser.add_argument("out", type=Path, help="a JSON file")
+    parser.add_argument("rows", type=Path, help="the file of rows, to be continued")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    log = Log()
-    rows = measure(options.name, options.quick, log)
-    outcome = collect(SECTIONS[options.name], rows, log, options.out)
-    print(table(outcome.rows))
-
-
-def collect(title: str, rows: Iterator[Row], log: Log, path: Path) -> Outcome:
-    """All rows, or those until an error, which is reported. Each is in the file at `path` as soon
-    as it was measured, for a section that is ended by its limit."""
-    outcome = Outcome(title, notes=log.notes)
-    try:
-        for row in rows:
-            outcome.rows.append(row)
-            outcome.write(path)
-    except Exception:  # noqa: BLE001 - what was measured before it must not be lost
-        outcome.failure = traceback.format_exc()
-    outcome.write(path)
-    return outcome
+    with closing(Journal(options.rows)) as file:
+        log = log_for(options.name, file)
+        print(table(write_rows(options.name, measure(options.name, options.quick, log), file)))
 
 
 if __name__ == "__main__":

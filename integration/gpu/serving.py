@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM with a batch of long prompts, new and seen before: with FlexKV, with vLLM's own
-OffloadingConnector, and with neither.
+"""A real vLLM with a batch of long prompts, new and seen before: with FlexKV, without a connector,
+with vLLM's own OffloadingConnector and with LMCache.
 
 The batch is the one that Tencent's FlexKV is advertised with: prompts of 21,000 tokens, answers of
-1,000, 8 at once. The weights are vLLM's dummy ones: nothing is said about answers here.
+1,000, 8 at once. The weights are vLLM's dummy ones: `tokens` compares answers.
 """
 
 from __future__ import annotations
@@ -12,23 +12,28 @@ import importlib.util
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from integration.bench.rows import Goal, Row, ratio_row
+from integration.gpu import goals
 from integration.gpu.results import Log
+from integration.gpu.timing import median_row
 from integration.harness import connector
 from integration.harness.checkpoint import ModelSpec, write_config
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Completion, Engine
+from integration.harness.engine import Completion, Engine, EngineError
 from integration.harness.prompts import random_tokens
 
-NONE, NATIVE, FLEXKV = "no connector", "OffloadingConnector", "FlexKV"
+NONE, NATIVE, FLEXKV, LMCACHE = "no connector", "OffloadingConnector", "FlexKV", "LMCache"
+OURS = (NONE, FLEXKV)
+"""Without these nothing can be said; another that fails is left out."""
+
 NEW, SEEN = "new", "seen"
+_PROMPTS = {NEW: "new", SEEN: "seen before"}
 BLOCK_SLACK = 1.2
 """KV cache and host memory for so many batches: answers, and blocks that are not full."""
 
@@ -115,20 +120,27 @@ def serving_rows(quick: bool, log: Log) -> Iterator[Row]:
     load = QUICK if quick else FULL
     contenders = {
         NONE: connector.NONE,
-        NATIVE: connector.native_offloading(load.gigabytes),
         FLEXKV: connector.plugin(cpu_cache_gb=load.gigabytes),
+        NATIVE: connector.native_offloading(load.gigabytes),
     }
+    if importlib.util.find_spec("lmcache") is None:
+        log.note("LMCache is not installed: not measured")
+    else:
+        contenders[LMCACHE] = connector.lmcache(load.gigabytes)
     with tempfile.TemporaryDirectory(prefix="flexkv-serving-") as folder:
         yield from rows(load, measure(load, contenders, Path(folder), log))
 
 
-def measure(load: Workload, contenders: Mapping[str, Connector], folder: Path, log: Log) -> Batches:
-    """Let the contenders take turns, one engine alive at a time.
+def measure(
+    load: Workload, contenders: Mapping[str, Connector], folder: Path, log: Log
+) -> Iterator[tuple[str, Batches]]:
+    """Let the contenders take turns, one engine alive at a time. Gives the name and all batches so
+    far after each.
 
     Raises:
         RuntimeError: a prompt that was seen before was computed, or a new one was not.
     """
-    batches = defaultdict(list)
+    batches: dict[tuple[str, str], list[Batch]] = {}
     for name, chosen in contenders.items():
         log.say(f"{load.batch} requests of {load.prompt_tokens:,} tokens: {name}")
         config = EngineConfig(
@@ -141,72 +153,106 @@ def measure(load: Workload, contenders: Mapping[str, Connector], folder: Path, l
             forked=load.forked,
             extra_args={"load_format": "dummy"} | load.engine_args,
         )
-        with Engine(config, folder / f"{name}.log") as engine:
-            _warm_up(engine, load)
-            for repeat in range(load.repeats):
-                prompts = _prompts(load, f"{name} {repeat}")
-                batches[name, NEW].append(_ask(engine, load, prompts, cached=0.0))
+        try:
+            batches |= _batches(load, name, config, folder / f"{name}.log")
+        except (EngineError, RuntimeError) as error:
+            if name in OURS:
+                raise
+            log.note(f"no {name}: {type(error).__name__}: {error}")
+            continue
+        yield name, batches
+
+
+def _batches(load: Workload, name: str, config: EngineConfig, path: Path) -> Batches:
+    """The batches of one engine."""
+    new, seen = [], []
+    with Engine(config, path) as engine:
+        _warm_up(engine, load)
+        for repeat in range(load.repeats):
+            prompts = _prompts(load, f"{name} {repeat}")
+            new.append(_ask(engine, load, prompts, cached=0.0))
+            engine.reset_prefix_cache()
+            if name != NONE:
+                seen.append(_ask(engine, load, prompts, cached=0.9))
                 engine.reset_prefix_cache()
-                if name != NONE:
-                    batches[name, SEEN].append(_ask(engine, load, prompts, cached=0.9))
-                    engine.reset_prefix_cache()
-    return batches
+    return {(name, NEW): new} | ({(name, SEEN): seen} if seen else {})
 
 
-def rows(load: Workload, batches: Batches) -> list[Row]:
-    """FlexKV against both others."""
-    ttft = {key: [batch.ttft for batch in found] for key, found in batches.items()}
-    tpot = {key: [batch.tpot for batch in found] for key, found in batches.items()}
+def rows(load: Workload, measured: Iterator[tuple[str, Batches]]) -> Iterator[Row]:
+    """Figures of each contender as soon as it was measured, and FlexKV against each other one."""
     what = f"batch of {load.batch}, {load.prompt_tokens:,} tokens in, {load.new_tokens:,} out"
-    found = [
-        ratio_row(
-            f"TTFT of prompts seen before ÷ computing them, {what}",
-            Goal("<=", 0.1),
-            (FLEXKV, ttft[FLEXKV, SEEN]),
-            (NONE, ttft[NONE, NEW]),
-        ),
-        ratio_row(
-            f"TTFT of new prompts ÷ without a connector, {what}",
-            None,
-            (FLEXKV, ttft[FLEXKV, NEW]),
-            (NONE, ttft[NONE, NEW]),
-        ),
-    ]
+    for name, batches in measured:
+        for kind in (NEW, SEEN):
+            if (name, kind) in batches:
+                yield from _figures(load, name, kind, batches[name, kind], what)
+        if name == FLEXKV:
+            yield from _against_none(load, batches, what)
+        elif name != NONE:
+            yield from _against_peer(load, name, batches, what)
+
+
+def _figures(load: Workload, name: str, kind: str, found: list[Batch], what: str) -> Iterator[Row]:
+    side = f"{name}, prompts {_PROMPTS[kind]}, {what}"
+    yield median_row(f"TTFT of {side}", None, [1e3 * batch.ttft for batch in found], "ms", "")
+    yield median_row(f"TPOT of {side}", None, [1e3 * batch.tpot for batch in found], "ms", "")
+    rates = _per_minute(load, found)
+    yield median_row(f"requests a minute of {side}", None, rates, "a minute", "")
+
+
+def _against_none(load: Workload, batches: Batches, what: str) -> Iterator[Row]:
+    computed = batches[NONE, NEW]
+    for kind, ttft, rate in ((SEEN, goals.WARM_TTFT, goals.WARM_RATE), (NEW, None, None)):
+        ours = batches[FLEXKV, kind]
+        side = f"prompts {_PROMPTS[kind]} ÷ {NONE}, {what}"
+        yield _ttft_row(f"TTFT of {side}", ttft, NONE, ours, computed)
+        yield _rate_row(f"requests a minute of {side}", rate, load, NONE, ours, computed)
+
+
+def _against_peer(load: Workload, peer: str, batches: Batches, what: str) -> Iterator[Row]:
     for kind in (SEEN, NEW):
-        side = f"prompts {kind}{' before' if kind == SEEN else ''} ÷ {NATIVE}, {what}"
-        found += [
-            ratio_row(
-                f"TTFT of {side}",
-                Goal("<=", 1.0),
-                (FLEXKV, ttft[FLEXKV, kind]),
-                (NATIVE, ttft[NATIVE, kind]),
-            ),
-            ratio_row(
-                f"TPOT of {side}",
-                Goal("<=", 1.0),
-                (FLEXKV, tpot[FLEXKV, kind]),
-                (NATIVE, tpot[NATIVE, kind]),
-            ),
-            _per_minute_row(f"requests per minute of {side}", load, batches, kind),
-        ]
-    return found
+        ours, theirs = batches[FLEXKV, kind], batches[peer, kind]
+        side = f"prompts {_PROMPTS[kind]} ÷ {peer}, {what}"
+        yield _ttft_row(f"TTFT of {side}", goals.PEER_TTFT, peer, ours, theirs)
+        yield ratio_row(
+            f"TPOT of {side}",
+            Goal("<=", 1.0),
+            (FLEXKV, [batch.tpot for batch in ours]),
+            (peer, [batch.tpot for batch in theirs]),
+        )
+        what_rate = f"requests a minute of {side}"
+        yield _rate_row(what_rate, goals.PEER_RATE, load, peer, ours, theirs)
 
 
-def _per_minute_row(what: str, load: Workload, batches: Batches, kind: str) -> Row:
-    by_name = {
-        name: [60 * load.batch / batch.seconds for batch in batches[name, kind]]
-        for name in (FLEXKV, NATIVE)
-    }
-    ours, theirs = (statistics.median(by_name[name]) for name in (FLEXKV, NATIVE))
+def _ttft_row(
+    what: str, goal: Goal | None, name: str, ours: list[Batch], theirs: list[Batch]
+) -> Row:
+    first = (FLEXKV, [batch.ttft for batch in ours])
+    return ratio_row(what, goal, first, (name, [batch.ttft for batch in theirs]))
+
+
+def _rate_row(  # noqa: PLR0917
+    what: str,
+    goal: Goal | None,
+    load: Workload,
+    name: str,
+    ours: list[Batch],
+    theirs: list[Batch],
+) -> Row:
+    by_name = {FLEXKV: _per_minute(load, ours), name: _per_minute(load, theirs)}
+    first, second = (statistics.median(rates) for rates in by_name.values())
     return Row(
         what=what,
-        value=ours / theirs,
+        value=first / second,
         unit="ratio",
-        goal=Goal(">=", 1.0),
-        detail=f"{FLEXKV} {ours:.4g} ÷ {NATIVE} {theirs:.4g}",
+        goal=goal,
+        detail=f"{FLEXKV} {first:.4g} ÷ {name} {second:.4g}",
         samples=by_name,
-        unit_of_samples="requests per minute",
+        unit_of_samples="requests a minute",
     )
+
+
+def _per_minute(load: Workload, found: list[Batch]) -> list[float]:
+    return [60 * load.batch / batch.seconds for batch in found]
 
 
 def _prompts(load: Workload, seed: str) -> list[list[int]]:

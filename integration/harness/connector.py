@@ -97,6 +97,16 @@ def native_offloading(gigabytes: float) -> Connector:
     )
 
 
+def lmcache(gigabytes: float) -> Connector:
+    """LMCache in the engine's processes, with so many GiB of host memory and no disk."""
+    return Connector(
+        "lmcache",
+        {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+        {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{gigabytes:.3f}"},
+        holds_blocks=False,
+    )
+
+
 def example(storage: Path, role: str = "kv_both") -> Connector:
     """vLLM's ExampleConnector, which keeps safetensors files under ``storage``.
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.gpu import goals
 from integration.gpu.results import Log
-from integration.gpu.serving import FLEXKV, NATIVE, NEW, NONE, SEEN, Workload, measure, rows
+from integration.gpu.serving import FLEXKV, LMCACHE, NATIVE, NONE, Workload, measure, rows
 from integration.harness import connector
 from integration.harness.checkpoint import TINY
 from integration.harness.connector import Connector
@@ -38,23 +40,34 @@ def test_a_batch_is_asked_new_and_seen(
     flexkv: Callable[..., dict[str, Any]],
     offloading: Callable[..., Connector],
 ) -> None:
-    batches = measure(
+    log = Log()
+    measured = measure(
         LOAD,
         {
             NONE: connector.NONE,
+            FLEXKV: connector.plugin(**flexkv()),
             # vLLM's own cache refuses to run on CPUs: here FlexKV's takes its place.
             NATIVE: offloading(),
-            FLEXKV: connector.plugin(**flexkv()),
+            # A peer that does not start is left out.
+            LMCACHE: connector.example(tmp_path / "x", role="no role"),
         },
         tmp_path,
-        Log(),
+        log,
     )
-    measured = {(NONE, NEW), (NATIVE, NEW), (NATIVE, SEEN), (FLEXKV, NEW), (FLEXKV, SEEN)}
-    assert batches.keys() == measured
-    assert all(len(found) == LOAD.repeats for found in batches.values())
-    found = rows(LOAD, batches)
-    assert len(found) == 8
+    found = list(rows(LOAD, measured))
     assert all(row.value > 0 for row in found)
+    shown = Counter(row.goal for row in found if row.goal is not None and row.goal.name)
+    assert shown == {
+        goals.WARM_TTFT: 1,
+        goals.WARM_RATE: 1,
+        goals.PEER_TTFT: 2,
+        goals.PEER_RATE: 2,
+    }
+    figures = [row for row in found if "samples" in row.samples]
+    assert [len(row.samples["samples"]) for row in figures] == [LOAD.repeats] * 15
+    # What was measured is there before the next engine starts.
+    assert found[0].what.startswith(f"TTFT of {NONE}, prompts new")
+    assert [note.partition(":")[0] for note in log.notes] == [f"no {LMCACHE}"]
 
 
 def test_what_is_not_cached_is_not_measured(
@@ -62,4 +75,4 @@ def test_what_is_not_cached_is_not_measured(
 ) -> None:
     without = connector.plugin(**flexkv(enable=False))
     with pytest.raises(RuntimeError, match="0 of 1300 tokens were cached, where 90% were to be"):
-        measure(LOAD, {FLEXKV: without}, tmp_path, Log())
+        list(measure(LOAD, {FLEXKV: without}, tmp_path, Log()))

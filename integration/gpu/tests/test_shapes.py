@@ -13,7 +13,7 @@ import torch
 
 from flexkv.mover import Direction
 from flexkv_kernels import CpuMover
-from integration.gpu import both_ways, contenders, matmul, one_way, submit
+from integration.gpu import both_ways, contenders, goals, matmul, one_way, smoke, submit
 from integration.gpu.lab import describe_arena
 from integration.gpu.rig import Copy, Rig, WrongBytesError, mover_copies
 from integration.gpu.shapes import BLOCK_BYTES, KIB, SHAPES, Order, Shape, random_order
@@ -38,7 +38,8 @@ def test_all_page_sizes_of_the_goals_are_there() -> None:
     names = [shape.name for shape in SHAPES]
     pages = ["4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "2 MiB"]
     assert names == ["256 B rows", *(f"{size} pages" for size in pages)]
-    assert [one_way.goal_of(shape).bound for shape in SHAPES] == [0.8, 0.85] + [0.95] * 5
+    wanted = [goals.ONE_WAY_SHORT, None, *[goals.ONE_WAY_LONG] * 5]
+    assert [one_way.goal_of(shape) for shape in SHAPES] == wanted
 
 
 @ids
@@ -96,9 +97,9 @@ def test_a_wrong_mover_is_a_row_and_a_right_one_is_none(rig: Rig) -> None:
     shape = Shape(64 * KIB)
     mover = cpu_mover(rig, shape)
     right = mover_copies(mover, rig.order)
-    assert one_way.check_row(rig, shape, "FlexKV", right) is None
+    assert smoke.check_row(rig, shape, "FlexKV", rig.order, right) is None
     nothing: dict[Direction, Copy] = {direction: lambda: None for direction in Direction}
-    row = one_way.check_row(rig, shape, "FlexKV", right | nothing)
+    row = smoke.check_row(rig, shape, "FlexKV", rig.order, right | nothing)
     assert row is not None
     assert not row.passed
     assert 0 < row.value <= rig.pages.numel()
@@ -159,8 +160,8 @@ def test_both_directions_at_once(rig: Rig) -> None:
 
 def test_submits_are_timed(rig: Rig) -> None:
     mover = cpu_mover(rig, Shape(64 * KIB))
-    calls, works = submit.times(mover, Direction.STORE, rig.order.part(0, 1))
-    assert len(calls) == len(works) == submit.REPEATS
+    calls, works = submit.times(mover, Direction.STORE, rig.order.part(0, 1), 5)
+    assert len(calls) == len(works) == 5
     assert min(calls) > 0
     mover.close()
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every section that copies, on the emulated device: it says nothing of speed, but all must run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from flexkv.mover import Direction
+from flexkv_kernels import Calibration, CudaChoice, CudaMode, cuda_calibration
+from integration.bench.rows import Goal, Row
+from integration.gpu import contenders, goals, journal, matmul, one_way, smoke
+from integration.gpu.journal import Journal
+from integration.gpu.results import Log
+from integration.gpu.section import ON_DEVICE, SECTIONS, copy_rows, log_for, write_rows
+from integration.gpu.shapes import SHAPES
+from integration.gpu.tests.emulated import TINY, EmulatedGpu
+from kernels.tests.conftest import MakeFake, make_fake  # noqa: F401  (a fixture)
+from kernels.tests.fake_cuda.fake_driver import FakeCuda
+
+
+@pytest.fixture
+def fake(make_fake: MakeFake) -> FakeCuda:  # noqa: F811
+    return make_fake()
+
+
+@pytest.fixture
+def gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmulatedGpu]:
+    monkeypatch.setattr(cuda_calibration, "TRANSFER_BYTES", 2 << 20)
+    monkeypatch.setattr("flexkv_kernels.cuda_measure.REPEATS", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    device = EmulatedGpu(fake)
+    yield device
+    device.stop()
+
+
+def measured(name: str, gpu: EmulatedGpu, log: Log | None = None) -> list[Row]:
+    return list(copy_rows(name, gpu, TINY, log or Log()))
+
+
+def with_goal(rows: list[Row], *wanted: Goal) -> int:
+    return sum(row.goal in wanted for row in rows)
+
+
+def test_the_sweep_has_a_row_for_each_way_and_direction(gpu: EmulatedGpu) -> None:
+    rows = measured("sweep", gpu)
+    found = [row.what for row in rows]
+    assert len(set(found)) == len(found)
+    assert "sweep, store, 256 B rows, STAGED on 1" in found
+    assert "sweep, load, 64 KiB pages, DMA" in found
+    assert "sweep, load, one large copy" in found
+    assert not any("256 B rows, DMA" in what for what in found)
+    assert {row.unit for row in rows} == {"GB/s"}
+    assert all(row.value > 0 for row in rows)
+
+
+def test_every_byte_is_right_by_every_way(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "SHAPES", SHAPES[::3])
+    log = Log()
+    rows = measured("smoke", gpu, log)
+    assert [row.value for row in rows] == [0, 0, 0]
+    assert with_goal(rows, goals.NO_WRONG_BYTES) == 3
+    assert "AUTO, STAGED, KERNEL, TMA, DMA" in rows[-1].detail
+    assert sum("calibrated to load" in note for note in log.notes) == 3
+
+
+def test_a_kernel_that_copies_nothing_is_a_missed_goal(
+    gpu: EmulatedGpu, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke, "SHAPES", SHAPES[:1])
+    fake.idle_kernel("fkv_copy_bulk")
+    rows = measured("smoke", gpu)
+    missed = [row.what for row in rows if not row.passed]
+    assert "256 B rows, TMA: wrong bytes" in missed
+    assert "256 B rows: wrong bytes of all ways" in missed
+
+
+def test_one_way_compares_with_a_large_copy_and_a_loop(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_way, "CONTENDER_RUNS", dict.fromkeys(one_way.CONTENDER_RUNS, 1))
+    monkeypatch.setattr(one_way, "CHECKED_BLOCKS", 1)
+    monkeypatch.setattr(one_way, "SHAPES", (SHAPES[0], SHAPES[1], SHAPES[-1]))
+    log = Log()
+    rows = measured("one-way", gpu, log)
+    assert with_goal(rows, goals.ONE_WAY_LONG) == with_goal(rows, goals.ONE_WAY_SHORT) == 2
+    what = {row.what for row in rows}
+    assert f"load, 4 KiB pages: FlexKV ÷ {contenders.PAGEWISE}" in what
+    assert "store, 2 MiB pages: FlexKV, STAGED only ÷ one large copy" in what
+    assert not any("wrong bytes" in each for each in what)
+    # Triton needs a GPU: that it is missing is said, and hides nothing else.
+    assert any(note.startswith(f"no {contenders.TRITON}, 256 B rows") for note in log.notes)
+
+
+def test_both_ways_have_a_row_for_each_shape(gpu: EmulatedGpu) -> None:
+    assert with_goal(measured("both-ways", gpu), goals.BOTH_WAYS) == len(SHAPES)
+
+
+def test_submits_have_their_rows(gpu: EmulatedGpu) -> None:
+    rows = measured("submit", gpu)
+    assert with_goal(rows, goals.SUBMIT) == 6
+    assert "4,096 pages" in rows[0].what
+
+
+def test_a_product_runs_beside_copies(gpu: EmulatedGpu) -> None:
+    rows = measured("matmul", gpu)
+    assert with_goal(rows, goals.MATMUL) == with_goal(rows, goals.MULTIPROCESSORS) == 4
+    assert all(row.value > 0 for row in rows if row.goal == goals.MATMUL)
+
+
+def test_multiprocessors_are_counted_for_both_directions() -> None:
+    def choice(direction: Direction, blocks: int) -> CudaChoice:
+        return CudaChoice(direction, 256, 4096, CudaMode.STAGED, blocks)
+
+    both = (choice(Direction.LOAD, 1), choice(Direction.LOAD, 4), choice(Direction.STORE, 2))
+    assert matmul.multiprocessors(Calibration(choices=both)) == 6
+    assert matmul.multiprocessors(Calibration(CudaMode.DMA)) == 0
+
+
+def test_a_section_goes_on_behind_the_units_that_are_finished(
+    gpu: EmulatedGpu, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    for rows_before_the_end in (3, None):
+        with closing(Journal(path)) as file:
+            file.machine({"device": "Fake H0"})
+            rows = copy_rows("both-ways", gpu, TINY, log_for("both-ways", file))
+            if rows_before_the_end is None:
+                found = write_rows("both-ways", rows, file)
+                continue
+            for _, row in zip(range(rows_before_the_end), rows, strict=False):
+                file.row("both-ways", row)
+            rows.close()  # as a process that is killed: the third unit is not finished
+    assert len(found) == len(SHAPES) - 2
+    known = journal.read([path], SECTIONS).sections["both-ways"]
+    assert [row.what for row in known.outcome.rows] == [
+        f"both ways at once, {shape.name}: FlexKV ÷ two large copies" for shape in SHAPES
+    ]
+    assert known.units == {shape.name for shape in SHAPES}
+
+
+def test_all_sections_on_the_device_are_tried_here() -> None:
+    assert set(ON_DEVICE) == {"sweep", "smoke", "one-way", "both-ways", "matmul", "submit"}
