@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv import Mover
@@ -116,6 +116,9 @@ class SteeredMover:
         held = self._held.get(ticket)
         inner = ticket if held is None else held.ticket
         return None if inner is None else self._inner.copy_seconds(inner)
+
+    def bytes_by_way(self) -> Mapping[str, int]:
+        return self._inner.bytes_by_way()
 
     def hold(self, ticket: int, stream: int) -> Status:
         if ticket not in self._held:

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from flexkv.mover import FALLBACK, WAYS
 from flexkv_kernels import CudaChoice, CudaMode, CudaMover, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda
@@ -93,6 +94,7 @@ def test_a_way_that_is_impossible_is_counted(make_fake: MakeFake) -> None:
             size = 4 * world.block_bytes
             counted = {mode: size for mode, size in mover.bytes_by_mode().items() if size}
             assert counted == {CudaMode.AUTO: size, CudaMode.KERNEL: size}
+            assert mover.bytes_by_way() == dict.fromkeys(WAYS, 0) | {"kernel": size, FALLBACK: size}
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+from flexkv.mover import FALLBACK
 from flexkv_kernels._library import LIBRARY, CudaChoiceStruct, CudaOptionsStruct
 from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions
 from flexkv_kernels.native_mover import (
@@ -79,6 +80,13 @@ class CudaMover(NativeMover):
         counts = (ctypes.c_uint64 * len(CudaMode))()
         LIBRARY.brief.fkv_mover_path_bytes(self._handle, counts)
         return {mode: counts[mode] for mode in CudaMode}
+
+    def bytes_by_way(self) -> dict[str, int]:
+        """The same by the names that metrics have."""
+        return {
+            FALLBACK if mode is CudaMode.AUTO else mode.name.lower(): size
+            for mode, size in self.bytes_by_mode().items()
+        }
 
     def error(self) -> str | None:
         """Why a transfer failed other than by :meth:`close`, of the last one; None if none did."""

@@ -136,6 +136,10 @@ class NativeMover:
             _status(nanoseconds, ticket)
         return nanoseconds / 1e9 if nanoseconds else None
 
+    def bytes_by_way(self) -> dict[str, int]:
+        """See `Mover`. Pages in CPU memory go one way."""
+        return {}
+
     def wait(self, ticket: int, timeout: float) -> Status:
         """The same after the transfer has ended or ``timeout`` seconds (may be inf) have passed."""
         deadline = time.monotonic() + timeout

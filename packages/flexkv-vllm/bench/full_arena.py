@@ -114,6 +114,9 @@ class InstantMover:
     def copy_seconds(self, ticket: int) -> float | None:
         return None
 
+    def bytes_by_way(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         pass
 

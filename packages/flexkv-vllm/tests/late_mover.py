@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from patience import PATIENCE_SECONDS
@@ -107,6 +107,9 @@ class LateMover:
     def copy_seconds(self, ticket: int) -> float | None:
         inner = self._tickets.get(ticket)
         return None if inner is None else self._inner.copy_seconds(inner)
+
+    def bytes_by_way(self) -> Mapping[str, int]:
+        return self._inner.bytes_by_way()
 
     def hold(self, ticket: int, stream: int) -> Status:
         if stream != 0:

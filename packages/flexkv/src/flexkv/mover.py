@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -23,6 +23,13 @@ class Status(enum.IntEnum):
     PENDING = 0
     DONE = 1
     FAILED = 2
+
+
+WAYS = ("dma", "kernel", "tma", "staged")
+"""The ways between a GPU and host memory: copy engines, a kernel, bulk copies of a kernel, and copy
+engines to a ring on the GPU with a kernel behind it."""
+
+FALLBACK = "fallback"
 
 
 class Mover(Protocol):
@@ -73,6 +80,12 @@ class Mover(Protocol):
         """Seconds that the copies of a DONE transfer took, from the first byte to the last, by the
         clock of the thread or device that copied. Waiting before the copy or until a poll is not
         included. None if unknown."""
+        ...
+
+    def bytes_by_way(self) -> Mapping[str, int]:
+        """Bytes of all transfers begun so far by the way that they went, a name of `WAYS`; those
+        under `FALLBACK` went another way than the one chosen for them. Empty if there is one way
+        only."""
         ...
 
     def wait(self, ticket: int, timeout: float) -> Status:

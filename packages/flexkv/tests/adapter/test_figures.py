@@ -5,8 +5,8 @@ import pytest
 
 from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.metrics import sample
-from flexkv.mover import Direction, Status
+from flexkv.adapter.metrics import METRICS, sample
+from flexkv.mover import FALLBACK, Direction, Status
 
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")
@@ -16,7 +16,7 @@ STORING = sample("copy_seconds", "device", "store")
 
 def make(seconds: dict[int, float]) -> CopyFigures:
     """Of a mover that knows how long these of its transfers took."""
-    return CopyFigures(Edge(), seconds.get)
+    return CopyFigures(Edge(), seconds.get, dict)
 
 
 def test_the_time_of_a_copy_is_what_the_mover_measured() -> None:
@@ -63,9 +63,38 @@ def test_what_is_only_measured_is_a_rate_and_no_traffic() -> None:
 
 def test_an_error_of_the_worker_is_counted_once() -> None:
     edge = Edge()
-    figures = CopyFigures(edge, {}.get)
+    figures = CopyFigures(edge, {}.get, dict)
     edge.failures["start_load_kv"] += 2
     assert figures.take() == {sample("failures", "internal"): 2}
     assert figures.take() == {}
     edge.failures["wait_for_save"] += 1
     assert figures.take() == {sample("failures", "internal"): 1}
+
+
+def test_bytes_are_counted_by_their_way_and_a_fallback_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ways = {"dma": 0, "staged": 500, "kernel": 0, FALLBACK: 0}
+    figures = CopyFigures(Edge(), {}.get, lambda: dict(ways))
+    figures.begin_counting()  # 500 bytes were copied to measure it
+
+    def copied(**more: int) -> dict[str, float]:
+        for way, size in more.items():
+            ways[way] += size
+        figures.begin(1, Direction.LOAD, 1000)
+        figures.end(1, Status.DONE)
+        samples = figures.take()
+        assert samples.pop(LOADED) == 1000
+        return samples
+
+    staged, kernel = sample("way_bytes", "staged"), sample("way_bytes", "kernel")
+    assert copied(staged=1000) == {staged: 1000}
+    assert caplog.messages == []
+    assert copied(kernel=1000, fallback=1000) == {kernel: 1000, "fallback_bytes": 1000}
+    assert copied(kernel=1000, fallback=1000) == {kernel: 1000, "fallback_bytes": 1000}
+    (message,) = caplog.messages
+    assert message.startswith("a copy of 1000 bytes could not go the way")
+    ways["dma"] += 1  # of a copy that has only begun
+    assert figures.take() == {}
+    names = {sample(metric.name, *labels) for metric in METRICS for labels in metric.combinations}
+    assert {staged, kernel, "fallback_bytes"} <= names

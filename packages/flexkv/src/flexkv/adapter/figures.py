@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.metrics import Samples, sample
 from flexkv.cache import KVCache
 from flexkv.changes import Medium
-from flexkv.mover import Direction, Status
+from flexkv.mover import FALLBACK, Direction, Status
+
+logger = logging.getLogger(__name__)
 
 
 class CopyFigures:
@@ -19,11 +22,20 @@ class CopyFigures:
     Args:
         edge: of the process.
         copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
+        bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
     """
 
-    def __init__(self, edge: Edge, copy_seconds: Callable[[int], float | None]) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        copy_seconds: Callable[[int], float | None],
+        bytes_by_way: Callable[[], Mapping[str, int]],
+    ) -> None:
         self._edge = edge
         self._copy_seconds = copy_seconds
+        self._bytes_by_way = bytes_by_way
+        self._told_ways: Mapping[str, int] = {}
+        self._warned = False
         self._begun: dict[int, tuple[Direction, int]] = {}
         self._samples: Samples = {}
         self._told_failures = 0
@@ -56,6 +68,10 @@ class CopyFigures:
         rate, self._load_rate = self._load_rate, 0.0
         return rate
 
+    def begin_counting(self) -> None:
+        """What the mover has copied so far, to measure it, is no traffic."""
+        self._told_ways = self._bytes_by_way()
+
     @property
     def active(self) -> bool:
         """Whether `take` may have something."""
@@ -67,8 +83,33 @@ class CopyFigures:
         if failures > self._told_failures:
             self._add(sample("failures", "internal"), failures - self._told_failures)
             self._told_failures = failures
+        if self._samples:
+            self._count_ways()
         samples, self._samples = self._samples, {}
         return samples
+
+    def _count_ways(self) -> None:
+        """A copy counts here when it begins, so its way is known when it has ended."""
+        told, self._told_ways = self._told_ways, self._bytes_by_way()
+        for way, size in self._told_ways.items():
+            if new := size - told.get(way, 0):
+                if way == FALLBACK:
+                    self._add("fallback_bytes", new)
+                    self._warn(new)
+                else:
+                    self._add(sample("way_bytes", way), new)
+
+    def _warn(self, size: int) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "a copy of %d bytes could not go the way that was measured to be fastest: GPU memory "
+            "for the copy ring was short, or the ring is too small for such blocks. A slower "
+            "kernel copies them; fallback_bytes in the metrics counts them. Leave the GPU 128 MiB "
+            "more, by a lower gpu_memory_utilization or mem_fraction_static.",
+            size,
+        )
 
     def _add(self, name: str, value: float) -> None:
         self._samples[name] = self._samples.get(name, 0) + value

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flexkv.mover import WAYS
+
 Samples = dict[str, float]
 """Values by `sample` name: of a counter its growth since the last report, of a gauge its value."""
 
@@ -89,6 +91,17 @@ METRICS = (
         "Seconds that copies over the link took, without waiting; parallel copies add up.",
         _LINKS,
         _WAYS,
+    ),
+    Metric(
+        "way_bytes",
+        Kind.COUNTER,
+        "Bytes copied between GPU and host memory by the way they went, of all ranks together.",
+        (("way", WAYS),),
+    ),
+    Metric(
+        "fallback_bytes",
+        Kind.COUNTER,
+        "Bytes that went another way than the one measured to be fastest, which was not possible.",
     ),
     Metric("stored_blocks", Kind.COUNTER, "FlexKV blocks stored in the tier.", _TIERS),
     Metric(

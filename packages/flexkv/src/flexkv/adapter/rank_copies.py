@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
@@ -54,7 +54,7 @@ class RankCopies:
         edge: Edge,
     ) -> None:
         self.mover = mover
-        self.figures = CopyFigures(edge, self._copy_seconds)
+        self.figures = CopyFigures(edge, self._copy_seconds, self._bytes_by_way)
         self._arena = arena
         self._rank = rank
         self._edge = edge
@@ -86,6 +86,7 @@ class RankCopies:
                 if status is Status.DONE and seconds is not None:
                     size = len(blocks) * self._block_bytes[Direction.LOAD]
                     self.figures.measured(size, seconds)
+            self.figures.begin_counting()
 
     def submit(self, direction: Direction, order: CopyOrder, after: int) -> int | None:
         """Begin a copy that the mover reports itself. Returns its ticket, or None if it could not
@@ -130,6 +131,9 @@ class RankCopies:
         loads."""
         self._arena.board.stop(self._rank)
         self.mover.close()
+
+    def _bytes_by_way(self) -> Mapping[str, int]:
+        return self.mover.bytes_by_way()
 
     def _copy_seconds(self, ticket: int) -> float | None:
         return self.mover.copy_seconds(ticket)
