@@ -13,7 +13,7 @@ from flexkv import cache
 from flexkv.host.session import server
 from flexkv.tiers import link
 from flexkv.tiers.disk import drive
-from flexkv.transfer import demote, fetch, reads, sources
+from flexkv.transfer import demote, fetch, fetcher, reads, sources
 
 # Code that has no time to keep: how long an example took says nothing. All else as the profile
 # that is in force.
@@ -51,6 +51,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (cache, demote, fetch, link, reads, sources):
+    for module in (cache, demote, fetch, fetcher, link, reads, sources):
         monkeypatch.setattr(module, "time", made)
     return made

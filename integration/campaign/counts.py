@@ -30,6 +30,14 @@ class Counts:
         ]
         return int(found)
 
+    def total(self, name: str, **labels: str) -> int:
+        """Of all samples of `vllm:<name>` with these labels."""
+        return sum(
+            int(value)
+            for each, has, value in self._samples
+            if each == f"vllm:{name}" and labels.items() <= has.items()
+        )
+
     def flexkv(self) -> dict[str, int]:
         """All of FlexKV's, but for the times."""
         found = {}

@@ -106,7 +106,7 @@ def check_counters(
     """FlexKV counts what was done to it, and its counters fit one another and vLLM's."""
 
     def failures(cause: str) -> int:
-        return counts.value("flexkv_failures_total", cause=cause)
+        return counts.total("flexkv_failures_total", cause=cause)
 
     def done(kinds: Collection[Kind]) -> int:
         return sum(hit.kind in kinds for hit in hits)

@@ -41,18 +41,22 @@ def test_the_log_line_says_what_happened() -> None:
         data={
             sample("query_tokens", "host"): 200,
             HITS: 100,
-            sample("hit_tokens", "disk"): 50,
+            sample("hit_tokens", "disk"): 30,
+            sample("hit_tokens", "objects"): 20,
+            sample("dropped_blocks", "mooncake"): 3,
             LOADED: 3_000_000_000,
             LOADING: 1.5,
-            sample("failures", "damaged"): 2,
+            sample("failures", "damaged", "disk"): 2,
         }
     ).reduce()
     assert line == {
         "FlexKV hit rate (%)": 75.0,
         "host hits (tokens)": 100,
-        "disk hits (tokens)": 50,
+        "disk hits (tokens)": 30,
+        "objects hits (tokens)": 20,
         "device load (MB)": 3000.0,
         "device load (GB/s per copy)": 2.0,
+        "mooncake drops (blocks)": 3,
         "failures": 2,
     }
 
@@ -85,13 +89,38 @@ def test_each_link_has_its_own_directions() -> None:
             ("device", "store"),
             ("disk", "read"),
             ("disk", "write"),
+            ("mooncake", "read"),
+            ("mooncake", "write"),
+            ("objects", "read"),
+            ("objects", "write"),
         ]
+
+
+def test_only_tiers_that_know_what_they_hold_report_it() -> None:
+    made = {metric.name: metric for metric in METRICS}
+    for name in ("blocks", "capacity_blocks", "bytes", "capacity_bytes", "evicted_blocks"):
+        assert made[name].combinations == [("host",), ("disk",)]
+    assert made["late_questions"].combinations == [("mooncake",), ("objects",)]
+
+
+def test_failures_name_the_tier_that_can_have_them() -> None:
+    (failures,) = [metric for metric in METRICS if metric.name == "failures"]
+    assert set(failures.combinations) == {
+        ("load", "host"),
+        ("store", "host"),
+        *(
+            (cause, tier)
+            for cause in ("read", "damaged", "stalled", "write")
+            for tier in ("disk", "mooncake", "objects")
+        ),
+        ("internal", ""),
+    }
 
 
 def test_names_tell_their_units() -> None:
     units = (
         *("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length"),
-        *("openings", "circuits"),
+        *("openings", "circuits", "questions"),
     )
     assert all(metric.name.endswith(units) for metric in METRICS)
     assert len({metric.name for metric in METRICS}) == len(METRICS)

@@ -99,7 +99,7 @@ def test_what_a_burst_left_is_written_and_its_queues_are_reported_empty(
     keys = stored_keys(world, BLOCKS)
     assert world.cache._below.tiers[0].contains(keys) == [True] * BLOCKS
     assert reported(world, "blocks", "disk") == BLOCKS
-    for queue in (("queue_length", "device"), ("queue_length", "disk"), ("queue_bytes",)):
+    for queue in (("queue_length", "device"), ("queue_length", "disk"), ("queue_bytes", "disk")):
         assert reported(world, *queue) == 0
     stored = sum(each.get(sample("copied_bytes", "device", "store"), 0) for each in world.stats)
     assert stored == BLOCKS * BLOCK_TOKENS * 2 * 4 * 16

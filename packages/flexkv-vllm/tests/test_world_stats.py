@@ -15,7 +15,7 @@ from scraping import metrics, scrape
 from traffic import Traffic, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv.adapter.metrics import sample
+from flexkv.adapter.metrics import INTERNAL_FAILURES, sample
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""
@@ -118,16 +118,16 @@ def test_failures_have_causes(make_world: MakeWorld, tmp_path: Any) -> None:
     slab.write_bytes(bytes(slab.stat().st_size))
     world.generate(texts[0])
     total = collected(world)
-    assert total[sample("failures", "damaged")] == world.cache.counters.damaged_fetches > 0
-    assert total[sample("failures", "read")] == 0
+    assert total[sample("failures", "damaged", "disk")] == world.cache.counters.damaged_fetches > 0
+    assert total[sample("failures", "read", "disk")] == 0
     world.slow_down(random.Random(6), polls=(0, 1), failure_rate=1.0)
     world.forget()
     world.generate(texts[4])
     total = collected(world)
-    assert total[sample("failures", "load")] == 1
-    assert total[sample("failures", "store")] >= 1
+    assert total[sample("failures", "load", "host")] == 1
+    assert total[sample("failures", "store", "host")] >= 1
     # Refused copies are exceptions in the worker.
-    assert total[sample("failures", "internal")] >= 2
+    assert total[INTERNAL_FAILURES] >= 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -183,7 +183,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
     assert total["ignored_parameters"] == world.side._requests.options.ignored
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
-    assert total[sample("failures", "load")] == counters.failed_loads
+    assert total[sample("failures", "load", "host")] == counters.failed_loads
     ((_, figures, _),) = world.cache.tier_figures
     assert total[sample("copied_bytes", "disk", "write")] == figures.traffic.written_bytes
     values = scrape(registry)

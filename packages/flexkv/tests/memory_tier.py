@@ -55,7 +55,7 @@ class MemoryTier:
 
     @property
     def figures(self) -> TierFigures:
-        return TierFigures(len(self.blocks), 0, 0, 0, len(self.tasks), 0, 0, 0, 0, Traffic())
+        return TierFigures(len(self.blocks), 0, 0, 0, len(self.tasks), 0, {}, {}, 0, Traffic())
 
     def end(self, task: Task, outcome: Outcome = Outcome.DONE) -> None:
         """A block's read or write has ended; a read that was not DONE leaves garbage."""

@@ -81,7 +81,8 @@ class Node:
         return ""
 
     def state(self, text: str) -> str:
-        return "open" if self.tier.figures.open_reads else "closed"
+        (state,) = self.tier.figures.reads
+        return state.value
 
     def clock(self, text: str) -> str:
         return str(time.time())

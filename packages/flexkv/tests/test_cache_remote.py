@@ -13,8 +13,9 @@ from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
 from flexkv.cache import Presence
+from flexkv.changes import Medium
 from flexkv.tiers import remote
-from flexkv.tiers.circuit import FAILURES
+from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Priority
 from flexkv.transfer import sources
 from packages.conftest import Clock
@@ -74,7 +75,7 @@ def test_a_fetch_is_not_done_before_the_answer(
     node = make()
     fetch = node.begin("abc")
     node.cache.poll()
-    assert (fetch.arrived, fetch.done, fetch.asking) == (0, False, True)
+    assert (fetch.arrived, fetch.done, fetch.asking) == (0, False, Medium.MOONCAKE)
     assert fetch.awaited == names("abc")
     joined = node.begin("ab")  # asks nothing more
     store.release()
@@ -208,7 +209,7 @@ def test_a_store_that_has_lost_what_it_had_is_a_miss(
     store.hanging = {"get"}
     node = make()
     fetch = node.begin("abc")
-    node.until(lambda: not fetch.asking)
+    node.until(lambda: fetch.asking is None)
     store.blocks.clear()
     store.release()
     node.until(lambda: fetch.done)
@@ -237,7 +238,7 @@ def test_a_hanging_store_costs_a_fetch_no_more_than_the_stall(
     node = make(stall_seconds=LONG / 2)
     node.put_on_disk("a")
     fetch = node.begin("abc")
-    node.until(lambda: fetch.arrived == 1 and not fetch.asking)
+    node.until(lambda: fetch.arrived == 1 and fetch.asking is None)
     clock.skip(LONG / 2 + 1)
     node.cache.poll()
     assert (fetch.arrived, fetch.done) == (1, True)
@@ -379,7 +380,7 @@ def test_a_hanging_store_lets_the_disk_end(
     node = Node(tmp_path / "own", store, disk="write_through")
     store.hanging = {"get"}
     fetch = node.begin("x")
-    node.until(lambda: not fetch.asking)
+    node.until(lambda: fetch.asking is None)
     node.begin_store("ab")
     assert not node.cache.close()
     store.release()
@@ -397,4 +398,6 @@ def test_an_open_circuit_makes_the_store_a_miss_at_once(
         assert node.fetched(chr(ord("a") + i)) == ""
     assert node.cache.fetch(names("z")) is None
     ((_, disk, _), (_, far, _)) = node.cache.tier_figures
-    assert (disk.open_reads, far.open_reads, far.openings) == (0, 1, 1)
+    assert disk.reads == {CircuitState.CLOSED: 1}
+    assert far.reads == {CircuitState.OPEN: 1}
+    assert far.openings == 1

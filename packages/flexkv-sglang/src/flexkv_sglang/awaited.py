@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from flexkv import KVCache
 from flexkv.adapter.cost import Span
+from flexkv.adapter.hit_sources import fetched_blocks
 from flexkv.adapter.load_choice import LoadChooser
+from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
 
 
@@ -47,10 +50,10 @@ class AwaitedPrefixes:
             self.end(rid)
         return [rid in self._fetches and self._is_awaited(self._fetches[rid]) for rid in rids]
 
-    def count(self, rid: str, keys: Sequence[bytes]) -> int:
-        """How many of these blocks a lower tier has read for the request."""
+    def count(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
+        """How many of these blocks each lower tier has read for the request."""
         fetch = self._fetches.get(rid)
-        return 0 if fetch is None else len(set(fetch.awaited).intersection(keys))
+        return fetched_blocks({} if fetch is None else dict.fromkeys(fetch.awaited, fetch), keys)
 
     def end(self, rid: str) -> None:
         """The request has what it wanted, or wants nothing any more. Idempotent."""

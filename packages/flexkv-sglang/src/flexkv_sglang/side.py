@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv import KVCache
@@ -20,6 +20,7 @@ from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.metrics import Samples, add
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
+from flexkv.changes import Medium
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
@@ -118,7 +119,7 @@ class RankSide:
             if self._awaited is not None:
                 self._awaited.begin(rid, keys, found)
             if not found:
-                self._asked(len(hashes), 0, 0)
+                self._asked(len(hashes), 0, {})
                 return []
             return list(range(1, self._worth_loading(found) + 1))
         return []
@@ -331,10 +332,11 @@ class RankSide:
             return cache.store(chain, range(1, len(chain)), begins=())
         return cache.store(keys, range(len(keys)))
 
-    def _asked(self, pages: int, hits: int, from_disk: int) -> None:
+    def _asked(self, pages: int, hits: int, fetched: Mapping[Medium, int]) -> None:
         if self._figures is not None:
             size = self._page_size
-            self._figures.asked(pages * size, hits * size, from_disk * size)
+            tokens = {medium: count * size for medium, count in fetched.items()}
+            self._figures.asked(pages * size, hits * size, tokens)
 
     def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
         """The transfer of a load, if all of it is in host memory."""

@@ -161,7 +161,7 @@ class Adapter:
         if self._scheduler is None:
             return {}
         with self._edge.guard("telling where a hit came from", "vLLM counts it as unspecified"):
-            return hit_sources(*self._scheduler.hit_tokens(request, tokens))
+            return hit_sources(self._scheduler.hit_tokens(request, tokens))
         return {}
 
     @property

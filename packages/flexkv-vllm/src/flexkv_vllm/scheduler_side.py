@@ -17,7 +17,7 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.orders import StepReport
 from flexkv.adapter.prefix_loads import PrefixLoads
-from flexkv.adapter.request import Requests, TrackedRequest
+from flexkv.adapter.request import HitTokens, Requests, TrackedRequest
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata
@@ -122,12 +122,9 @@ class SchedulerSide:
         tracked.begin(self._tables.of_cached(tables), self._stores.first_fill(tracked.options))
         self._loads.begin(tracked, tokens, self._orders)
 
-    def hit_tokens(self, request: Request, tokens: int) -> tuple[int, int]:
-        """How many of the loaded `tokens` of `request` were in host memory, and how many came from
-        disk."""
-        tracked = self._requests.by_id.get(request.request_id)
-        disk = 0 if tracked is None else min(tracked.disk_tokens, tokens)
-        return tokens - disk, disk
+    def hit_tokens(self, request: Request, tokens: int) -> HitTokens:
+        """See `Requests.hit_tokens`."""
+        return self._requests.hit_tokens(request.request_id, tokens)
 
     def refuse(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """After `allocated` has failed: report the promised load as failed, if there was one, and

@@ -13,12 +13,21 @@ from typing import NamedTuple
 
 
 class Medium(enum.Enum):
-    """Where a tier keeps its blocks."""
+    """Where a tier keeps its blocks, the fastest first. The values are labels of metrics."""
 
     HOST = "host"
     DISK = "disk"
     MOONCAKE = "mooncake"
     OBJECTS = "objects"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nodes share the tier. It does not tell what it holds, and has to be asked."""
+        return self in (Medium.MOONCAKE, Medium.OBJECTS)
+
+
+BELOW = tuple(medium for medium in Medium if medium is not Medium.HOST)
+"""The media of tiers below host memory."""
 
 
 class Change(NamedTuple):

@@ -5,7 +5,7 @@ import pytest
 
 from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.metrics import METRICS, sample
+from flexkv.adapter.metrics import INTERNAL_FAILURES, METRICS, sample
 from flexkv.mover import FALLBACK, Direction, Status
 
 LOADED = sample("copied_bytes", "device", "load")
@@ -65,10 +65,10 @@ def test_an_error_of_the_worker_is_counted_once() -> None:
     edge = Edge()
     figures = CopyFigures(edge, {}.get, dict)
     edge.failures["start_load_kv"] += 2
-    assert figures.take() == {sample("failures", "internal"): 2}
+    assert figures.take() == {INTERNAL_FAILURES: 2}
     assert figures.take() == {}
     edge.failures["wait_for_save"] += 1
-    assert figures.take() == {sample("failures", "internal"): 1}
+    assert figures.take() == {INTERNAL_FAILURES: 1}
 
 
 def test_bytes_are_counted_by_their_way_and_a_fallback_is_logged_once(

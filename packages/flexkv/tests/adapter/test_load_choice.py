@@ -8,6 +8,7 @@ import pytest
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser, LoadMode
+from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
 
 BLOCK_BYTES = 1000
@@ -70,12 +71,20 @@ def computes(chooser: LoadChooser, seconds: float) -> None:
 
 
 def fetch(begun: float, first: int = 0, arrived: int = 0, stop: int = 10) -> Fetch:
-    """One that began so many seconds ago."""
+    """One that began so many seconds ago, from a disk."""
     made = Fetch([b""] * stop, [])
     made.begun = time.monotonic() - begun
-    made.progressed = time.monotonic()
-    made.first, made.arrived, made.stop = first, arrived, stop
+    made.first, made.stop = first, stop
+    came(made, arrived)
     return made
+
+
+def came(made: Fetch, arrived: int) -> None:
+    """So many blocks of a fetch are there now."""
+    made.arrived, made.progressed = arrived, time.monotonic()
+    made.expected = {Medium.DISK: made.stop - arrived}
+    if arrived > made.first:
+        made.gave = {Medium.DISK: (arrived - made.first, time.monotonic())}
 
 
 def test_what_is_not_known_is_loaded_and_waited_for(chooser: LoadChooser) -> None:
@@ -298,7 +307,7 @@ def test_a_fetch_behind_others_is_not_late(chooser: LoadChooser, clock: Clock) -
     for each in before:
         assert chooser.is_worth_waiting(queued, SPAN)
         clock.now += 0.2
-        each.progressed, each.arrived = clock.now, 10
+        came(each, 10)
         chooser.fetched(each)
     assert chooser.is_worth_waiting(queued, SPAN)
     clock.now += 2.3  # twice as long as all ten take at 50 blocks a second
@@ -402,7 +411,7 @@ def test_what_is_delayed_does_not_make_a_tier_doubtful(clock: Clock) -> None:
         delayed = fetch(0.0)
         assert not chooser.is_worth_waiting(delayed, SPAN, others=2)
         chooser.fetched(delayed)
-    assert not chooser._disk.doubtful
+    assert not chooser._waits._paces[Medium.DISK].doubtful
 
 
 def test_each_step_behind_counts(clock: Clock) -> None:

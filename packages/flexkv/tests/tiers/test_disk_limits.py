@@ -18,6 +18,7 @@ from faults.faulty_files import Fault, FaultyFiles, HangingFiles
 from faults.test_runs import BadPlaces
 
 from flexkv.tiers import circuit
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import drive
 from flexkv.tiers.job import Outcome, Priority
 from packages.conftest import Clock
@@ -125,8 +126,12 @@ def test_a_broken_disk_is_left_alone_for_a_while(
         client.settle()
         assert one.readable is (kind == "writes")
         figures = client.tier.figures
-        open_ = (figures.open_reads, figures.open_writes, figures.openings)
-        assert open_ == ((1, 0, 1) if kind == "reads" else (0, 1, 1))
+        opened_, closed = (
+            (figures.reads, figures.writes) if kind == "reads" else (figures.writes, figures.reads)
+        )
+        assert opened_ == {CircuitState.OPEN: 1}
+        assert closed == {CircuitState.CLOSED: 1}
+        assert figures.openings == 1
         assert one.may_write(SLOT) is (kind == "reads")
         if kind == "reads":
             assert not client.tier.drives[0].readable
@@ -172,7 +177,7 @@ def test_a_drive_that_works_again_is_used_again(
         clock.skip(circuit.PAUSE_SECONDS)
         assert client.read(left[1:2]) == [DONE]
         assert client.read(left[1:]) == [DONE] * len(left[1:])
-        assert client.tier.figures.open_reads == 0
+        assert client.tier.figures.reads == {CircuitState.CLOSED: 1}
 
 
 def test_a_job_counts_once_however_many_blocks_it_has(

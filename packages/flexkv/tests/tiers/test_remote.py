@@ -14,7 +14,7 @@ from memory_store import EPOCH, MemoryStore
 from flexkv.changes import Medium
 from flexkv.tiers import circuit, remote
 from flexkv.tiers.base import AskedTier, BlockResult
-from flexkv.tiers.circuit import FAILURES
+from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from packages.conftest import PATIENCE_SECONDS, Clock
@@ -197,8 +197,10 @@ def test_failures_open_the_circuit_and_a_probe_closes_it(
             assert client.ask("a") is None
     figures = client.tier.figures
     assert not client.tier.readable
-    assert (figures.open_reads, figures.open_writes, figures.openings) == (1, 0, 1)
+    assert (figures.reads, figures.writes) == ({CircuitState.OPEN: 1}, {CircuitState.CLOSED: 1})
+    assert figures.openings == 1
     clock.skip(remote.PAUSE_SECONDS)
+    assert client.tier.figures.reads == {CircuitState.PROBING: 1}
     assert client.tier.readable
     assert client.ask("a") == (None if call == "find" else [True])
     assert client.tier.readable is (call == "get")
@@ -217,7 +219,7 @@ def test_failed_writes_stop_writes_and_no_reads(make: Callable[..., Client]) -> 
         assert client.write(chr(ord("A") + i)) == [Outcome.FAILED]
     assert client.write("z") == [Outcome.DROPPED]
     assert client.read("a") == [DONE]
-    assert client.tier.figures.open_writes == 1
+    assert client.tier.figures.writes == {CircuitState.OPEN: 1}
 
 
 def test_questions_that_are_always_late_are_asked_no_more(make: Callable[..., Client]) -> None:

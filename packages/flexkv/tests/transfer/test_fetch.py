@@ -1,430 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches over tiers whose every read ends as the test says: which blocks come, which are held."""
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
-import pytest
 from memory_tier import MemoryTier
 
-from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
-from flexkv.eviction import LRUPolicy
-from flexkv.host.arena import Arena, ArenaSpec
-from flexkv.layout import BlockFormat
-from flexkv.mover import Status
-from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
-from packages.conftest import Clock
+from flexkv.transfer.sources import IndexedSource
 
-FORMAT = BlockFormat(1, (4096,))
-STALL_SECONDS = 5.0
-FAULTS = (Outcome.FAILED, Outcome.DAMAGED, Outcome.MISSING)
-
-
-def keys(names: str) -> list[bytes]:
-    return [name.encode() for name in names]
+KEYS = [bytes([i]) for i in range(8)]
+DISK = IndexedSource(MemoryTier(Medium.DISK), 0, 1.0)
+OBJECTS = IndexedSource(MemoryTier(Medium.OBJECTS), 1, 1.0)
 
 
-def content(key: bytes) -> bytes:
-    return key * FORMAT.slot_bytes
+def fetch() -> Fetch:
+    """Two blocks from a disk, one from a store, and five that the store is asked for."""
+    made = Fetch(KEYS, [None] * 3, stop=8, asking=Medium.OBJECTS)
+    for key, source in zip(KEYS, (DISK, DISK, OBJECTS), strict=False):
+        made.expect(key, source)
+    return made
 
 
-class Node:
-    """A cache over `tiers` tiers, of which each has the blocks named."""
-
-    def __init__(self, *below: str, slots: int = 8) -> None:
-        self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
-        self.tiers = [MemoryTier() for _ in below]
-        for tier, names in zip(self.tiers, below, strict=True):
-            tier.blocks = {key: content(key) for key in keys(names)}
-        # Nothing is demoted: which tier has what stays as it is.
-        second_hit = ADMISSIONS["second_hit"]
-        tiers = [AttachedTier(tier, second_hit, STALL_SECONDS) for tier in self.tiers]
-        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
-
-    def store(self, names: str) -> None:
-        prefix = keys(names)
-        transfer = self.cache.store(prefix, self.cache.missing(prefix))
-        assert transfer is not None
-        for block in transfer.blocks:
-            with self.arena.slot_view(block.slot) as view:
-                view[:] = content(block.key)
-        self.arena.board.report(transfer.cell, 0, Status.DONE)
-        self.cache.poll()
-
-    def fetch(self, names: str, priority: Priority = Priority.LOAD) -> Fetch:
-        fetch = self.cache.fetch(keys(names), priority)
-        assert fetch is not None
-        return fetch
-
-    def ready(self) -> str:
-        """Names of the blocks in the arena, each of which has its own bytes."""
-        for key, block in self.cache._index._ready.items():
-            with self.arena.slot_view(block.slot) as view:
-                assert bytes(view) == content(key)
-        return "".join(sorted(key.decode() for key in self.cache._index._ready))
-
-    def leased(self) -> dict[str, int]:
-        ready = self.cache._index._ready.values()
-        return {block.key.decode(): block.leases for block in ready if block.leases}
-
-    def assert_at_rest(self) -> None:
-        """Nothing is under way, leased or lost."""
-        fetcher, index = self.cache._below.fetcher, self.cache._index
-        self.cache.poll()  # what has come is offered to faster tiers
-        assert not (self.cache.busy)
-        reads = fetcher.reads
-        assert not (reads)
-        assert not (reads._read_of)
-        assert not (reads._delivered)
-        assert not (fetcher._waiting)
-        assert not (index._writing)
-        assert not (self.leased())
-        assert index.free_slots + len(index) == index.num_slots
-
-    def close(self) -> None:
-        for tier in self.tiers:
-            tier.tasks.clear()
-        self.arena.close()
+def test_missing_blocks_are_those_of_the_tier_that_may_give_them() -> None:
+    made = fetch()
+    assert made.missing == {Medium.DISK: 2, Medium.OBJECTS: 6}
+    assert made.next_medium is Medium.DISK
+    made.settle(KEYS[0], DISK)
+    assert made.missing == {Medium.DISK: 1, Medium.OBJECTS: 6}
+    made.cut(3)
+    assert made.missing == {Medium.DISK: 1, Medium.OBJECTS: 1}
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
-    def start(*below: str, **options: int) -> Node:
-        made.append(Node(*below, **options))
-        return made[-1]
-
-    yield start
-    for node in made:
-        node.close()
-
-
-def read_keys(tier: MemoryTier) -> list[bytes]:
-    return [task.key for task in tier.tasks]
+def test_a_fetch_is_steady_once_each_tier_has_given_a_block() -> None:
+    made = fetch()
+    made.asking = None
+    steady = []
+    for key, source in zip(KEYS, (DISK, OBJECTS), strict=False):
+        steady.append(made.is_steady)
+        made.settle(key, source)
+    made.asking = Medium.OBJECTS
+    steady.append(made.is_steady)
+    made.asking = None
+    assert [*steady, made.is_steady] == [False, False, False, True]
 
 
-def test_blocks_are_leased_as_they_come_and_released_at_the_end(make: Callable[..., Node]) -> None:
-    node = make("abc")
-    fetch = node.fetch("abcd")
-    (tier,) = node.tiers
-    assert read_keys(tier) == keys("abc")
-    tier.end(tier.of(b"b"))
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done, node.leased()) == (0, False, {"b": 1})
-    tier.end_all()
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done, node.leased()) == (3, True, {"a": 1, "b": 1, "c": 1})
-    node.cache.end_fetch(fetch)
-    node.cache.end_fetch(fetch)
-    assert node.ready() == "abc"
-    node.assert_at_rest()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_block_that_is_not_given_ends_the_prefix(
-    make: Callable[..., Node], fault: Outcome
-) -> None:
-    node = make("abcd")
-    fetch = node.fetch("abcd")
-    (tier,) = node.tiers
-    tier.end(tier.of(b"b"), fault)
-    tier.end(tier.of(b"c"))
-    tier.end(tier.of(b"a"))
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (1, True)
-    assert node.ready() == "ac"
-    assert node.cache.counters.fetched_blocks == 2
-    assert node.cache.counters.failed_fetches == 1
-    assert node.cache.counters.damaged_fetches == (fault is Outcome.DAMAGED)
-    tier.end_all()
-    node.cache.poll()
-    node.cache.end_fetch(fetch)
-    assert node.ready() == "acd"
-    node.assert_at_rest()
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_tier_does_not_give_the_next_one_is_asked_for(
-    make: Callable[..., Node], fault: Outcome
-) -> None:
-    node = make("abc", "bc")
-    fetch = node.fetch("abc")
-    first, second = node.tiers
-    assert (read_keys(first), read_keys(second)) == (keys("abc"), [])
-    first.end(first.of(b"b"), fault)
-    first.end(first.of(b"c"), fault)
-    node.cache.poll()
-    assert (read_keys(second), fetch.done) == (keys("bc"), False)
-    first.end_all()
-    second.end_all()
-    node.cache.poll()
-    assert (fetch.arrived, node.ready()) == (3, "abc")
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_the_last_tier_is_not_asked_twice(make: Callable[..., Node]) -> None:
-    node = make("a", "a")
-    fetch = node.fetch("a")
-    for tier in node.tiers:
-        tier.end_all(Outcome.FAILED)
-        tier.blocks[b"a"] = content(b"a")
-        node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (0, True)
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_nobody_is_asked_for_what_no_fetch_waits_for(make: Callable[..., Node]) -> None:
-    node = make("a", "a")
-    fetch = node.fetch("a")
-    first, second = node.tiers
-    first.tasks[0].begun = True
-    node.cache.end_fetch(fetch)
-    first.end_all(Outcome.FAILED)
-    node.cache.poll()
-    assert second.tasks == []
-    node.assert_at_rest()
-
-
-def test_a_fetch_that_ends_cancels_what_nobody_else_wants(make: Callable[..., Node]) -> None:
-    node = make("abcd")
-    one, other = node.fetch("ab"), node.fetch("abcd")
-    (tier,) = node.tiers
-    node.cache.end_fetch(one)
-    assert read_keys(tier) == keys("abcd")
-    node.cache.end_fetch(other)  # the one that joined ends what the other began, too
-    assert read_keys(tier) == []
-    node.cache.poll()
-    assert node.cache.counters.failed_fetches == 0
-    node.assert_at_rest()
-
-
-def test_a_retry_before_the_next_poll_has_what_was_cancelled(make: Callable[..., Node]) -> None:
-    node = make("abcd")
-    (tier,) = node.tiers
-    first = node.fetch("abcd")
-    tier.tasks[0].begun = True
-    node.cache.end_fetch(first)
-    again = node.fetch("abcd")
-    node.cache.poll()
-    assert sorted(read_keys(tier)) == keys("abcd")
-    tier.end_all()
-    node.cache.poll()
-    assert (again.arrived, node.ready()) == (4, "abcd")
-    node.cache.end_fetch(again)
-    node.assert_at_rest()
-
-
-def test_a_dropped_read_is_not_asked_for_again(make: Callable[..., Node]) -> None:
-    """A full queue would drop it for ever."""
-    node = make("ab")
-    fetch = node.fetch("ab", Priority.PREFETCH)
-    (tier,) = node.tiers
-    tier.end_all(Outcome.DROPPED)
-    node.cache.poll()
-    assert (tier.tasks, fetch.arrived, fetch.done) == ([], 0, True)
-    assert node.cache.counters.failed_fetches == 0
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_a_load_hastens_the_prefetch_that_it_joins(make: Callable[..., Node]) -> None:
-    node = make("abc", slots=16)
-    (tier,) = node.tiers
-    early = node.fetch("ab", Priority.PREFETCH)
-    late = node.fetch("abc", Priority.PREFETCH)
-    node.cache.hasten(late)
-    assert {task.key: task.priority for task in tier.tasks} == dict.fromkeys(
-        keys("abc"), Priority.LOAD
-    )
-    for fetch in (early, late):
-        node.cache.end_fetch(fetch)
-    node.cache.poll()
-    early = node.fetch("ab", Priority.PREFETCH)
-    load = node.fetch("abc")
-    assert {task.priority for task in tier.tasks} == {Priority.LOAD}
-    for fetch in (early, load):
-        node.cache.end_fetch(fetch)
-    node.cache.poll()
-    node.assert_at_rest()
-
-
-def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., Node]) -> None:
-    node = make("ab", "ab")
-    first, second = node.tiers
-    early = node.fetch("ab", Priority.PREFETCH)
-    first.end_all(Outcome.FAILED)
-    node.cache.poll()
-    assert {task.priority for task in second.tasks} == {Priority.PREFETCH}
-    node.cache.hasten(early)
-    assert {task.priority for task in second.tasks} == {Priority.LOAD}
-    node.cache.end_fetch(early)
-    node.cache.poll()
-    node.assert_at_rest()
-
-
-def test_a_hung_source_ends_its_fetch_while_others_deliver(
-    make: Callable[..., Node], clock: Clock
-) -> None:
-    node = make("abcde")
-    (tier,) = node.tiers
-    fetch = node.fetch("abcd")
-    tier.tasks[1].begun = True
-    tier.end(tier.of(b"a"))
-    tier.end(tier.of(b"d"))
-    node.cache.poll()
-    assert fetch.arrived == 1
-    tier.stalled.add(b"b")
-    clock.skip(STALL_SECONDS + 1)
-    tier.end(tier.of(b"c"))
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (1, True)  # up to the gap
-    assert node.cache.counters.stalled_fetches == 1
-    node.cache.end_fetch(fetch)
-    assert node.ready() == "acd"
-    # Nobody waits for the hung read again; what it gives at last is not lost.
-    assert node.cache.fetch(keys("abce")) is None
-    other = node.fetch("eb")
-    assert read_keys(tier) == keys("be")
-    tier.end(tier.of(b"e"))
-    node.cache.poll()
-    assert (other.arrived, other.done) == (1, True)
-    node.cache.end_fetch(other)
-    tier.stalled.clear()
-    tier.end_all()
-    node.cache.poll()
-    assert node.ready() == "abcde"
-    node.assert_at_rest()
-
-
-def test_a_slow_source_is_waited_for_as_long_as_it_delivers(
-    make: Callable[..., Node], clock: Clock
-) -> None:
-    node = make("abx")
-    (tier,) = node.tiers
-    other, fetch = node.fetch("x"), node.fetch("ab")
-    clock.skip(STALL_SECONDS + 1)
-    tier.end(tier.of(b"x"))
-    node.cache.poll()
-    assert not fetch.done
-    clock.skip(STALL_SECONDS + 1)
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (0, True)
-    for each in (other, fetch):
-        node.cache.end_fetch(each)
-    node.cache.poll()
-    node.assert_at_rest()
-
-
-def test_a_fetch_joins_what_the_engine_stores(make: Callable[..., Node]) -> None:
-    node = make("ac")
-    store = node.cache.store(keys("b"), [0])
-    assert store is not None
-    fetch = node.fetch("abc")
-    (tier,) = node.tiers
-    tier.end_all()
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (1, False)
-    with node.arena.slot_view(store.slots[0]) as view:
-        view[:] = content(b"b")
-    node.arena.board.report(store.cell, 0, Status.DONE)
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (3, True)
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_a_store_that_fails_ends_the_fetch_that_joined_it(make: Callable[..., Node]) -> None:
-    node = make("ac")
-    store = node.cache.store(keys("b"), [0])
-    assert store is not None
-    fetch = node.fetch("abc")
-    node.tiers[0].end_all()
-    node.arena.board.report(store.cell, 0, Status.FAILED)
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done) == (1, True)
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_a_key_that_is_wanted_twice_is_read_once(make: Callable[..., Node]) -> None:
-    node = make("ab")
-    fetch = node.fetch("aba")
-    (tier,) = node.tiers
-    assert read_keys(tier) == keys("ab")
-    tier.end_all()
-    node.cache.poll()
-    assert (fetch.arrived, node.leased()) == (3, {"a": 2, "b": 1})
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_a_read_that_outlives_a_clear_gives_nothing(make: Callable[..., Node]) -> None:
-    node = make("abc")
-    (tier,) = node.tiers
-    fetch = node.fetch("abc")
-    tier.end(tier.of(b"a"))
-    node.cache.poll()
-    hung = tier.of(b"b")
-    hung.begun = True
-    node.cache.clear()
-    assert (fetch.arrived, fetch.done, read_keys(tier)) == (0, True, [b"b"])
-    # The same keys come anew, and a request joins their store.
-    store = node.cache.store(keys("b"), [0])
-    assert store is not None
-    tier.blocks[b"a"] = content(b"a")
-    new = node.fetch("ab")
-    tier.end(hung)
-    tier.end(tier.of(b"a"))
-    node.cache.poll()
-    assert (new.arrived, new.done) == (1, False)
-    with node.arena.slot_view(store.slots[0]) as view:
-        view[:] = content(b"b")
-    node.arena.board.report(store.cell, 0, Status.DONE)
-    node.cache.poll()
-    assert (new.arrived, new.done, node.ready()) == (2, True, "ab")
-    for each in (fetch, new):
-        node.cache.end_fetch(each)
-    node.assert_at_rest()
-
-
-def test_a_fetch_pushes_out_others_and_never_its_own_prefix(make: Callable[..., Node]) -> None:
-    node = make("bcd", slots=4)
-    for names in ("a", "d", "xy"):
-        node.store(names)
-    fetch = node.fetch("abcd")
-    node.tiers[0].end_all()
-    node.cache.poll()
-    assert (fetch.arrived, node.ready()) == (4, "abcd")
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_a_fetch_ends_where_the_arena_has_no_slot(make: Callable[..., Node]) -> None:
-    node = make("abcdef", slots=4)
-    fetch = node.fetch("abcdef")
-    assert read_keys(node.tiers[0]) == keys("abcd")
-    node.tiers[0].end_all()
-    node.cache.poll()
-    assert (fetch.arrived, fetch.done, node.ready()) == (4, True, "abcd")
-    node.cache.end_fetch(fetch)
-    node.assert_at_rest()
-
-
-def test_a_prefetch_leaves_what_others_hold_within_half(make: Callable[..., Node]) -> None:
-    node = make("abcdef")
-    fetches: list[Sequence[bytes]] = []
-    first = node.fetch("abc", Priority.PREFETCH)
-    second = node.fetch("def", Priority.PREFETCH)
-    fetches += [first.awaited, second.awaited]
-    assert fetches == [keys("abc"), keys("d")]
-    for each in (first, second):
-        node.cache.end_fetch(each)
-    node.cache.poll()
-    node.assert_at_rest()
+def test_a_block_came_from_the_tier_that_gave_it() -> None:
+    made = fetch()
+    assert made.medium_of(KEYS[0]) is Medium.DISK, "where it is read from, as long as it is"
+    made.settle(KEYS[0], OBJECTS)
+    made.settle(KEYS[1], None)  # the engine stored it meanwhile
+    assert made.medium_of(KEYS[0]) is Medium.OBJECTS
+    assert made.medium_of(KEYS[1]) is Medium.HOST
+    assert {medium: count for medium, (count, _) in made.gave.items()} == {Medium.OBJECTS: 1}
+    assert made.missing == {Medium.OBJECTS: 6}

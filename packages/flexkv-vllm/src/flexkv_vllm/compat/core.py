@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -19,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv import EngineVersionError
+from flexkv.changes import Medium
 from flexkv_vllm.compat.features import missing_features
 
 logger = logging.getLogger("flexkv.vllm")
@@ -84,12 +87,21 @@ def fences_get_through() -> bool:
     )
 
 
-def hit_sources(host_tokens: int, disk_tokens: int) -> dict[Any, int]:
-    """Tokens of a hit by source, without zeros. vLLM asks for them from 0.32 on."""
+def hit_source(medium: Medium) -> Any:
+    """vLLM's name of a tier in its statistics, from 0.32 on. It has none for stores that nodes
+    share but `EXTERNAL_UNSPECIFIED`."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    tokens = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: disk_tokens}
-    return {source: count for source, count in tokens.items() if count}
+    own = {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
+    return own.get(medium, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def hit_sources(tokens: Mapping[Medium, int]) -> dict[Any, int]:
+    """Tokens of a hit by source, without zeros. vLLM asks for them from 0.32 on."""
+    sources: Counter[Any] = Counter()
+    for medium, count in tokens.items():
+        sources[hit_source(medium)] += count
+    return dict(+sources)
 
 
 def fails_by_request() -> bool:

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-MEDIA = {
-    Medium.HOST: getattr(kv_events, "MEDIUM_CPU", "CPU"),
-    Medium.DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE"),
-}
-"""The names of media in vLLM's own connectors."""
+_STORAGE = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+MEDIA = dict.fromkeys(Medium, _STORAGE) | {Medium.HOST: getattr(kv_events, "MEDIUM_CPU", "CPU")}
+"""The names of media in vLLM's own connectors, which have one name for all storage. Stores that
+nodes share emit no events; requests can allow loads from them by this name."""
 
 _STORED_FIELDS = frozenset(kv_events.BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(kv_events.BlockRemoved.__struct_fields__)

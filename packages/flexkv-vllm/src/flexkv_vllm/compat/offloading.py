@@ -12,6 +12,7 @@ from vllm.v1.kv_offload import base
 
 from flexkv import LayoutError
 from flexkv.changes import Medium
+from flexkv_vllm.compat.core import hit_source
 from flexkv_vllm.compat.events import MEDIA
 from flexkv_vllm.compat.patches import key_positions
 
@@ -28,7 +29,8 @@ def may_load_from(req_context: base.ReqContext, medium: Medium) -> bool:
     tier_filter = getattr(req_context, "load_tier_filter", None)  # since 0.27
     if tier_filter is None:
         return True
-    allowed: bool = tier_filter.allows(EVENT_MEDIA[medium], base.Locality.LOCAL)
+    locality = base.Locality.REMOTE if medium.is_shared else base.Locality.LOCAL
+    allowed: bool = tier_filter.allows(EVENT_MEDIA[medium], locality)
     return allowed
 
 
@@ -43,9 +45,7 @@ def prefix_of(req_context: base.ReqContext, keys: Collection[bytes]) -> list[byt
 
 def load_source(medium: Medium = Medium.HOST) -> Any:
     """The name of a block's source in vLLM's statistics. vLLM asks for it from 0.32 on."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    return {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}[medium]
+    return hit_source(medium)
 
 
 def worker_config() -> VllmConfig:

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import KVCache
+from flexkv.adapter.hit_sources import Awaited
 from flexkv.adapter.request_options import RequestOptions
 from flexkv.cache import Presence
 from flexkv.changes import Medium
@@ -43,7 +44,10 @@ class RequestBlocks:
     def __init__(self, cache: KVCache, context: ReqContext, options: RequestOptions) -> None:
         self._cache = cache
         self._from_host = options.load and may_load_from(context, Medium.HOST)
-        self._from_disk = options.load and may_load_from(context, Medium.DISK)
+        below = [medium for medium, _, _ in cache.tier_figures]
+        # A fetch takes a block from whichever lower tier has it.
+        allowed = all(may_load_from(context, medium) for medium in below)
+        self._from_below = options.load and allowed
         self.options = options
         self.stored: dict[bytes, bytes | None] = {}
         self._ends: dict[int, bytes] = {}
@@ -52,7 +56,7 @@ class RequestBlocks:
         self._lacks = False
         self._fetch: Fetch | None = None
         self._tried: set[bytes] = set()
-        self._awaited: set[bytes] = set()
+        self._awaited: Awaited = {}
 
     def lookup(self, key: bytes) -> LookupResult:
         """Whether the block can be loaded, or will be once a lower tier has given it."""
@@ -66,7 +70,7 @@ class RequestBlocks:
             self._wanted[key] = None
             return LookupResult.HIT_PENDING
         below = presence in (Presence.BELOW, Presence.UNKNOWN)
-        if below and self._from_disk and key not in self._tried:
+        if below and self._from_below and key not in self._tried:
             self._wanted[key] = None
             self._lacks = True
             return LookupResult.HIT_PENDING
@@ -84,11 +88,12 @@ class RequestBlocks:
         self._end_fetch()  # only now, so that what is under way goes on for the new one
         self._fetch = fetch
         if fetch is not None:
-            self._awaited.update(fetch.awaited)
+            self._awaited |= dict.fromkeys(fetch.awaited, fetch)
 
     def source_of(self, key: bytes) -> Medium:
         """The source of a loaded block."""
-        return Medium.DISK if key in self._awaited else Medium.HOST
+        fetch = self._awaited.get(key)
+        return Medium.HOST if fetch is None else fetch.medium_of(key)
 
     def offer(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
         """vLLM wants these blocks stored, again perhaps after a preemption.
@@ -127,7 +132,7 @@ class RequestBlocks:
     def load_no_more(self) -> None:
         """A load has failed: all lookups from now on are misses."""
         self.settle()
-        self._from_host = self._from_disk = False
+        self._from_host = self._from_below = False
         self._awaited.clear()
 
     def forget(self) -> None:

@@ -37,7 +37,7 @@ class Fetches:
         fetch = self._cache.fetch(keys, Priority.PREFETCH)
         if fetch is not None:
             tracked.early = fetch
-            tracked.awaited = set(fetch.awaited)
+            tracked.awaited = dict.fromkeys(fetch.awaited, fetch)
 
     def offer(
         self,
@@ -62,7 +62,7 @@ class Fetches:
         end = tracked.waiting_start + fetch.stop
         if not is_worth_waiting(fetch, end):
             return self._cache.lookup(keys)
-        if self._ahead and fetch.seconds_left < LOOKAHEAD_SECONDS:
+        if self._ahead and fetch.is_steady and fetch.seconds_left < LOOKAHEAD_SECONDS:
             return end - start
         return None
 
@@ -78,7 +78,7 @@ class Fetches:
 
     def end(self, tracked: TrackedRequest) -> None:
         """The request has its blocks, or needs no more. Idempotent."""
-        tracked.awaited = frozenset()
+        tracked.awaited = {}
         self._replace(tracked, None)
 
     def _begin(self, tracked: TrackedRequest, keys: Sequence[bytes], start: int) -> Fetch | None:
@@ -86,7 +86,7 @@ class Fetches:
             self._cache.hasten(tracked.early)
         fetch = self._cache.fetch(keys)
         if fetch is not None:
-            tracked.awaited = tracked.awaited | set(fetch.awaited)
+            tracked.awaited |= dict.fromkeys(fetch.awaited, fetch)
         tracked.waiting_start = start
         self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
         return fetch

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import Left
-from flexkv.adapter.metrics import Samples, sample
+from flexkv.adapter.metrics import INTERNAL_FAILURES, Samples, sample
 from flexkv.cache import KVCache
 from flexkv.changes import Medium
 from flexkv.mover import FALLBACK, Direction, Status
+from flexkv.tiers.circuit import CircuitState
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class CopyFigures:
         """What is new since the last call."""
         failures = sum(self._edge.failures.values())
         if failures > self._told_failures:
-            self._add(sample("failures", "internal"), failures - self._told_failures)
+            self._add(INTERNAL_FAILURES, failures - self._told_failures)
             self._told_failures = failures
         if self._samples:
             self._count_ways()
@@ -131,8 +132,9 @@ class CacheFigures:
         self._cache = cache
         self._edge = edge
         self._ignored_parameters = ignored_parameters
-        self._host_queries = self._disk_queries = 0
-        self._host_hits = self._disk_hits = 0
+        media = [Medium.HOST, *(medium for medium, _, _ in cache.tier_figures)]
+        self._queries = dict.fromkeys(media, 0)
+        self._hits = dict.fromkeys(media, 0)
         self._left = dict.fromkeys(Left, 0)
         self._told: Samples = {}
         self._told_gauges: Samples = {}
@@ -142,19 +144,21 @@ class CacheFigures:
         """Something may have changed: the next `take` looks."""
         self.active = True
 
-    def asked(self, tokens: int, hit_tokens: int, disk_tokens: int) -> None:
+    def asked(self, tokens: int, hit_tokens: int, fetched: Mapping[Medium, int]) -> None:
         """The engine gave blocks to a request.
 
         Args:
             tokens: of the request, that the engine did not have itself.
             hit_tokens: those of them that are loaded.
-            disk_tokens: those of these that came from disk.
+            fetched: those of these that came from lower tiers, by tier.
         """
         self.active = True
-        self._host_queries += tokens
-        self._host_hits += hit_tokens - disk_tokens
-        self._disk_queries += tokens - (hit_tokens - disk_tokens)
-        self._disk_hits += disk_tokens
+        hits = {**fetched, Medium.HOST: hit_tokens - sum(fetched.values())}
+        for medium in self._queries:
+            # Each tier is asked for what the faster ones do not have.
+            self._queries[medium] += tokens
+            self._hits[medium] += hits.get(medium, 0)
+            tokens -= hits.get(medium, 0)
 
     def left(self, reason: Left, tokens: int) -> None:
         """So many tokens of a request that got its blocks are computed, not loaded."""
@@ -177,37 +181,39 @@ class CacheFigures:
     def _totals(self) -> Samples:
         counters = self._cache.counters
         totals: Samples = {
-            sample("query_tokens", "host"): self._host_queries,
-            sample("hit_tokens", "host"): self._host_hits,
             sample("stored_blocks", "host"): counters.stored_blocks,
             sample("dropped_blocks", "host"): counters.refused_blocks,
             sample("evicted_blocks", "host"): counters.evicted_blocks,
-            sample("failures", "load"): counters.failed_loads,
-            sample("failures", "store"): counters.failed_stores,
-            sample("failures", "internal"): sum(self._edge.failures.values()),
+            sample("failures", "load", "host"): counters.failed_loads,
+            sample("failures", "store", "host"): counters.failed_stores,
+            INTERNAL_FAILURES: sum(self._edge.failures.values()),
             "resets": counters.resets,
             "ignored_parameters": self._ignored_parameters(),
             "refused_pin_blocks": counters.refused_pins,
         }
         totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
+        for medium, queries in self._queries.items():
+            totals[sample("query_tokens", medium.value)] = queries
+            totals[sample("hit_tokens", medium.value)] = self._hits[medium]
         for medium, figures, counted in self._cache.tier_figures:
             tier, traffic = medium.value, figures.traffic
             totals |= {
-                sample("query_tokens", tier): self._disk_queries,
-                sample("hit_tokens", tier): self._disk_hits,
                 sample("copied_bytes", tier, "read"): traffic.read_bytes,
                 sample("copy_seconds", tier, "read"): traffic.read_seconds,
                 sample("copied_bytes", tier, "write"): traffic.written_bytes,
                 sample("copy_seconds", tier, "write"): traffic.written_seconds,
                 sample("stored_blocks", tier): figures.written_blocks,
                 sample("dropped_blocks", tier): counted.dropped_demotions,
-                sample("evicted_blocks", tier): figures.evicted_blocks,
                 sample("circuit_openings", tier): figures.openings,
-                sample("failures", "read"): counters.failed_fetches - counters.damaged_fetches,
-                sample("failures", "damaged"): counters.damaged_fetches,
-                sample("failures", "stalled"): counters.stalled_fetches,
-                sample("failures", "write"): counters.failed_demotions,
+                sample("failures", "read", tier): counted.failed_fetches - counted.damaged_fetches,
+                sample("failures", "damaged", tier): counted.damaged_fetches,
+                sample("failures", "stalled", tier): counted.stalled_fetches,
+                sample("failures", "write", tier): counted.failed_demotions,
             }
+            if medium.is_shared:
+                totals[sample("late_questions", tier)] = counted.late_questions
+            else:
+                totals[sample("evicted_blocks", tier)] = figures.evicted_blocks
         return totals
 
     def _gauges(self) -> Samples:
@@ -222,14 +228,16 @@ class CacheFigures:
         }
         for medium, figures, _ in cache.tier_figures:
             tier = medium.value
-            gauges |= {
-                sample("blocks", tier): figures.blocks,
-                sample("capacity_blocks", tier): figures.slots,
-                sample("bytes", tier): figures.blocks * size,
-                sample("capacity_bytes", tier): figures.slots * size,
-                sample("queue_length", tier): figures.queued_blocks,
-                "queue_bytes": figures.queued_bytes,
-                sample("open_circuits", tier, "read"): figures.open_reads,
-                sample("open_circuits", tier, "write"): figures.open_writes,
-            }
+            gauges[sample("queue_length", tier)] = figures.queued_blocks
+            gauges[sample("queue_bytes", tier)] = figures.queued_bytes
+            for state in CircuitState:
+                for way, states in (("read", figures.reads), ("write", figures.writes)):
+                    gauges[sample("circuits", tier, way, state.value)] = states.get(state, 0)
+            if not medium.is_shared:
+                gauges |= {
+                    sample("blocks", tier): figures.blocks,
+                    sample("capacity_blocks", tier): figures.slots,
+                    sample("bytes", tier): figures.blocks * size,
+                    sample("capacity_bytes", tier): figures.slots * size,
+                }
         return gauges

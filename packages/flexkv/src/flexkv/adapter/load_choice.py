@@ -9,24 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexkv.adapter.cost import LinkPace, PrefillPace, Span, StepTimer
+from flexkv.adapter.wait_choice import PROBE_SHARE, SLACK_SECONDS, WaitChooser
 from flexkv.transfer.fetch import Fetch
-
-_PROBE_SHARE = 0.03
-"""Share of the computing time that one measurement of a link, by a load or a wait, may cost.
-Together with other losses it is less than 5 %, the most that a hit may cost beyond computing."""
-
-_PROBE_SECONDS = 0.02
-"""Seconds that one measurement may cost in any case. A read of an NVMe drive takes 0.1 to 1 ms. A
-step of the engine without work, after which the drive is polled again, takes about as long; on a
-busy machine both take several times that."""
-
-_LATE = 2
-"""A tier is expected to be as fast as its fastest recent read. If it delivers nothing in so many
-times that time, it is slower."""
-
-_SLACK_SECONDS = 0.005
-"""Seconds of a load that is always made, however short computing is: about one step of an engine,
-the resolution of both measurements."""
 
 _CONTENTION = 0.15
 """Share of its time that a load takes longer beside a forward pass on the same cores. Tuned on two
@@ -68,19 +52,6 @@ class LoadChoice:
 
     blocks: int
     left: Left | None = None
-
-
-@dataclass(slots=True)
-class _Wait:
-    """A fetch that a request may wait for.
-
-    Attributes:
-        ahead: blocks that other requests waited for at the first question about this fetch.
-        refused: whether the answer was not to wait.
-    """
-
-    ahead: int
-    refused: bool = False
 
 
 class LoadChooser:
@@ -125,9 +96,8 @@ class LoadChooser:
         self._steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
         self._prefill = PrefillPace()
         self._device = LinkPace()
-        self._disk = LinkPace()
         self._timer = StepTimer(self._prefill, clock)
-        self._waits: dict[Fetch, _Wait] = {}
+        self._waits = WaitChooser(self._prefill, block_bytes)
 
     def step_begins(self, spans: Sequence[Span]) -> int:
         """A step that computes `spans` of prompts begins. Returns the number for its report, or 0
@@ -149,21 +119,7 @@ class LoadChooser:
 
     def fetched(self, fetch: Fetch) -> None:
         """A fetch has ended."""
-        wait = self._waits.pop(fetch, _Wait(0))
-        came = fetch.arrived - fetch.first
-        waited = time.monotonic() - fetch.begun
-        if came:
-            # The tier has read the blocks ahead meanwhile.
-            size = (came + wait.ahead) * self._block_bytes
-            self._disk.observe(size, fetch.progressed - fetch.begun)
-        elif not fetch.done and waited > self._latest(fetch, wait):
-            self._disk.contradict(self._block_bytes, waited)
-        if came or not wait.refused:
-            return
-        if self._disk.doubtful and waited >= _PROBE_SECONDS:
-            self._disk.give_up()
-        else:
-            self._disk.refuse()
+        self._waits.ended(fetch)
 
     def choose_load(
         self, span: Span, blocks: int, *, whole: bool = False, others: int = 0
@@ -182,7 +138,7 @@ class LoadChooser:
         computing = self._prefill.seconds(span)
         if self._always or loading is None or computing is None:
             return LoadChoice(blocks)
-        if loading <= max(computing, _SLACK_SECONDS):
+        if loading <= max(computing, SLACK_SECONDS):
             delayed = self._is_delayed(computing, others)
             return LoadChoice(0, Left.DELAYED) if delayed else LoadChoice(blocks)
         if not self._device.doubtful:
@@ -197,35 +153,11 @@ class LoadChooser:
             span: the tokens of all its blocks.
             others: other requests that the engine has, queued or running.
         """
-        if fetch not in self._waits:
-            self._waits[fetch] = _Wait(sum(f.stop - f.arrived for f in self._waits))
-        wait = self._waits[fetch]
         computing = self._prefill.seconds(span)
         if not self._always and computing is not None and self._is_delayed(computing, others):
             # Not the tier's fault: its rate is not doubted.
             return False
-        wait.refused = not self._is_worth_waiting(fetch, span, wait)
-        return not wait.refused
-
-    def _is_worth_waiting(self, fetch: Fetch, span: Span, wait: _Wait) -> bool:
-        total = fetch.stop
-        first_missing = span.start + span.tokens * fetch.arrived // total
-        gain = self._prefill.seconds(Span(first_missing, span.stop))
-        whole = self._prefill.seconds(span)
-        if self._always or gain is None or whole is None:
-            return True
-        waited = time.monotonic() - fetch.begun
-        rest: float | None = fetch.seconds_left
-        if fetch.arrived == fetch.first:
-            # No block has arrived yet, so there is no measurement.
-            rest = self._disk.seconds((total - fetch.arrived + wait.ahead) * self._block_bytes)
-            if rest is not None and waited > self._latest(fetch, wait):
-                return False
-        if rest is not None and rest < max(gain, _SLACK_SECONDS):
-            return True
-        if rest is not None and not self._disk.doubtful:
-            return False
-        return waited < max(_PROBE_SECONDS, _PROBE_SHARE * whole) * self._disk.patience
+        return self._always or self._waits.is_worth_waiting(fetch, span)
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
         """Whether to load so many blocks beside the forward pass of the same step, in which
@@ -242,14 +174,14 @@ class LoadChooser:
             return mode is LoadMode.LAYERWISE
         loading = self._loading(blocks + self._loading_now()) or 0.0
         if self._on_cores:
-            return running > 0 or loading * _CONTENTION <= _SLACK_SECONDS
-        return running == 0 or loading <= _SLACK_SECONDS
+            return running > 0 or loading * _CONTENTION <= SLACK_SECONDS
+        return running == 0 or loading <= SLACK_SECONDS
 
     def _probe(self, blocks: int, share: float, whole: bool) -> LoadChoice:
         """The blocks that measure the link again. Computing takes `share` of loading them all."""
         if whole:
             return LoadChoice(blocks)
-        return LoadChoice(min(blocks, max(1, int(blocks * _PROBE_SHARE * share))), Left.SLOW)
+        return LoadChoice(min(blocks, max(1, int(blocks * PROBE_SHARE * share))), Left.SLOW)
 
     def _is_delayed(self, computing: float, others: int) -> bool:
         """Whether an asynchronous load costs more time than computing, over all requests.
@@ -262,13 +194,7 @@ class LoadChooser:
         if others == 0:
             return False
         delay = self._steps_behind * self._timer.step_seconds
-        return delay > max(computing * (1 + others), _SLACK_SECONDS)
-
-    def _latest(self, fetch: Fetch, wait: _Wait) -> float:
-        """Seconds after which a fetch should have delivered its first block, behind the blocks that
-        other requests waited for before."""
-        blocks = fetch.stop - fetch.arrived + wait.ahead
-        return _LATE * (self._disk.seconds(blocks * self._block_bytes) or 0.0) + _PROBE_SECONDS
+        return delay > max(computing * (1 + others), SLACK_SECONDS)
 
     def _loading(self, blocks: int) -> float | None:
         """Seconds to load so many blocks from host memory; None before the first measurement."""

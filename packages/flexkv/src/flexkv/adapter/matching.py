@@ -11,11 +11,12 @@ from flexkv.adapter.engine import EnginePool, EngineRequest
 from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.groups import Reach
+from flexkv.adapter.hit_sources import fetched_blocks, slowest
 from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.load_choice import Left, LoadChooser
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.plan import Plan, Wanted, flat
-from flexkv.adapter.request import Match, TrackedRequest
+from flexkv.adapter.request import HitTokens, Match, TrackedRequest
 from flexkv.transfer.fetch import Fetch
 
 
@@ -112,8 +113,8 @@ class Matcher:
         if choice.left is not None:
             left.append((choice.left, end - loaded))
         tokens = loaded - local_tokens
-        disk = self._awaited_tokens(tracked, keys[: choice.blocks], tokens) if tokens else 0
-        return tokens, Match(local_tokens, disk, left=_some(left))
+        fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens) if tokens else {}
+        return tokens, Match(local_tokens, fetched, left=_some(left))
 
     def _match_groups(
         self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
@@ -156,8 +157,10 @@ class Matcher:
         if choice.left is not None:
             left.append((choice.left, span.tokens))
         tokens = 0 if choice.left else span.tokens
-        disk = 0 if tracked.awaited.isdisjoint(keys) else tokens
-        return tokens, Match(local_tokens, disk, left=_some(left), junction=plan.junction)
+        came = fetched_blocks(tracked.awaited, keys) if tokens else {}
+        # Groups have blocks of different lengths: the slowest tier counts for all of the hit.
+        fetched = {slowest(came): tokens} if came else {}
+        return tokens, Match(local_tokens, fetched, left=_some(left), junction=plan.junction)
 
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
         """The blocks to load. `limit` ends before the last token: the engine computes that token in
@@ -223,17 +226,21 @@ class Matcher:
             found = ((each.start + i, key) for i, key in enumerate(each.keys) if key in awaited)
             self._describe(tracked.request, each.group, found)
 
-    def _awaited_tokens(self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int) -> int:
-        """How many of the `tokens` that end with the last block of `keys` had to be fetched."""
+    def _fetched_tokens(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int
+    ) -> HitTokens:
+        """How many of the `tokens` that end with the last block of `keys` had to be fetched, by
+        tier."""
         awaited = tracked.awaited
         if not awaited:
-            return 0
+            return {}
         (group,) = self._groups.members
         size = group.block_tokens
-        fetched = sum(key in awaited for key in keys) * size
-        if keys[0] in awaited:
+        came = fetched_blocks(awaited, keys)
+        fetched = {medium: count * size for medium, count in came.items()}
+        for medium in fetched_blocks(awaited, keys[:1]):
             # The engine has the beginning of the first block itself.
-            fetched -= len(keys) * size - tokens
+            fetched[medium] -= len(keys) * size - tokens
         return fetched
 
 

@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flexkv.changes import BELOW, Medium
 from flexkv.mover import WAYS
+from flexkv.tiers.circuit import CircuitState
 
 Samples = dict[str, float]
 """Values by `sample` name: of a counter its growth since the last report, of a gauge its value."""
@@ -56,11 +58,34 @@ def sample(name: str, *labels: str) -> str:
     return ":".join((name, *labels))
 
 
-_TIERS = (("tier", ("host", "disk")),)
-_BELOW = (("tier", ("disk",)),)
-_LINKS = (("link", ("device", "disk")), ("direction", ("load", "store", "read", "write")))
-_WAYS = (("device", "load"), ("device", "store"), ("disk", "read"), ("disk", "write"))
-CAUSES = ("load", "store", "read", "damaged", "stalled", "write", "internal")
+TIERS = tuple(medium.value for medium in Medium)
+"""The tiers by name, the fastest first. All have values, whether an engine has them or not."""
+
+_LOWER = tuple(medium.value for medium in BELOW)
+_TIERS = (("tier", TIERS),)
+_BELOW = (("tier", _LOWER),)
+_KNOWING = (("tier", tuple(medium.value for medium in Medium if not medium.is_shared)),)
+_ASKED = (("tier", tuple(medium.value for medium in BELOW if medium.is_shared)),)
+_DIRECTIONS = ("read", "write")
+_LINKS = (("link", ("device", *_LOWER)), ("direction", ("load", "store", *_DIRECTIONS)))
+_WAYS = (
+    ("device", "load"),
+    ("device", "store"),
+    *((tier, direction) for tier in _LOWER for direction in _DIRECTIONS),
+)
+_HOST_CAUSES = ("load", "store")
+_TIER_CAUSES = ("read", "damaged", "stalled", "write")
+_NO_TIER = ""
+CAUSES = (*_HOST_CAUSES, *_TIER_CAUSES, "internal")
+_FAILURES = (
+    *((cause, Medium.HOST.value) for cause in _HOST_CAUSES),
+    *((cause, tier) for cause in _TIER_CAUSES for tier in _LOWER),
+    ("internal", _NO_TIER),
+)
+INTERNAL_FAILURES = sample("failures", "internal", _NO_TIER)
+"""Errors inside FlexKV, which belong to no tier."""
+
+STATES = tuple(state.value for state in CircuitState)
 REASONS = ("short", "slow", "awaited", "delayed")
 """The values of `Left`, which the processes that log and serve metrics do not import."""
 
@@ -110,17 +135,24 @@ METRICS = (
         "FlexKV blocks not stored in the tier for lack of room, queue or write budget.",
         _TIERS,
     ),
-    Metric("evicted_blocks", Kind.COUNTER, "FlexKV blocks evicted from the tier.", _TIERS),
+    Metric("evicted_blocks", Kind.COUNTER, "FlexKV blocks evicted from the tier.", _KNOWING),
     Metric(
         "failures",
         Kind.COUNTER,
         "Failures by cause; each one reached requests only as a miss or a failed load.",
-        (("cause", CAUSES),),
+        (("cause", CAUSES), ("tier", (*TIERS, _NO_TIER))),
+        _FAILURES,
+    ),
+    Metric(
+        "late_questions",
+        Kind.COUNTER,
+        "Questions that a shared store did not answer by its deadline.",
+        _ASKED,
     ),
     Metric(
         "circuit_openings",
         Kind.COUNTER,
-        "Times that reads or writes on a drive of the tier were disabled after failures.",
+        "Times that reads or writes of a drive or a store were disabled after failures.",
         _BELOW,
     ),
     Metric("resets", Kind.COUNTER, "Resets of the whole cache."),
@@ -134,23 +166,23 @@ METRICS = (
         Kind.COUNTER,
         "FlexKV blocks not pinned because half of the host memory is.",
     ),
-    Metric("blocks", Kind.GAUGE, "FlexKV blocks in the tier that can be loaded.", _TIERS),
-    Metric("capacity_blocks", Kind.GAUGE, "FlexKV blocks that the tier has room for.", _TIERS),
-    Metric("bytes", Kind.GAUGE, "Bytes of the tier's blocks that can be loaded.", _TIERS),
-    Metric("capacity_bytes", Kind.GAUGE, "Bytes that the tier has room for.", _TIERS),
+    Metric("blocks", Kind.GAUGE, "FlexKV blocks in the tier that can be loaded.", _KNOWING),
+    Metric("capacity_blocks", Kind.GAUGE, "FlexKV blocks that the tier has room for.", _KNOWING),
+    Metric("bytes", Kind.GAUGE, "Bytes of the tier's blocks that can be loaded.", _KNOWING),
+    Metric("capacity_bytes", Kind.GAUGE, "Bytes that the tier has room for.", _KNOWING),
     Metric("pinned_blocks", Kind.GAUGE, "FlexKV blocks pinned in host memory."),
     Metric(
         "queue_length",
         Kind.GAUGE,
-        "Transfers of the device, or reads and writes of blocks on disk, that run or wait.",
-        (("link", ("device", "disk")),),
+        "Transfers of the device, or reads and writes of the tier's blocks, that run or wait.",
+        (("link", ("device", *_LOWER)),),
     ),
-    Metric("queue_bytes", Kind.GAUGE, "Bytes that wait for the disks."),
+    Metric("queue_bytes", Kind.GAUGE, "Bytes that wait to be written to the tier.", _BELOW),
     Metric(
-        "open_circuits",
+        "circuits",
         Kind.GAUGE,
-        "Drives of the tier whose reads or writes are disabled after failures, or on trial.",
-        (*_BELOW, ("direction", ("read", "write"))),
+        "Drives of the tier, or the store, whose reads or writes are in the state.",
+        (*_BELOW, ("direction", _DIRECTIONS), ("state", STATES)),
     ),
 )
 GAUGES = frozenset(
@@ -177,9 +209,9 @@ def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
     line: dict[str, int | float] = {}
     queries = total("query_tokens", "host")
     if queries:
-        hits = total("hit_tokens", "host") + total("hit_tokens", "disk")
+        hits = sum(total("hit_tokens", tier) for tier in TIERS)
         line["FlexKV hit rate (%)"] = round(100 * hits / queries, 1)
-    for tier in ("host", "disk"):
+    for tier in TIERS:
         _put(line, f"{tier} hits (tokens)", total("hit_tokens", tier))
     _put(line, "left hits (tokens)", sum(total("left_tokens", why) for why in REASONS))
     for way in _WAYS:
@@ -187,10 +219,10 @@ def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
         _put(line, f"{' '.join(way)} (MB)", round(size / 1e6, 1))
         if seconds:
             line[f"{' '.join(way)} (GB/s per copy)"] = round(size / seconds / 1e9, 2)
-    for tier in ("host", "disk"):
+    for tier in TIERS:
         _put(line, f"{tier} evictions (blocks)", total("evicted_blocks", tier))
         _put(line, f"{tier} drops (blocks)", total("dropped_blocks", tier))
-    _put(line, "failures", sum(total("failures", cause) for cause in CAUSES))
+    _put(line, "failures", sum(total("failures", *labels) for labels in _FAILURES))
     return line
 
 

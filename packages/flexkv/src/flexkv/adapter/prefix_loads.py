@@ -84,8 +84,7 @@ class PrefixLoads:
         loaded."""
         request, match = tracked.request, tracked.match
         if match is not None:
-            tracked.disk_tokens = min(match.disk_tokens, tokens)
-            tracked.junction = match.junction
+            tracked.begin_load(match, tokens)
             hit_tokens = match.local_tokens + tokens
             self._cache.record(
                 self._matcher.blocks_of(tracked, hit_tokens),
@@ -93,7 +92,7 @@ class PrefixLoads:
                 self._matcher.prompt_of(tracked),
             )
             asked = request.num_tokens - match.local_tokens
-            self._figures.asked(asked, tokens, tracked.disk_tokens)
+            self._figures.asked(asked, tokens, tracked.fetched)
             for reason, left in match.left:
                 self._figures.left(reason, left)
                 self._chooser.left(reason)

@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from flexkv.adapter.engine import EngineRequest
+from flexkv.adapter.hit_sources import Awaited, limited
 from flexkv.adapter.keys import MadeKeys
 from flexkv.adapter.load_choice import Left
 from flexkv.adapter.load_in_parts import Loading
 from flexkv.adapter.plan import Plan
 from flexkv.adapter.request_options import OptionsReader, RequestOptions, pin_owner
 from flexkv.cache import KVCache
+from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""
+
+HitTokens: TypeAlias = Mapping[Medium, int]
+"""Tokens of a hit by the tier that they came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Match:
 
     Attributes:
         local_tokens: tokens that the engine has itself.
-        disk_tokens: loadable tokens that came from a lower tier.
+        fetched: loadable tokens that came from lower tiers, by tier.
         layerwise: whether the load runs beside the forward pass of the same step.
         left: why the tokens that follow are not loaded, and how many.
         junction: where the full attention of other requests continued with this prompt, but no
@@ -35,7 +40,7 @@ class Match:
     """
 
     local_tokens: int
-    disk_tokens: int = 0
+    fetched: HitTokens = field(default_factory=dict)
     layerwise: bool = False
     left: tuple[tuple[Left, int], ...] = ()
     junction: int = 0
@@ -53,10 +58,10 @@ class TrackedRequest:
         early: fetch that began when the request was queued, until its turn comes.
         waiting: fetch of the blocks from `waiting_start` on, which the request waits for.
         waiting_start: position of the first block of `waiting` in the request.
-        awaited: keys of the blocks that had to come from a lower tier.
+        awaited: blocks that had to come from a lower tier.
         failed_at: tokens before the first failed load; later tokens are not offered again.
         loading: the load that the engine was promised, until all of it is ordered.
-        disk_tokens: tokens of its last load that came from a lower tier.
+        fetched: tokens of its last load that came from lower tiers, by tier.
         junction: see `Match`.
         built_on: id of the load that ran beside its forward pass, until the load is known to have
             succeeded; 0 if there is none.
@@ -77,10 +82,10 @@ class TrackedRequest:
     early: Fetch | None = None
     waiting: Fetch | None = None
     waiting_start: int = 0
-    awaited: AbstractSet[bytes] = frozenset()
+    awaited: Awaited = field(default_factory=dict)
     failed_at: int = NEVER
     loading: Loading | None = None
-    disk_tokens: int = 0
+    fetched: HitTokens = field(default_factory=dict)
     junction: int = 0
     built_on: int = 0
     engine_blocks: list[list[int]] = field(default_factory=list)
@@ -132,6 +137,11 @@ class TrackedRequest:
         self.ran = False
         self.store_nothing()
 
+    def begin_load(self, match: Match, tokens: int) -> None:
+        """So many tokens of `match` are loaded for it."""
+        self.fetched = limited(match.fetched, tokens)
+        self.junction = match.junction
+
     def fail_from(self, tokens: int) -> None:
         """Offer it no tokens from `tokens` on: a load failed there."""
         self.failed_at = min(self.failed_at, tokens)
@@ -154,6 +164,12 @@ class Requests:
         self.options = OptionsReader()
         self._cache = cache
         self._ended = ended
+
+    def hit_tokens(self, request_id: str, tokens: int) -> HitTokens:
+        """How many of the `tokens` that are loaded for a request came from each tier."""
+        tracked = self.by_id.get(request_id)
+        fetched = {} if tracked is None else limited(tracked.fetched, tokens)
+        return {**fetched, Medium.HOST: tokens - sum(fetched.values())}
 
     def track(self, request: EngineRequest) -> TrackedRequest:
         """What is known of `request`, which has not ended."""

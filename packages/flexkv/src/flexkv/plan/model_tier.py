@@ -35,7 +35,7 @@ class ModelTier:
         index = self._index
         evictions = index.evictions
         return TierFigures(
-            len(index), index.num_slots, self._written, evictions, 0, 0, 0, 0, 0, Traffic()
+            len(index), index.num_slots, self._written, evictions, 0, 0, {}, {}, 0, Traffic()
         )
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:

@@ -12,12 +12,13 @@ makes an `AskedTier` of a store whose calls block; most new tiers need only such
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from flexkv.admission import ADMISSIONS, Admission
 from flexkv.changes import Change, Medium
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
 
 
@@ -80,8 +81,9 @@ class TierFigures:
         evicted_blocks: since the start.
         queued_blocks: to be read or written, those under way included, now.
         queued_bytes: that wait, now.
-        open_reads: devices that are given no reads now, or are only tried; see `Circuit`.
-        open_writes: the same of writes.
+        reads: devices by the state that the circuit of their reads is in now; none of a state that
+            is not there.
+        writes: the same of writes.
         openings: times that a circuit opened, since the start.
         traffic: since the start.
     """
@@ -92,8 +94,8 @@ class TierFigures:
     evicted_blocks: int
     queued_blocks: int
     queued_bytes: int
-    open_reads: int
-    open_writes: int
+    reads: Mapping[CircuitState, int]
+    writes: Mapping[CircuitState, int]
     openings: int
     traffic: Traffic
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 FAILURES = 16
 """Jobs that failed in a row after which a circuit opens: more than run at once when a device
@@ -29,6 +31,11 @@ class CircuitState(enum.Enum):
     """One caller may try it."""
     OPEN = "open"
     """No."""
+
+
+def count_states(circuits: Iterable[Circuit]) -> Counter[CircuitState]:
+    """How many of `circuits` are in each state now."""
+    return Counter(circuit.state for circuit in circuits)
 
 
 class Circuit:

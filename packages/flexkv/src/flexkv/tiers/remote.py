@@ -27,7 +27,7 @@ from typing import Protocol
 from flexkv.changes import Medium
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
-from flexkv.tiers.circuit import Circuit, CircuitState
+from flexkv.tiers.circuit import Circuit, count_states
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
 
@@ -168,8 +168,8 @@ class RemoteTier:
             evicted_blocks=0,
             queued_blocks=self._queued_blocks,
             queued_bytes=self._link.queued_bytes,
-            open_reads=int(self._reads.state is not CircuitState.CLOSED),
-            open_writes=int(self._writes.state is not CircuitState.CLOSED),
+            reads=count_states([self._reads]),
+            writes=count_states([self._writes]),
             openings=self._reads.openings + self._writes.openings,
             traffic=self._traffic,
         )

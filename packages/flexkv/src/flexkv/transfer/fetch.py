@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes on their way from lower tiers into the arena."""
+"""A prefix on its way from lower tiers into the arena."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flexkv.changes import Medium
-from flexkv.index import Block, BlockIndex
+from flexkv.index import Block
 from flexkv.tiers.job import Priority
-from flexkv.transfer.reads import Reads
 from flexkv.transfer.sources import Source
 
 
@@ -32,8 +31,10 @@ class Fetch:
         progressed: time.monotonic() when it began or last had another block without a gap.
         priority: of its reads.
         awaited: keys of the blocks that may come and were not there when it began.
-        asking: whether a tier is asked for the blocks behind `blocks`.
-        sources: which tier gave each block that has come since.
+        asking: the first tier that is asked for the blocks behind `blocks`; None if none is.
+        sources: which tier gave each block that has come since, or is to give it.
+        expected: blocks that are to come, by tier, apart from those that tiers are asked for.
+        gave: of each tier that gave blocks, how many, and time.monotonic() of the last.
     """
 
     keys: Sequence[bytes]
@@ -45,8 +46,10 @@ class Fetch:
     progressed: float = field(default=0.0, repr=False)
     priority: Priority = Priority.LOAD
     awaited: list[bytes] = field(default_factory=list, repr=False)
-    asking: bool = False
+    asking: Medium | None = None
     sources: dict[bytes, Source] = field(default_factory=dict, repr=False)
+    expected: dict[Medium, int] = field(default_factory=dict, repr=False)
+    gave: dict[Medium, tuple[int, float]] = field(default_factory=dict, repr=False)
 
     @property
     def done(self) -> bool:
@@ -62,6 +65,28 @@ class Fetch:
         came = self.arrived - self.first
         seconds = time.monotonic() - self.begun
         return seconds * (self.stop - self.arrived) / came if came else math.inf
+
+    @property
+    def missing(self) -> dict[Medium, int]:
+        """How many blocks each tier may still give."""
+        left = self.stop - self.arrived
+        missing = {medium: min(count, left) for medium, count in self.expected.items() if count}
+        if self.asking is not None:
+            unknown = self.stop - len(self.blocks)
+            missing[self.asking] = missing.get(self.asking, 0) + unknown
+        return missing
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether each tier that may still give blocks is known to have them, and has given some:
+        only then `seconds_left` holds for all of them."""
+        return self.asking is None and self.missing.keys() <= self.gave.keys()
+
+    @property
+    def next_medium(self) -> Medium | None:
+        """Which tier is to give the next block; None if that is not known."""
+        source = None if self.done else self.sources.get(self.keys[self.arrived])
+        return None if source is None else source.medium
 
     def medium_of(self, key: bytes) -> Medium:
         """Where the block of `key` was when the fetch began."""
@@ -81,282 +106,19 @@ class Fetch:
     def cut(self, position: int) -> None:
         """The block at `position` does not come."""
         self.stop = min(self.stop, position)
-        self.asking = False
+        self.asking = None
 
+    def expect(self, key: bytes, source: Source) -> None:
+        """A tier reads the block of `key`."""
+        self.sources[key] = source
+        self.expected[source.medium] = self.expected.get(source.medium, 0) + 1
 
-class Fetcher:
-    """Fetches of requests. Single-threaded.
-
-    A block that its tier cannot give is read from the next one that has it, as long as a fetch
-    waits for it. If there is none, it ends the prefix.
-
-    Args:
-        index: of the arena.
-        slot_view: memory of an arena slot.
-        sources: lower tiers, the fastest first. A fetch that goes on by no block for as long as a
-            tier may stall takes the next block from the tiers behind it, or ends with what it has,
-            if the tier of that block gives nothing to others either, or says that it cannot be
-            read.
-    """
-
-    def __init__(
-        self,
-        index: BlockIndex,
-        slot_view: Callable[[int], memoryview],
-        sources: Sequence[Source],
-    ) -> None:
-        self._index = index
-        self._sources = sources
-        self._came: dict[Fetch, int] = {}
-        self._reads = Reads(index, slot_view, sources, self._priority_of, self.settle)
-        self._fetches: dict[Fetch, None] = {}
-        self._waiting: dict[bytes, list[tuple[Fetch, int]]] = {}
-        self._longest_stall = max((source.stall_seconds for source in sources), default=0.0)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._reads or self._fetches or self._came)
-
-    @property
-    def reads(self) -> Reads:
-        """What lower tiers read."""
-        return self._reads
-
-    def begin(self, keys: Sequence[bytes], priority: Priority) -> Fetch | None:
-        """Bring the blocks of a prefix into the arena, as many as are found and have room there.
-
-        A prefetch takes no more than what keeps all fetches within half of the arena, so that
-        requests in the queue do not push out what running ones store.
-
-        Returns None if no lower tier adds anything to what the arena has.
-        """
-        first = self._index.lookup(keys)
-        if first == len(keys) or not self._may_come(keys[first]):
-            return None
-        if priority is not Priority.LOAD and first >= self._room():
-            self.ask(keys[first:])
-            return None
-        fetch = Fetch(keys, list(self._index.lease(keys[:first]) or ()), priority=priority)
-        fetch.begun = fetch.progressed = time.monotonic()
-        self._fetches[fetch] = None
-        self._extend(fetch)
-        fetch.first = fetch.arrived
-        blocks = fetch.blocks
-        fetch.awaited = [
-            key
-            for i, key in enumerate(keys[first : fetch.stop], first)
-            if i >= len(blocks) or blocks[i] is None
-        ]
-        return fetch
-
-    def ask(self, keys: Sequence[bytes]) -> bool:
-        """Have tiers that must be asked find out which of these blocks they have. Returns whether
-        an answer is awaited."""
-        awaited = False
-        looks = [source.look(keys) for source in self._sources]
-        questions: dict[Source, list[bytes]] = {}
-        for i, key in enumerate(keys):
-            if key in self._index:
-                continue
-            source = self._first_that_may(looks, i)
-            if source is not None and looks[source.place][i] is None:
-                awaited = True
-                questions.setdefault(source, []).append(key)
-        for source, unknown in questions.items():
-            source.ask(unknown)
-        return awaited
-
-    def hasten(self, fetch: Fetch) -> None:
-        """A request waits for this fetch now."""
-        fetch.priority = Priority.LOAD
-        self._reads.hasten(self._missing(fetch), fetch.priority)
-
-    def end(self, fetch: Fetch) -> None:
-        """Give the leases back; what has not begun and no other fetch wants is not read.
-        Idempotent."""
-        if fetch not in self._fetches:
-            return
-        del self._fetches[fetch]
-        self._index.release([block for block in fetch.blocks if block is not None])
-        missing = self._missing(fetch)
-        for key in missing:
-            waiting = [entry for entry in self._waiting.pop(key, ()) if entry[0] is not fetch]
-            if waiting:
-                self._waiting[key] = waiting
-        self._reads.cancel_unwanted(missing)
-
-    def settle(self, key: bytes, source: Source | None = None) -> None:
-        """The block of `key` is no longer being written: hand it to the fetches that wait.
-
-        Args:
-            key: of the block.
-            source: the tier that gave it, if one did.
-        """
-        for fetch, position in self._waiting.pop(key, ()):
-            found = self._index.lease([key])
-            if found is None:
-                fetch.cut(position)
-            else:
-                fetch.blocks[position] = found[0]
-                if source is not None:
-                    fetch.sources[key] = source
-            before = fetch.arrived
-            fetch.advance()
-            self._note_arrivals(fetch, before)
-
-    def poll(self) -> None:
-        """All results of tiers were taken: read what was not given from the next tier, go on where
-        tiers have answered, and end the waiting of fetches whose next block does not come."""
-        polled = [source.poll() for source in self._sources]  # each of them
-        news = any(polled)
-        self._reads.settle()
-        if news:
-            for fetch in self._fetches:
-                if fetch.asking:
-                    self._extend(fetch)
-        if self._waiting or news:
-            self._give_up_stalled()
-
-    def take_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
-        """Keys of blocks that have come since the last call, one behind another for a fetch, where
-        a tier gave one that is not the fastest; and the place of the slowest that gave one."""
-        came, self._came = self._came, {}
-        arrivals = []
-        for fetch, start in came.items():
-            keys = fetch.keys[start : fetch.arrived]
-            place = max(
-                (fetch.sources[key].place for key in keys if key in fetch.sources), default=0
-            )
-            if place:
-                arrivals.append((keys, place))
-        return arrivals
-
-    def clear(self) -> None:
-        """The arena was cleared: no fetch has or gets anything."""
-        for fetch in self._fetches:
-            self._index.release([block for block in fetch.blocks if block is not None])
-            fetch.blocks.clear()
-            fetch.arrived = fetch.stop = 0
-            fetch.asking = False
-        self._reads.clear()
-        self._waiting.clear()
-
-    def _missing(self, fetch: Fetch) -> list[bytes]:
-        blocks = enumerate(fetch.blocks)
-        return [fetch.keys[position] for position, block in blocks if block is None]
-
-    def _priority_of(self, key: bytes) -> Priority | None:
-        """How urgently the block of `key` is waited for."""
-        return min((fetch.priority for fetch, _ in self._waiting.get(key, ())), default=None)
-
-    def _room(self) -> int:
-        """Blocks that prefetches may hold beside what all fetches hold now."""
-        held = sum(len(fetch.blocks) for fetch in self._fetches)
-        return self._index.num_slots // 2 - held
-
-    def _may_come(self, key: bytes) -> bool:
-        """Whether a lower tier has the block of `key`, or has to be asked."""
-        return any(source.look([key])[0] is not False for source in self._sources)
-
-    def _first_that_may(self, looks: Sequence[Sequence[bool | None]], i: int) -> Source | None:
-        """The fastest tier that has block `i`, or has to be asked."""
-        for source, look in zip(self._sources, looks, strict=True):
-            if look[i] is not False:
-                return source
-        return None
-
-    def _extend(self, fetch: Fetch) -> None:
-        """Add the blocks behind those that a fetch has, as far as is known which tier has them."""
-        start = len(fetch.blocks)
-        sources, reach = self._plan(fetch.keys[start:])
-        most = len(sources) if fetch.priority is Priority.LOAD else max(0, self._room())
-        self._fill(fetch, sources[:most])
-        filled = len(fetch.blocks) - start
-        fetch.asking = filled == len(sources) < reach
-        fetch.stop = start + reach if fetch.asking else len(fetch.blocks)
-        before = fetch.arrived
-        fetch.advance()
-        self._note_arrivals(fetch, before)
-
-    def _plan(self, wanted: Sequence[bytes]) -> tuple[list[Source | None], int]:
-        """Which tier each block is to be read from, as far as that is known; tiers are asked about
-        the others.
-
-        Returns:
-            For each key, up to the first of which a tier has to be asked, the tier to read its
-            block from, None for those that the arena has or is about to have; and how many of
-            `wanted` can come, from the first on.
-        """
-        index, reads = self._index, self._reads
-        looks = [source.look(wanted) for source in self._sources]
-        plan: list[Source | None] = []
-        questions: dict[Source, list[bytes]] = {}
-        reach = 0
-        for i, key in enumerate(wanted):
-            read = reads.of(key)
-            if read is not None and looks[read.source.place][i] is False and not reads.leave(key):
-                break  # what reads it hangs, and no other tier has it
-            source = None
-            if key not in index:
-                source = self._first_that_may(looks, i)
-                if source is None:
-                    break
-                if looks[source.place][i] is None:
-                    questions.setdefault(source, []).append(key)
-            reach += 1
-            if not questions:
-                plan.append(source)
-        for source, keys in questions.items():
-            source.ask(keys)
-        return plan, reach
-
-    def _fill(self, fetch: Fetch, plan: Sequence[Source | None]) -> None:
-        """Lease what is there, read what is not, until the arena has no slot left."""
-        index = self._index
-        reads: dict[Source, list[Block]] = {}
-        joined: list[bytes] = []
-        first = len(fetch.blocks)
-        wanted = fetch.keys[first : first + len(plan)]
-        # All that is there, so that it does not make room for what is not.
-        there = [index.lease([key]) for key in wanted]
-        for position, (key, source) in enumerate(zip(wanted, plan, strict=True), first):
-            found = there[position - first]
-            if found is None and key not in index:
-                before = fetch.keys[position - 1] if position else None
-                block = None if source is None else index.reserve(key, before)
-                if source is None or block is None:
-                    break
-                reads.setdefault(source, []).append(block)
-            elif found is None:
-                joined.append(key)
-            if found is None:
-                self._waiting.setdefault(key, []).append((fetch, position))
-            fetch.blocks.append(found[0] if found else None)
-        unused = there[len(fetch.blocks) - first :]
-        index.release([found[0] for found in unused if found is not None])
-        self._reads.hasten(joined, fetch.priority)
-        for source, blocks in reads.items():
-            self._reads.begin(source, blocks, fetch.priority)
-
-    def _note_arrivals(self, fetch: Fetch, start: int) -> None:
-        if len(self._sources) > 1 and fetch.arrived > start:
-            self._came.setdefault(fetch, start)
-
-    def _give_up_stalled(self) -> None:
-        now = time.monotonic()
-        for fetch in self._fetches:
-            if fetch.done:
-                continue
-            key = fetch.keys[fetch.arrived]
-            read = self._reads.of(key)
-            stall = self._longest_stall if read is None else read.source.stall_seconds
-            if fetch.progressed >= now - stall:
-                continue
-            if read is not None:
-                if not self._reads.is_hung(key, now):
-                    continue
-                read.source.counters.stalled_fetches += 1
-                if self._reads.leave(key):
-                    fetch.progressed = now
-                    continue
-            fetch.cut(fetch.arrived)
+    def settle(self, key: bytes, source: Source | None) -> None:
+        """The block of `key` is no longer being read; `source` gave it, if a tier did."""
+        expected = self.sources.pop(key, None)
+        if expected is not None:
+            self.expected[expected.medium] -= 1
+        if source is not None:
+            self.sources[key] = source
+            count, _ = self.gave.get(source.medium, (0, 0.0))
+            self.gave[source.medium] = count + 1, time.monotonic()

@@ -15,7 +15,7 @@ from flexkv.eviction import RequestContext
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier, TierFigures
 from flexkv.transfer.demote import Demoter
-from flexkv.transfer.fetch import Fetcher
+from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.leaving import Leaving
 from flexkv.transfer.sources import sources_of
 from flexkv.transfer.uses import UseLog

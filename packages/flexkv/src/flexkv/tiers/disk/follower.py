@@ -69,7 +69,7 @@ class FollowerTier:
     def figures(self) -> TierFigures:
         blocks = sum(map(len, self._folders.values()))
         waiting = self._link.queued_bytes
-        return TierFigures(blocks, blocks, 0, 0, len(self._jobs), waiting, 0, 0, 0, self._traffic)
+        return TierFigures(blocks, blocks, 0, 0, len(self._jobs), waiting, {}, {}, 0, self._traffic)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if self._link.stalled:

@@ -10,7 +10,7 @@ from functools import partial
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
-from flexkv.tiers.circuit import CircuitState
+from flexkv.tiers.circuit import count_states
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.table import disk_key
 from flexkv.tiers.job import Job, Outcome, Priority
@@ -54,8 +54,8 @@ class DiskTier:
             evicted_blocks=sum(drive.index.evictions for drive in drives),
             queued_blocks=self._queued_blocks,
             queued_bytes=sum(drive.link.queued_bytes for drive in drives),
-            open_reads=sum(drive.reads.state is not CircuitState.CLOSED for drive in drives),
-            open_writes=sum(drive.writes.state is not CircuitState.CLOSED for drive in drives),
+            reads=count_states(drive.reads for drive in drives),
+            writes=count_states(drive.writes for drive in drives),
             openings=sum(drive.reads.openings + drive.writes.openings for drive in drives),
             traffic=traffic,
         )

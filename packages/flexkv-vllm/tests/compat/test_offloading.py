@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="this vLLM has no offloading specs")
+
+from vllm.v1.kv_offload import base
+
+from flexkv.changes import Medium
+from flexkv_vllm.compat.offloading import may_load_from
+
+if not hasattr(base, "TierFilter"):
+    pytest.skip("this vLLM has no filters of tiers", allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    ("medium", "locality", "allowed"),
+    [
+        (None, "LOCAL", {Medium.HOST, Medium.DISK}),
+        (None, "REMOTE", {Medium.MOONCAKE, Medium.OBJECTS}),
+        ("CPU", None, {Medium.HOST}),
+        ("STORAGE", None, {Medium.DISK, Medium.MOONCAKE, Medium.OBJECTS}),
+    ],
+)
+def test_a_request_loads_only_from_where_its_filter_allows(
+    medium: str | None, locality: str | None, allowed: set[Medium]
+) -> None:
+    matcher = base.TierMatcher(
+        None if medium is None else base.Medium(medium),
+        None if locality is None else base.Locality(locality),
+    )
+    context = base.ReqContext("r", load_tier_filter=base.TierFilter((matcher,)))
+    assert {each for each in Medium if may_load_from(context, each)} == allowed
