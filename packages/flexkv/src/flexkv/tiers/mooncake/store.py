@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import mmap
 import queue
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,7 @@ class MooncakeBlocks:
         fingerprint: of the blocks.
         slot_bytes: of a block.
         blocks: most that are read or written at the same time.
+        transfers: calls that move bytes at once. Others verify or seal theirs meanwhile.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class MooncakeBlocks:
         *,
         slot_bytes: int,
         blocks: int,
+        transfers: int,
     ) -> None:
         self._client = client
         self._config = config
         self._epochs = epochs
         self._fingerprint = fingerprint
         self._sizes = [ENVELOPE_BYTES, slot_bytes]
+        self._transfers = threading.BoundedSemaphore(transfers)
         self._usable = True
         self._memory = mmap.mmap(-1, blocks * ENVELOPE_BYTES)
         view = memoryview(self._memory)
@@ -107,9 +111,11 @@ class MooncakeBlocks:
             return [Outcome.MISSING] * len(keys)
         names = [self._name(folder, key) for key in keys]
         with self._borrowed(len(keys)) as envelopes:
-            codes = self._client.batch_get_into_multi_buffers(
-                names, _addresses(envelopes, buffers), [self._sizes] * len(names)
-            )
+            addresses = _addresses(envelopes, buffers)
+            with self._transfers:
+                codes = self._client.batch_get_into_multi_buffers(
+                    names, addresses, [self._sizes] * len(names)
+                )
             outcomes = [
                 self._verify(name, code, envelope, buffer)
                 for name, code, envelope, buffer in zip(
@@ -140,12 +146,14 @@ class MooncakeBlocks:
         with self._borrowed(len(absent)) as envelopes:
             for i, envelope in zip(absent, envelopes, strict=True):
                 envelope[:] = seal(names[i].encode(), buffers[i])
-            codes = self._client.batch_put_from_multi_buffers(
-                [names[i] for i in absent],
-                _addresses(envelopes, [buffers[i] for i in absent]),
-                [self._sizes] * len(absent),
-                self._config,
-            )
+            addresses = _addresses(envelopes, [buffers[i] for i in absent])
+            with self._transfers:
+                codes = self._client.batch_put_from_multi_buffers(
+                    [names[i] for i in absent],
+                    addresses,
+                    [self._sizes] * len(absent),
+                    self._config,
+                )
         for i, code in zip(absent, codes, strict=True):
             if code != 0:
                 outcomes[i] = Outcome.DROPPED if code == _NO_SPACE else Outcome.FAILED
