@@ -210,13 +210,15 @@ def compat_report(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff (rules and format), mypy --strict, and GitHub's schema over the workflows."""
+    """Run ruff (rules and format), mypy --strict, and schemas over workflows and compose file."""
     session.install(*LINTERS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *TYPED)
     workflows = [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
-    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    schema = ("check-jsonschema", "--builtin-schema")
+    session.run(*schema, "vendor.github-workflows", *workflows)
+    session.run(*schema, "vendor.compose-spec", str(ROOT / "deploy" / "cluster" / "compose.yaml"))
 
 
 @nox.session
