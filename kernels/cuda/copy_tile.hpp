@@ -32,32 +32,33 @@ FKV_HOST_DEVICE inline void write_once(std::uint64_t address, Unit value) {
 #endif
 }
 
-// Every row of the tile is a multiple of Unit long, and all its addresses are multiples of it.
-template <typename Unit>
-FKV_HOST_DEVICE inline void copy_tile(const Item& item, bool load, std::uint32_t lane) {
+// Every row of the tile is a multiple of Unit long, and all its addresses are multiples of it. The
+// direction is known to the compiler: with both in one body, values would not fit the registers.
+template <typename Unit, bool load>
+FKV_HOST_DEVICE inline void copy_tile(const Item& item, std::uint32_t lane) {
   constexpr std::uint32_t width = sizeof(Unit);
   const std::uint32_t units = item.tile.rows * (item.tile.row_bytes / width);
   LaneUnits place(item.tile, width, lane);
   for (std::uint32_t first = lane; first < units; first += kInFlight * kWarpThreads) {
-    // Both sides' addresses are worked out twice: kept, they would cost two registers a unit, and a
-    // multiprocessor would hold one thread block instead of two.
+    // The addresses among the pages are worked out twice: kept, they would cost two registers a unit,
+    // and a multiprocessor would hold one thread block instead of two.
+    const std::uint32_t left = units - first;
+    const std::uint64_t flat = item.arena + std::uint64_t{first} * width;
     LaneUnits reading = place;
     Unit values[kInFlight];
     FKV_UNROLL
     for (std::uint32_t i = 0; i < kInFlight; ++i) {
-      const std::uint32_t unit = first + i * kWarpThreads;
-      if (unit < units) {
-        values[i] = read_once<Unit>(load ? item.arena + std::uint64_t{unit} * width
+      if (i * kWarpThreads < left) {
+        values[i] = read_once<Unit>(load ? flat + i * kWarpThreads * width
                                          : item.page + reading.page_offset());
       }
       reading.next();
     }
     FKV_UNROLL
     for (std::uint32_t i = 0; i < kInFlight; ++i) {
-      const std::uint32_t unit = first + i * kWarpThreads;
-      if (unit < units) {
+      if (i * kWarpThreads < left) {
         write_once<Unit>(load ? item.page + place.page_offset()
-                              : item.arena + std::uint64_t{unit} * width,
+                              : flat + i * kWarpThreads * width,
                          values[i]);
       }
       place.next();
@@ -66,13 +67,13 @@ FKV_HOST_DEVICE inline void copy_tile(const Item& item, bool load, std::uint32_t
 }
 
 // The share of warp number `warp` of `warps` in a batch.
-template <typename Unit>
+template <typename Unit, bool load>
 FKV_HOST_DEVICE inline void copy_items(const CopyBatch& batch, std::uint32_t warp,
                                        std::uint32_t warps, std::uint32_t lane) {
   const std::uint32_t count = item_count(batch);
   // count - number cannot overflow, number + warps could.
   for (std::uint32_t number = warp; number < count;) {
-    copy_tile<Unit>(item_at(batch, number), batch.load != 0, lane);
+    copy_tile<Unit, load>(item_at(batch, number), lane);
     if (count - number <= warps) {
       break;
     }
@@ -84,8 +85,14 @@ FKV_HOST_DEVICE inline void copy_items(const CopyBatch& batch, std::uint32_t war
 template <typename Unit>
 FKV_HOST_DEVICE inline void copy_kernel(const CopyBatch& batch, const ThreadPlace& place) {
   const std::uint32_t thread = place.block * place.threads + place.thread;
-  copy_items<Unit>(batch, thread / kWarpThreads, place.blocks * place.threads / kWarpThreads,
-                   thread % kWarpThreads);
+  const std::uint32_t warp = thread / kWarpThreads;
+  const std::uint32_t warps = place.blocks * place.threads / kWarpThreads;
+  const std::uint32_t lane = thread % kWarpThreads;
+  if (batch.load != 0) {
+    copy_items<Unit, true>(batch, warp, warps, lane);
+  } else {
+    copy_items<Unit, false>(batch, warp, warps, lane);
+  }
 }
 
 }  // namespace flexkv::cuda
