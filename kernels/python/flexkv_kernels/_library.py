@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds and loads the shared object of this package and declares its functions.
 
-The declarations mirror ``include/flexkv/mover.h``, which documents them.
+The declarations mirror the headers in ``include/flexkv``, which document them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ctypes import (
     c_size_t,
     c_uint32,
     c_uint64,
+    py_object,
 )
 from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -236,6 +237,8 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
     lib.fkv_mover_path_bytes.argtypes = (address, POINTER(c_uint64))
     lib.fkv_mover_poll.restype = c_int
     lib.fkv_mover_poll.argtypes = (address, c_int64)
+    lib.fkv_hazard_policy_type.restype = py_object
+    lib.fkv_hazard_policy_type.argtypes = ()
     lib.fkv_mover_copy_ns.restype = c_int64
     lib.fkv_mover_copy_ns.argtypes = (address, c_int64)
     _declare_hold(lib)

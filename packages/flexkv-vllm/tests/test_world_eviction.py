@@ -21,8 +21,8 @@ def evicted(world: World) -> bool:
 @pytest.fixture(params=sorted(POLICIES))
 def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CheckedPolicy:
     """Of the next world."""
-    checked = CheckedPolicy(POLICIES[request.param]())
-    monkeypatch.setitem(POLICIES, "lru", lambda: checked)
+    checked = CheckedPolicy(POLICIES[request.param](1 << 12))
+    monkeypatch.setitem(POLICIES, "lru", lambda slots: checked)
     return checked
 
 

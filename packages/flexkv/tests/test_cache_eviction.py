@@ -102,7 +102,7 @@ def test_s3fifo_takes_a_prefix_back_that_left_a_moment_ago(replays: dict[type, R
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_knows_the_request_of_each_hit(name: str) -> None:
-    replay = Replay(POLICIES[name]())
+    replay = Replay(POLICIES[name](SLOTS))
     try:
         replay.run(HOT[:2])
         replay.run(HOT[:3])
@@ -115,7 +115,7 @@ def test_a_policy_knows_the_request_of_each_hit(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prefix_leaves_from_its_end(name: str) -> None:
-    replay = Replay(POLICIES[name]())
+    replay = Replay(POLICIES[name](SLOTS))
     try:
         prefix = [b"long %d" % i for i in range(SLOTS)]
         replay.run(prefix)

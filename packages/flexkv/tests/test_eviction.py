@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy_checks import CheckedPolicy
 
+from flexkv.errors import ConfigError
 from flexkv.eviction import (
     POLICIES,
     UNKNOWN_REQUEST,
@@ -20,8 +22,9 @@ from flexkv.eviction import (
     LRUPolicy,
     RequestContext,
     S3FIFOPolicy,
+    installed_policies,
 )
-from flexkv.eviction.hazard import HazardPolicy
+from flexkv.eviction.hazard import hazard_policy
 
 KEYS = st.integers(0, 11).map(lambda i: bytes([i]))
 
@@ -177,38 +180,7 @@ class ARCModel(PolicyModel):
 
 
 class HazardModel(PolicyModel):
-    make = HazardPolicy
-
-    @property
-    def hazard(self) -> HazardPolicy:
-        policy = self.policy.policy
-        assert isinstance(policy, HazardPolicy)
-        return policy
-
-    @invariant()
-    def every_block_that_may_leave_is_an_end_of_its_segment(self) -> None:
-        policy = self.hazard
-        for key in self.policy.evictable:
-            segment = policy._known[key]
-            assert key in segment.leaves
-            assert segment.slot >= 0
-            assert policy._table._open[segment.slot]
-        leaves = [key for segment in policy._order for key in segment.leaves]
-        assert sorted(leaves) == sorted(self.policy.evictable)
-
-    @invariant()
-    def rows_and_counts_fit(self) -> None:
-        policy = self.hazard
-        table = policy._table
-        rows = [each for each in table._segments if each is not None]
-        assert set(rows) == set(policy._order)
-        assert sorted([each.slot for each in rows] + table._free) == list(
-            range(len(table._segments))
-        )
-        assert policy._followed == sum(each.blocks for each in rows)
-        assert all(each.blocks > 0 and each.weight > 0 for each in rows)
-        assert policy._blocks == len(self.policy.hits)
-        assert policy._known.keys() >= self.policy.hits.keys()
+    make = staticmethod(lambda: hazard_policy(12))
 
 
 TestARC = ARCModel.TestCase
@@ -246,9 +218,9 @@ def names(text: str) -> list[bytes]:
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 def test_victims_are_exactly_the_blocks_that_are_not_held(
-    make: Callable[[], EvictionPolicy],
+    make: Callable[[int], EvictionPolicy],
 ) -> None:
-    policy = make()
+    policy = make(50)
     keys = {bytes([i]) for i in range(50)}
     for key in sorted(keys):
         policy.inserted(key, None)
@@ -264,11 +236,11 @@ def test_victims_are_exactly_the_blocks_that_are_not_held(
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
-def test_a_block_takes_a_bounded_number_of_bytes(make: Callable[[], EvictionPolicy]) -> None:
+def test_a_block_takes_a_bounded_number_of_bytes(make: Callable[[int], EvictionPolicy]) -> None:
     """Prompts of ten blocks that nobody sends twice. The key takes 65 of these bytes, keys of
-    ghosts as much again; the hazard policy remembers 16 blocks that left for each that is there."""
+    ghosts as much again."""
     blocks = 5_000
-    policy = make()
+    policy = make(blocks)
     gc.collect()
     tracemalloc.start()
     try:
@@ -282,8 +254,7 @@ def test_a_block_takes_a_bounded_number_of_bytes(make: Callable[[], EvictionPoli
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    most = 2500 if isinstance(policy, HazardPolicy) else 700
-    assert taken < most * blocks
+    assert taken < 700 * blocks
 
 
 def test_blocks_that_are_leased_over_and_over_take_no_more_memory() -> None:
@@ -408,3 +379,15 @@ def test_a_cleared_policy_knows_no_ghosts() -> None:
     assert policy.victim() is None
     insert(policy, *names("bcdefghijk"))
     assert evict(policy, 1) == [b"b"]
+
+
+def test_without_the_kernels_an_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flexkv_kernels.hazard", None)
+    with pytest.raises(ConfigError, match=r"eviction_policy is hazard .* install flexkv-kernels"):
+        POLICIES["hazard"](100)
+    assert installed_policies() == ["lru", "s3fifo", "arc"]
+
+
+def test_a_tier_of_too_many_blocks_is_named() -> None:
+    with pytest.raises(ConfigError, match="16777216; allowed: 1 to 16777215 blocks; or"):
+        POLICIES["hazard"](1 << 24)

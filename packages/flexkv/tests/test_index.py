@@ -17,7 +17,7 @@ from flexkv.eviction import (
     RequestContext,
     S3FIFOPolicy,
 )
-from flexkv.eviction.hazard import HazardPolicy
+from flexkv.eviction.hazard import hazard_policy
 from flexkv.index import Block, BlockIndex, BlockState
 
 SLOTS = 6
@@ -438,7 +438,7 @@ class ARCIndexModel(IndexModel):
 
 
 class HazardIndexModel(IndexModel):
-    make = HazardPolicy
+    make = staticmethod(lambda: hazard_policy(SLOTS))
 
 
 TestIndexOfARC = ARCIndexModel.TestCase

@@ -49,7 +49,7 @@ def test_a_scheduled_request_hits_each_block_once(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     policy = CheckedPolicy(LRUPolicy())
-    monkeypatch.setitem(POLICIES, "lru", lambda: policy)
+    monkeypatch.setitem(POLICIES, "lru", lambda slots: policy)
     world = make_offloading_world()
     rng = random.Random(31)
     stem = random_prompt(rng, 4 * BLOCK_TOKENS)

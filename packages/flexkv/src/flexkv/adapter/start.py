@@ -42,7 +42,7 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> 
     """
     return KVCache(
         session.arena,
-        POLICIES[config.eviction_policy](),
+        POLICIES[config.eviction_policy](session.arena.spec.num_slots),
         open_tiers(config, session) if keeps_blocks else [],
         pin_seconds=config.pin_seconds,
     )

@@ -7,22 +7,23 @@ from collections.abc import Callable
 
 from flexkv.eviction.arc import ARCPolicy
 from flexkv.eviction.base import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
+from flexkv.eviction.hazard import has_hazard_policy, hazard_policy
 from flexkv.eviction.lru import LRUPolicy
 from flexkv.eviction.s3fifo import S3FIFOPolicy
 
-
-def _hazard() -> EvictionPolicy:
-    from flexkv.eviction.hazard import HazardPolicy  # needs NumPy, which takes time to import
-
-    return HazardPolicy()
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LRUPolicy,
-    "s3fifo": S3FIFOPolicy,
-    "arc": ARCPolicy,
-    "hazard": _hazard,
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "lru": lambda slots: LRUPolicy(),
+    "s3fifo": lambda slots: S3FIFOPolicy(),
+    "arc": lambda slots: ARCPolicy(),
+    "hazard": hazard_policy,
 }
+"""What makes each policy, for a tier of so many blocks."""
+
+
+def installed_policies() -> list[str]:
+    """Names of the policies that can be made: without the kernels, all but `hazard`."""
+    return [name for name in POLICIES if name != "hazard" or has_hazard_policy()]
+
 
 __all__ = [
     "POLICIES",
@@ -32,4 +33,5 @@ __all__ = [
     "LRUPolicy",
     "RequestContext",
     "S3FIFOPolicy",
+    "installed_policies",
 ]

@@ -124,7 +124,7 @@ class _Cache:
 
     def __init__(self, setup: Setup, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._index = BlockIndex(setup.memory_blocks, POLICIES[setup.policy]())
+        self._index = BlockIndex(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
         self._disk = ModelTier(setup.disk_blocks) if setup.disk_blocks else None
         self._below: LowerTiers | None = None
         if self._disk is not None:

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The blocks of a tier by their keys: 24 bytes a block and 6 for finding it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string_view>
+#include <vector>
+
+namespace flexkv::eviction {
+
+// The bytes of a key, and the object that owns them. Equal keys have equal hashes in every process.
+struct Key {
+  std::string_view bytes;
+  void* object = nullptr;
+  std::uint64_t hash = 0;
+
+  Key() = default;
+  Key(std::string_view view, void* owner)
+      : bytes(view), object(owner), hash(std::hash<std::string_view>{}(view) * kMix) {}
+
+  // Halves of the hash that do not depend on one another.
+  std::uint32_t high() const noexcept { return static_cast<std::uint32_t>(hash >> 32); }
+  std::uint32_t low() const noexcept { return static_cast<std::uint32_t>(hash ^ (hash >> 29)); }
+
+ private:
+  static constexpr std::uint64_t kMix = 0x9e3779b97f4a7c15;
+};
+
+inline constexpr std::uint32_t kNone = ~std::uint32_t{0};
+
+// `value` of 2^32, scaled to 0 .. size - 1.
+inline std::size_t scaled(std::uint32_t value, std::size_t size) noexcept {
+  return static_cast<std::size_t>((static_cast<std::uint64_t>(value) * size) >> 32);
+}
+
+inline constexpr std::uint32_t kMostForks = 31;
+
+// One block. While it is a leaf, `previous` and `next` are others of its segment, in a ring.
+struct Block {
+  void* key;
+  std::uint32_t digest;
+  std::uint32_t segment : 26;
+  std::uint32_t forks : 5;  // blocks that were seen behind it, less one
+  std::uint32_t leaf : 1;
+  std::uint32_t previous;
+  std::uint32_t next;
+};
+static_assert(sizeof(Block) == 24);
+
+// Open addressing with linear probing over the numbers of blocks. Keys are told apart by all their
+// bytes.
+class BlockTable {
+ public:
+  using BytesOf = std::string_view (*)(void*);
+
+  // `bytes_of` gives the bytes of an object that a key came with. Throws std::bad_alloc.
+  BlockTable(std::uint32_t capacity, BytesOf bytes_of);
+
+  Block& operator[](std::uint32_t block) noexcept { return blocks_[block]; }
+  std::uint32_t size() const noexcept { return size_; }
+  bool full() const noexcept { return free_ == kNone; }
+
+  // The number of the block, or kNone.
+  std::uint32_t find(const Key& key) const noexcept;
+
+  // A new block with this key, which the table does not have. Needs room.
+  std::uint32_t add(const Key& key, std::uint32_t segment, std::uint32_t forks) noexcept;
+
+  void remove(std::uint32_t block) noexcept;
+
+  // Calls `drop` with each key's object, and is empty then.
+  template <typename Drop>
+  void clear(Drop drop) {
+    for (std::uint32_t& slot : slots_) {
+      if (slot != 0) {
+        drop(blocks_[block_of(slot)].key);
+        slot = 0;
+      }
+    }
+    free_all();
+  }
+
+  std::size_t bytes() const noexcept {
+    return blocks_.capacity() * sizeof(Block) + slots_.capacity() * sizeof(std::uint32_t);
+  }
+
+ private:
+  void free_all() noexcept;
+  std::uint32_t tagged(std::uint32_t block) const noexcept {
+    return (blocks_[block].digest << number_bits_) | (block + 1);
+  }
+  std::uint32_t block_of(std::uint32_t slot) const noexcept { return (slot & number_mask_) - 1; }
+  std::size_t home(std::uint32_t digest) const noexcept { return scaled(digest, slots_.size()); }
+  std::size_t after(std::size_t slot) const noexcept {
+    return slot + 1 == slots_.size() ? 0 : slot + 1;
+  }
+
+  BytesOf bytes_of_;
+  std::uint32_t number_bits_;
+  std::uint32_t number_mask_;
+  std::vector<Block> blocks_;
+  std::vector<std::uint32_t> slots_;  // 0 where none is; else low bits of the digest, and number + 1
+  std::uint32_t free_ = kNone;
+  std::uint32_t size_ = 0;
+};
+
+}  // namespace flexkv::eviction

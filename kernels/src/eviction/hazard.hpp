@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// FlexKV's own eviction policy: keep what is likely to come back soon for the time that it is kept.
+//
+// What tells whether a block comes back is the request that it came from: which turn of a
+// conversation, how long, how much of it was new, how long the answer, and how long ago. How soon
+// blocks of each such class come back is learned while they are served. The block that leaves is the
+// one of which the fewest hits are expected per second of keeping it.
+//
+// The blocks of a prompt are split into segments: pieces of a trunk, each up to a block where prompts
+// of others go on differently; the rest of what was known before; and what is new. A block belongs to
+// the last request that used it. If a later request uses only the beginning of a segment, the rest is
+// superseded. A block that is worth less than all others is not admitted.
+//
+// Amortised O(1) a block. Deterministic: the time is passed in. Not thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "blocks.hpp"
+#include "ghosts.hpp"
+#include "rates.hpp"
+#include "segments.hpp"
+
+namespace flexkv::eviction {
+
+enum class Hint : std::uint8_t { none, returns, leaves, session };
+
+// What is known of a request.
+struct Request {
+  std::string_view id;       // empty if it has none
+  std::string_view session;  // empty if its client did not say
+  Hint hint = Hint::none;
+};
+
+class Hazard {
+ public:
+  // For a tier of `capacity` blocks. Throws std::bad_alloc.
+  Hazard(std::uint32_t capacity, BlockTable::BytesOf bytes_of);
+
+  // See flexkv.eviction.EvictionPolicy. Each throws std::bad_alloc; `now` is in seconds.
+  void began(std::span<const Key> keys, const Request& request, double now);
+  void ended(std::string_view id, std::uint32_t output_tokens, double now);
+
+  // False if the block is there, or the tier has no room for it.
+  bool inserted(const Key& key, const Key* after);
+
+  // False if the block is not there.
+  bool held(const Key& key);
+  bool released(const Key& key);
+
+  // The object that the block's key came with; null if the block is not there.
+  void* evicted(const Key& key);
+
+  // The object of the next one to leave, or null.
+  void* victim(const Key* newcomer);
+
+  template <typename Drop>
+  void clear(Drop drop) {
+    blocks_.clear(drop);
+    forget_all();
+  }
+
+  std::uint32_t size() const noexcept { return blocks_.size(); }
+
+  // Of all that grows with the capacity; and of what is learned, which does not.
+  std::size_t bytes() const noexcept;
+  std::size_t learned_bytes() const noexcept { return rates_.bytes(); }
+
+ private:
+  struct Piece {
+    std::uint32_t start;
+    std::uint32_t stop;
+    std::uint8_t kind;
+    std::uint8_t children;
+    std::uint8_t part;
+  };
+  struct Name {
+    std::uint32_t id;
+    std::uint8_t generation;
+  };
+  struct Shape;  // of a request
+
+  void advance(double now);
+  std::uint32_t owner_of(const Ghost* ghost) noexcept;
+  std::uint32_t owner_of(const Key& key) noexcept;
+  std::uint32_t forks_of(const Key& key) noexcept;
+  std::uint32_t known_blocks(std::span<const Key> keys) noexcept;
+  Shape shape_of(std::span<const Key> keys, std::uint32_t known, const Request& request);
+  std::uint8_t next_turn(std::string_view session, std::uint8_t turn);
+  void take_over(std::span<const Key> keys, const Shape& shape);
+  void take_from(std::uint32_t owner, std::uint32_t stop);
+  std::uint32_t own(const Piece& piece, std::span<const Key> keys, const Shape& shape);
+  void move_block(std::uint32_t block, std::uint32_t id);
+  void end_takes();
+  void supersede(std::uint32_t id);
+  std::uint32_t adopt();
+  void add_leaf(std::uint32_t block);
+  void remove_leaf(std::uint32_t block);
+  Ghost& put_ghost(const Key& key, std::uint32_t id);
+  void leave(std::uint32_t id);
+  void forget_all();
+
+  Rates rates_;
+  BlockTable blocks_;
+  GhostTable ghosts_;
+  Segments segments_;
+  std::unordered_map<std::string, std::vector<Name>> running_;
+  std::unordered_map<std::uint64_t, std::uint8_t> sessions_;  // turns, by hash
+  std::vector<std::uint64_t> session_ring_;
+  std::size_t session_next_ = 0;
+  std::vector<Piece> pieces_;
+  std::vector<Name> taken_;
+  double start_ = -1;
+  std::uint32_t requests_ = 0;
+  std::uint32_t learned_at_ = 0;
+};
+
+}  // namespace flexkv::eviction

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What requests do to segments.
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "factors.hpp"
+#include "hazard.hpp"
+
+namespace flexkv::eviction {
+
+namespace {
+
+// Rates are learned again after so many requests, or a 16th of all so far, up to a thousand.
+constexpr std::uint32_t kLearnRequests = 50;
+constexpr std::uint32_t kLearnShare = 16;
+constexpr std::uint32_t kLearnMost = 1000;
+
+// Bounds of what clients can have it remember: a request that never ends, a name of a session.
+constexpr std::size_t kMostRunning = 1 << 16;
+constexpr std::size_t kMostSessions = 1 << 16;
+
+}  // namespace
+
+struct Hazard::Shape {
+  std::uint32_t known;  // blocks, in the tier or not
+  std::uint8_t turn;
+  Factors factors;  // those that all its segments share
+};
+
+std::uint32_t Hazard::known_blocks(std::span<const Key> keys) noexcept {
+  std::size_t count = keys.size();
+  while (count > 0 && owner_of(keys[count - 1]) == kNone) {
+    --count;
+  }
+  return static_cast<std::uint32_t>(count);
+}
+
+void Hazard::began(std::span<const Key> keys, const Request& request, double now) {
+  const std::string id(request.id);
+  if (keys.empty() || (!id.empty() && running_.contains(id))) {
+    return;  // the latter was preempted
+  }
+  advance(now);
+  const Shape shape = shape_of(keys, known_blocks(keys), request);
+  take_over(keys, shape);
+  std::vector<Name> made;
+  for (const Piece& piece : pieces_) {
+    const std::uint32_t segment = own(piece, keys, shape);
+    made.push_back({segment, segments_[segment].generation});
+  }
+  end_takes();
+  if (!id.empty()) {
+    if (running_.size() == kMostRunning) {
+      running_.clear();
+    }
+    running_.emplace(id, std::move(made));
+  }
+  ++requests_;
+  const std::uint32_t since = requests_ - learned_at_;
+  if (since >= std::clamp(learned_at_ / kLearnShare, kLearnRequests, kLearnMost)) {
+    segments_.learn(since);
+    learned_at_ = requests_;
+  }
+}
+
+Hazard::Shape Hazard::shape_of(std::span<const Key> keys, std::uint32_t known,
+                               const Request& request) {
+  const auto blocks = static_cast<std::uint32_t>(keys.size());
+  std::uint8_t turn = 0;
+  if (known > 0) {
+    const Key& last = keys[known - 1];
+    const Segment& parent = segments_[owner_of(last)];
+    if (known > 1 && known >= parent.prompt) {
+      turn = static_cast<std::uint8_t>(std::min(parent.turn + 1, 0xff));
+    }
+    const std::uint32_t forks = forks_of(last);
+    if (known < blocks && (known < parent.prompt || forks > 0) && forks < kMostForks) {
+      if (const std::uint32_t block = blocks_.find(last); block != kNone) {
+        blocks_[block].forks = (forks + 1) & kMostForks;
+      } else {
+        ghosts_.find(last)->forks = (forks + 1) & kMostForks;
+      }
+    }
+  }
+  if (!request.session.empty()) {
+    turn = next_turn(request.session, turn);
+  }
+  const auto news = turn > 0 ? std::min<std::uint32_t>(
+                                   static_cast<std::uint32_t>(std::bit_width(blocks - known)), 5)
+                             : 6U + (known > 1);
+  return {known,
+          turn,
+          {0, 0, turn_level(turn), log2_level(blocks), static_cast<std::uint8_t>(news), 0, 0,
+           static_cast<std::uint8_t>(request.hint)}};
+}
+
+// The turn of a session's request whose prompt shows at least `turn`.
+std::uint8_t Hazard::next_turn(std::string_view session, std::uint8_t turn) {
+  const std::uint64_t name = std::hash<std::string_view>{}(session);
+  if (const auto known = sessions_.find(name); known != sessions_.end()) {
+    turn = static_cast<std::uint8_t>(std::max<int>(turn, std::min(known->second + 1, 0xff)));
+    known->second = turn;
+    return turn;
+  }
+  if (session_ring_.size() < kMostSessions) {
+    session_ring_.push_back(name);
+  } else {
+    sessions_.erase(std::exchange(session_ring_[session_next_], name));
+    session_next_ = (session_next_ + 1) % kMostSessions;
+  }
+  sessions_.emplace(name, turn);
+  return turn;
+}
+
+// Split a prompt into pieces, and take its known blocks from those that they belonged to.
+void Hazard::take_over(std::span<const Key> keys, const Shape& shape) {
+  pieces_.clear();
+  taken_.clear();
+  const auto body = static_cast<std::uint8_t>(kBody + std::min<int>(shape.turn, 2));
+  const auto blocks = static_cast<std::uint32_t>(keys.size());
+  if (shape.known < blocks) {
+    pieces_.push_back({shape.known, blocks, body, 0, shape.known > 0 ? kFresh : kWhole});
+  }
+  std::uint32_t stop = shape.known;
+  bool begun = false;
+  while (stop > 0) {
+    const Key& last = keys[stop - 1];
+    const std::uint32_t owner = owner_of(last);
+    std::uint32_t start = stop - 1;
+    if (owner != kNone) {
+      Segment& segment = segments_[owner];
+      if (segment.unknown && segment.length == 1) {
+        segment.start = clipped(start);  // its place in a prompt is known now
+      }
+      if (segment.start < stop && stop <= segment.stop()) {
+        start = segment.start;
+        take_from(owner, stop);
+      }
+    }
+    const std::uint32_t children = forks_of(last) + 1;
+    if (children > 1 || !begun) {
+      const int kind = children > 1 ? kTrunk + (children >= 4) + (children >= 16) : body;
+      pieces_.push_back({stop, stop, static_cast<std::uint8_t>(kind), log2_level(children), kOld});
+      begun = true;
+    }
+    pieces_.back().start = start;
+    stop = start;
+  }
+}
+
+void Hazard::take_from(std::uint32_t owner, std::uint32_t stop) {
+  Segment& segment = segments_[owner];
+  const std::uint32_t count = stop - segment.start;
+  const float weight = segment.weight();
+  const float share = static_cast<float>(count) / static_cast<float>(segment.length);
+  rates_.note(segment.number, segments_.age(segment), weight, weight * share);
+  segment.length = static_cast<std::uint16_t>(segment.length - count);
+  segment.start = clipped(stop);
+  taken_.push_back({owner, segment.generation});
+}
+
+// What was left behind belongs to no request any more.
+void Hazard::end_takes() {
+  for (const Name& name : taken_) {
+    Segment& segment = segments_[name.id];
+    if (!segment.used || segment.generation != name.generation) {
+      continue;
+    }
+    const std::uint32_t cached = segments_.cached(name.id);
+    if (segment.length == 0 && cached == 0) {
+      segments_.free(name.id);
+      continue;
+    }
+    segment.length = std::max(segment.length, clipped(cached));
+    supersede(name.id);
+  }
+}
+
+void Hazard::supersede(std::uint32_t id) {
+  segments_[id].superseded = true;
+  Factors factors{};
+  factors[0] = kSuperseded;
+  factors[2] = turn_level(segments_[id].turn);
+  segments_.place(id, rates_.class_of(factors));
+}
+
+std::uint32_t Hazard::own(const Piece& piece, std::span<const Key> keys, const Shape& shape) {
+  const std::uint32_t id = segments_.make();
+  Segment& segment = segments_[id];
+  segment.start = clipped(piece.start);
+  segment.length = clipped(piece.stop - piece.start);
+  segment.prompt = clipped(static_cast<std::uint32_t>(keys.size()));
+  segment.turn = shape.turn;
+  Factors factors = shape.factors;
+  factors[0] = piece.kind;
+  factors[1] = kUsualOutput;
+  factors[5] = piece.children;
+  factors[6] = piece.part;
+  segments_.place(id, rates_.class_of(factors));
+  for (std::uint32_t i = piece.start; i < piece.stop; ++i) {
+    const std::uint32_t block = i < shape.known ? blocks_.find(keys[i]) : kNone;
+    if (block != kNone) {
+      move_block(block, id);
+    } else {
+      put_ghost(keys[i], id).kept = is_sampled(keys[i]) || i == piece.start || i + 1 == piece.stop;
+    }
+  }
+  return id;
+}
+
+void Hazard::move_block(std::uint32_t block, std::uint32_t id) {
+  Block& one = blocks_[block];
+  const std::uint32_t old = one.segment;
+  if (old == id || (segments_[id].live == kNone && !segments_.can_live())) {
+    return;  // the latter has no room: the block stays where it is
+  }
+  const bool leaf = one.leaf;
+  if (leaf) {
+    remove_leaf(block);
+  }
+  if (segments_[id].live == kNone) {
+    segments_.enliven(id);
+  }
+  one.segment = id & ((1U << 26) - 1);
+  ++segments_.live_of(id).cached;
+  if (leaf) {
+    add_leaf(block);
+  }
+  leave(old);
+}
+
+void Hazard::ended(std::string_view id, std::uint32_t output_tokens, double now) {
+  advance(now);
+  const auto found = running_.find(std::string(id));
+  if (found == running_.end()) {
+    return;
+  }
+  const std::uint8_t output = output_level(output_tokens);
+  for (const Name& name : found->second) {
+    const Segment& segment = segments_[name.id];
+    if (segment.used && segment.generation == name.generation && !segment.superseded) {
+      Factors factors = rates_.factors_of(segment.number);
+      factors[1] = output;
+      segments_.place(name.id, rates_.class_of(factors));
+    }
+  }
+  running_.erase(found);
+}
+
+}  // namespace flexkv::eviction

@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The type `HazardPolicy` for CPython, by the stable ABI: one library serves all versions from 3.11
+// on. A policy is called several times for each block, and a call through ctypes alone takes longer
+// than the policy may.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <new>
+#include <string_view>
+#include <vector>
+
+#include "flexkv/hazard_policy.h"
+#include "hazard.hpp"
+
+namespace {
+
+using flexkv::eviction::Hazard;
+using flexkv::eviction::Hint;
+using flexkv::eviction::Key;
+using flexkv::eviction::Request;
+
+struct Policy {
+  PyObject_HEAD
+  Hazard* hazard;
+};
+
+std::string_view bytes_of(void* object) {
+  char* data = nullptr;
+  Py_ssize_t size = 0;
+  PyBytes_AsStringAndSize(static_cast<PyObject*>(object), &data, &size);
+  return {data, static_cast<std::size_t>(size)};
+}
+
+// False, with an exception set, if the object is no bytes.
+bool read_key(PyObject* object, Key& key) {
+  char* data = nullptr;
+  Py_ssize_t size = 0;
+  if (PyBytes_AsStringAndSize(object, &data, &size) != 0) {
+    return false;
+  }
+  key = Key({data, static_cast<std::size_t>(size)}, object);
+  return true;
+}
+
+bool read_text(PyObject* object, std::string_view& text) {
+  Py_ssize_t size = 0;
+  const char* const data = PyUnicode_AsUTF8AndSize(object, &size);
+  if (data == nullptr) {
+    return false;
+  }
+  text = {data, static_cast<std::size_t>(size)};
+  return true;
+}
+
+bool has_arguments(Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
+  if (count < least || count > most) {
+    PyErr_Format(PyExc_TypeError, "%zd arguments; allowed: %zd to %zd", count, least, most);
+    return false;
+  }
+  return true;
+}
+
+PyObject* none() {
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+PyObject* unknown_block(PyObject* key) {
+  PyErr_SetObject(PyExc_KeyError, key);
+  return nullptr;
+}
+
+// Owns one reference.
+struct Release {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Reference = std::unique_ptr<PyObject, Release>;
+
+// What RequestContext says; the texts belong to the attributes, which `kept` owns.
+bool read_request(PyObject* context, Request& request, Reference (&kept)[3]) {
+  const char* const names[] = {"request_id", "session", "returns"};
+  for (std::size_t i = 0; i < std::size(names); ++i) {
+    kept[i].reset(PyObject_GetAttrString(context, names[i]));
+    if (!kept[i]) {
+      return false;
+    }
+  }
+  if (!read_text(kept[0].get(), request.id) || !read_text(kept[1].get(), request.session)) {
+    return false;
+  }
+  if (kept[2].get() != Py_None) {
+    const int returns = PyObject_IsTrue(kept[2].get());
+    if (returns < 0) {
+      return false;
+    }
+    request.hint = returns != 0 ? Hint::returns : Hint::leaves;
+  } else if (!request.session.empty()) {
+    request.hint = Hint::session;
+  }
+  return true;
+}
+
+Hazard& of(PyObject* self) { return *reinterpret_cast<Policy*>(self)->hazard; }
+
+PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (!has_arguments(count, 4, 4)) {
+    return nullptr;
+  }
+  const Reference list(PySequence_List(args[0]));
+  PyLong_AsLong(args[1]);  // of how many blocks are ready it knows itself
+  const double now = PyFloat_AsDouble(args[3]);
+  if (!list || PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  Request request;
+  Reference kept[3];
+  if (!read_request(args[2], request, kept)) {
+    return nullptr;
+  }
+  try {
+    std::vector<Key> keys(static_cast<std::size_t>(PyList_Size(list.get())));
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      if (!read_key(PyList_GetItem(list.get(), static_cast<Py_ssize_t>(i)), keys[i])) {
+        return nullptr;
+      }
+    }
+    of(self).began(keys, request, now);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+  return none();
+}
+
+PyObject* ended(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  std::string_view id;
+  if (!has_arguments(count, 3, 3) || !read_text(args[0], id)) {
+    return nullptr;
+  }
+  const long tokens = PyLong_AsLong(args[1]);
+  const double now = PyFloat_AsDouble(args[2]);
+  if (PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  try {
+    of(self).ended(id, static_cast<std::uint32_t>(tokens < 0 ? 0 : tokens), now);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+  return none();
+}
+
+PyObject* inserted(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Key key;
+  Key after;
+  if (!has_arguments(count, 2, 2) || !read_key(args[0], key) ||
+      (args[1] != Py_None && !read_key(args[1], after))) {
+    return nullptr;
+  }
+  try {
+    if (!of(self).inserted(key, args[1] == Py_None ? nullptr : &after)) {
+      PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
+      return nullptr;
+    }
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+  Py_INCREF(args[0]);
+  return none();
+}
+
+PyObject* nothing(PyObject*, PyObject* const*, Py_ssize_t) { return none(); }
+
+PyObject* held(PyObject* self, PyObject* key) {
+  Key read;
+  if (!read_key(key, read)) {
+    return nullptr;
+  }
+  return of(self).held(read) ? none() : unknown_block(key);
+}
+
+PyObject* released(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Key key;
+  if (!has_arguments(count, 2, 2) || !read_key(args[0], key)) {
+    return nullptr;
+  }
+  return of(self).released(key) ? none() : unknown_block(args[0]);
+}
+
+PyObject* evicted(PyObject* self, PyObject* key) {
+  Key read;
+  if (!read_key(key, read)) {
+    return nullptr;
+  }
+  auto* const object = static_cast<PyObject*>(of(self).evicted(read));
+  if (object == nullptr) {
+    return unknown_block(key);
+  }
+  Py_DECREF(object);
+  return none();
+}
+
+PyObject* victim(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Key newcomer;
+  if (!has_arguments(count, 0, 1)) {
+    return nullptr;
+  }
+  const bool is_for_one = count == 1 && args[0] != Py_None;
+  if (is_for_one && !read_key(args[0], newcomer)) {
+    return nullptr;
+  }
+  auto* const object = static_cast<PyObject*>(of(self).victim(is_for_one ? &newcomer : nullptr));
+  if (object == nullptr) {
+    return none();
+  }
+  Py_INCREF(object);
+  return object;
+}
+
+void drop_key(void* object) { Py_DECREF(static_cast<PyObject*>(object)); }
+
+PyObject* clear(PyObject* self, PyObject*) {
+  of(self).clear(drop_key);
+  return none();
+}
+
+PyObject* size_in_bytes(PyObject* self, PyObject*) {
+  return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(of(self).bytes()),
+                       static_cast<Py_ssize_t>(of(self).learned_bytes()));
+}
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  long long capacity = 0;
+  if (PyArg_ParseTuple(args, "L", &capacity) == 0) {
+    return nullptr;
+  }
+  if (capacity < 1 || capacity >= (1 << 24)) {
+    PyErr_Format(PyExc_ValueError, "capacity is %lld; allowed: 1 to %d blocks", capacity, (1 << 24) - 1);
+    return nullptr;
+  }
+  auto* const allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+  Reference made(allocate(type, 0));
+  if (!made) {
+    return nullptr;
+  }
+  try {
+    reinterpret_cast<Policy*>(made.get())->hazard =
+        new Hazard(static_cast<std::uint32_t>(capacity), bytes_of);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+  return made.release();
+}
+
+void destroy(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  auto* const policy = reinterpret_cast<Policy*>(self);
+  if (policy->hazard != nullptr) {
+    policy->hazard->clear(drop_key);
+    delete policy->hazard;
+  }
+  auto* const release = reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free));
+  release(self);
+  Py_DECREF(type);
+}
+
+template <typename Function>
+PyCFunction erased(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"began", erased(began), METH_FASTCALL, nullptr},
+    {"ended", erased(ended), METH_FASTCALL, nullptr},
+    {"inserted", erased(inserted), METH_FASTCALL, nullptr},
+    {"hit", erased(nothing), METH_FASTCALL, nullptr},
+    {"touched", erased(nothing), METH_FASTCALL, nullptr},
+    {"held", held, METH_O, nullptr},
+    {"released", erased(released), METH_FASTCALL, nullptr},
+    {"evicted", evicted, METH_O, nullptr},
+    {"victim", erased(victim), METH_FASTCALL, nullptr},
+    {"clear", clear, METH_NOARGS, nullptr},
+    {"size_in_bytes", size_in_bytes, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_methods, methods},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"flexkv_kernels.hazard.HazardPolicy", sizeof(Policy), 0, Py_TPFLAGS_DEFAULT,
+                    slots};
+
+}  // namespace
+
+// A new reference to the type; null, with an exception set, if it cannot be made.
+PyObject* fkv_hazard_policy_type(void) { return PyType_FromSpec(&spec); }
