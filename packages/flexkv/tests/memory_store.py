@@ -36,7 +36,6 @@ class MemoryStore:
         self.finds: list[list[bytes]] = []
         self.gets: list[list[bytes]] = []
         self.puts: list[list[bytes]] = []
-        self.over: set[str] = set()
         self.renewed = 0
         self.registered: tuple[int, int] | None = None
         self.closed = False
@@ -65,11 +64,11 @@ class MemoryStore:
     def register(self, address: int, size: int) -> None:
         self.registered = address, size
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
         self._pass("find")
         with self._lock:
             self.finds.append(list(keys))
-            return None if epoch in self.over else [(epoch, key) in self.blocks for key in keys]
+            return [(epoch, key) in self.blocks for key in keys]
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -95,7 +94,8 @@ class MemoryStore:
 
     def renew_epoch(self) -> None:
         self._pass("renew")
-        self.over.add(EPOCH)
+        with self._lock:
+            self.blocks = {name: each for name, each in self.blocks.items() if name[0] != EPOCH}
         self.renewed += 1
 
     def close(self) -> None:

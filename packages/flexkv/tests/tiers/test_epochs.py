@@ -59,24 +59,26 @@ def test_of_two_that_begin_at_once_one_wins() -> None:
     assert Epochs(record).open() == Epochs(record).open()
 
 
-def test_a_reset_ends_the_epoch_of_others_and_not_that_of_who_reset(clock: Clock) -> None:
+def test_after_a_reset_of_one_the_others_go_on_together_elsewhere(clock: Clock) -> None:
     record = Record()
-    one, other = Epochs(record), Epochs(record)
+    one, other, third = Epochs(record), Epochs(record), Epochs(record)
     shared, own = one.open(), "0" * 32
-    other.open()
+    assert other.open() == third.open() == shared
+    before = other.folder(shared)
     one.renew()
     clock.skip(epochs.FRESH_SECONDS)
-    assert other.folder(shared) is None
-    assert one.folder(own) is not None
+    # Keys mean in these what they meant.
+    assert other.folder(shared) == third.folder(shared) != before
     later = Epochs(record)
-    assert later.open() != shared
-    assert later.folder(later.open()) is not None
+    folders = {one.folder(own), other.folder(shared), later.folder(later.open()), before}
+    assert len(folders) == 4
 
 
 def test_a_node_that_was_cut_off_finds_nothing_of_before(clock: Clock) -> None:
     record, other_record = Record(), Record()
     one = Epochs(record)
     shared = one.open()
+    before = one.folder(shared)
     other_record.data = record.data
     cut = Epochs(other_record)
     assert cut.open() == shared
@@ -86,7 +88,7 @@ def test_a_node_that_was_cut_off_finds_nothing_of_before(clock: Clock) -> None:
     with pytest.raises(ConnectionError):
         cut.folder(shared)
     other_record.data, other_record.reached = record.data, True
-    assert cut.folder(shared) is None
+    assert cut.folder(shared) != before
 
 
 def test_after_a_clear_all_go_on_together_elsewhere(clock: Clock) -> None:
@@ -117,11 +119,11 @@ def test_only_who_starts_replaces_a_lost_record(clock: Clock) -> None:
     other.open()
     record.data = None
     clock.skip(epochs.FRESH_SECONDS)
-    assert one.folder(shared) == other.folder(shared) is not None
+    assert one.folder(shared) == other.folder(shared)
     assert record.data is None
     assert Epochs(record).open() != shared
     clock.skip(epochs.FRESH_SECONDS)
-    assert one.folder(shared) is None
+    assert one.folder(shared) == other.folder(shared)
 
 
 def test_what_is_no_record_is_an_error() -> None:

@@ -172,18 +172,19 @@ def test_few_requests_tell_how_far_a_prefix_is_there(
     assert len(asked) <= 2 * module.PROBES
 
 
-def test_after_a_reset_elsewhere_nothing_is_found_read_or_written(
+def test_after_a_reset_elsewhere_those_of_the_epoch_go_on_without_what_was_before(
     start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, clock: Clock, store: Any
 ) -> None:
     monkeypatch.setattr(epochs, "time", clock)
-    one, other = start(), start()
+    one, other, third = start(), start(), start()
     one.put("a")
     one.blocks.renew_epoch()
     clock.skip(epochs.FRESH_SECONDS)
-    assert other.find("a") is None
+    assert other.find("a") == [False]
     assert other.get("a") == [MISSING]
-    assert other.put("b") == [Outcome.DROPPED]
-    assert start().find("ab") == [False, False]
+    assert other.put("bc") == [DONE] * 2
+    assert third.get("b") == [DONE]
+    assert start().find("bc") == [False, False]
 
 
 def test_a_request_that_hangs_fails_in_time(

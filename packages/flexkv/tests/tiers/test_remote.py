@@ -258,12 +258,43 @@ def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[...,
     assert client.write("ac") == [DONE] * 2
     assert client.ask("abc") == [True, False, True]
     client.until(lambda: client.store.renewed == 1)
-    # An engine that still is in the old epoch learns of it, and shares nothing any more either.
-    other = make(client.store)
-    assert other.ask("ab") is None
+    # Engines that were not reset go on together, and share nothing with the one that was.
+    other, third = make(client.store), make(client.store)
+    assert other.ask("abc") == [False] * 3
     assert other.write("b") == [DONE]
-    assert (client.ask("b"), other.ask("abc")) == ([False], [False, True, False])
-    assert client.store.keys() == names("abx")
+    assert (client.ask("b"), third.ask("abc")) == ([False], [False, True, False])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_write_that_repeats_one_under_way_ends_with_it(
+    make: Callable[..., Client], broken: bool
+) -> None:
+    client = make()
+    client.store.hanging = {"put"}
+    first = client.begin_write("a")
+    again = client.begin_write("a")
+    assert client.tier.poll() == []
+    client.store.broken = {"put"} if broken else set()
+    client.store.release()
+    results: list[BlockResult] = []
+    client.until(lambda: len(results.__iadd__(client.tier.poll())) == 2)
+    outcome = Outcome.FAILED if broken else DONE
+    assert results == [BlockResult(ticket, 0, outcome) for ticket in (first, again)]
+    assert len(client.store.puts) == (0 if broken else 1)
+    client.store.broken.clear()
+    assert client.write("a") == [DONE]
+
+
+def test_a_write_after_a_reset_repeats_none_of_before(make: Callable[..., Client]) -> None:
+    client = make()
+    client.store.hanging = {"put"}
+    client.begin_write("a")
+    client.tier.clear()
+    client.begin_write("a")
+    client.store.release()
+    results: list[BlockResult] = []
+    client.until(lambda: len(results.__iadd__(client.tier.poll())) == 2)
+    assert client.ask("a") == [True]
 
 
 def test_a_reset_is_told_to_the_store_until_it_takes_it(

@@ -22,7 +22,7 @@ from mooncake.store import MooncakeDistributedStore
 from shared_node import FINGERPRINT, SLOT, Remote
 
 from flexkv.tiers.envelope import ENVELOPE_BYTES
-from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.epochs import FRESH_SECONDS, Epochs
 from flexkv.tiers.mooncake.store import MetadataRecord
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
@@ -78,12 +78,17 @@ def test_a_node_finds_what_another_has_stored(
     assert fourth.do("fetch", "abcdef") == "abcde"
     client.close()
 
-    # After a reset of one, it shares nothing with the others, nor with who starts.
+    # After a reset of one, nobody finds anything of before; the others go on together without it.
+    fifth = start()
     third.do("reset")
     assert third.do("fetch", "abc") == ""
-    third.do("store", "ab")
+    time.sleep(2 * FRESH_SECONDS)
+    third.do("store", "mn")
+    other.do("store", "pqr")
+    assert (fifth.do("fetch", "abc"), fifth.do("fetch", "mn")) == ("", "")
+    assert (fifth.do("fetch", "pqr"), third.do("fetch", "pqr")) == ("pqr", "")
     third.end()
-    assert start().do("fetch", "abc") == ""
+    assert [start().do("fetch", text) for text in ("abc", "mn", "pqr")] == [""] * 3
 
 
 def test_a_full_segment_drops_or_evicts_and_nothing_else(start: Callable[..., Remote]) -> None:

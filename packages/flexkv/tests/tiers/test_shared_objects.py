@@ -16,6 +16,7 @@ pytest.importorskip("moto", reason="moto is not installed: pip install moto flas
 import obstore
 from shared_node import FINGERPRINT, Remote
 
+from flexkv.tiers.epochs import FRESH_SECONDS
 from flexkv.tiers.objects.open import connect
 from integration.harness.s3_server import BUCKET, KEY, SECRET, S3Server
 from packages.conftest import PATIENCE_SECONDS
@@ -72,12 +73,17 @@ def test_a_node_finds_what_another_has_stored(
     assert third.do("store", "abc") == "1"
     assert start().do("fetch", "abcdef") == "abcde"
 
-    # After a reset of one, nobody who starts finds anything; the others share nothing with it.
+    # After a reset of one, nobody finds anything of before; the others go on together without it.
+    fourth = start()
     third.do("reset")
     assert third.do("fetch", "abc") == ""
-    third.do("store", "ab")
+    time.sleep(2 * FRESH_SECONDS)
+    third.do("store", "mn")
+    other.do("store", "pqr")
+    assert (fourth.do("fetch", "abc"), fourth.do("fetch", "mn")) == ("", "")
+    assert (fourth.do("fetch", "pqr"), third.do("fetch", "pqr")) == ("pqr", "")
     third.end()
-    assert start().do("fetch", "abc") == ""
+    assert [start().do("fetch", text) for text in ("abc", "mn", "pqr")] == [""] * 3
     assert SECRET not in log
 
 

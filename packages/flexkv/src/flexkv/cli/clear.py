@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove all caches of a directory that no engine owns. Files that are not FlexKV's stay. The
-command asks first; without a terminal to ask on, it needs --yes. Exit code 0 if all were removed, 1
-if any was skipped."""
+"""Remove all caches of a directory that no engine owns. Files that are not FlexKV's stay. Without
+DIR, the shared stores that the settings name are cleared as well: nobody finds what was in them,
+and running engines go on sharing. The command asks first; without a terminal to ask on, it needs
+--yes. Exit code 0 if all were removed, 1 if any was skipped."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import os
 import sys
 
 from flexkv.cli.common import add_directory, cache_folders, size
+from flexkv.cli.shared import SharedBlocks, shared_blocks
+from flexkv.config_sources import load_config
 from flexkv.errors import ConfigError
 from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.files import open_folder, reason_of
@@ -17,24 +20,52 @@ from flexkv.tiers.disk.inspect import owner_of
 from flexkv.tiers.disk.removal import Removal, remove
 
 NAME = "clear"
-HELP = "remove the caches that no engine owns"
+HELP = "remove the caches that no engine owns, and clear shared stores"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_directory(parser)
     parser.add_argument("--yes", action="store_true", help="remove without asking")
+    parser.add_argument(
+        "--fingerprint",
+        metavar="NAME",
+        help="clear blocks of this fingerprint in shared stores, and no others there",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    folders = cache_folders(args.directory, leftovers=True)
-    if not args.yes and not _confirmed(folders):
+    shared, folders = _chosen(args.directory, args.fingerprint)
+    if not args.yes and not _confirmed(folders, shared):
         print("nothing removed")
         return 1
     removed = [_remove(path) for path in folders]
-    return 0 if all(removed) else 1
+    cleared = [_clear(each) for each in shared]
+    return 0 if all(removed + cleared) else 1
 
 
-def _confirmed(folders: list[str]) -> bool:
+def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[SharedBlocks], list[str]]:
+    """What is to be cleared in shared stores, and the folders to remove.
+
+    Raises:
+        ConfigError, DiskError, StoreSettingError: wrong usage.
+    """
+    if directory is not None:
+        return [], cache_folders(directory, leftovers=True)
+    config = load_config()
+    try:
+        shared = shared_blocks(config, fingerprint)
+    except OSError as error:
+        raise ConfigError(
+            f"objects_url is {config.objects_url!r}, which cannot be listed ({error}); allowed: a "
+            "bucket that answers and that this user may list, or --fingerprint"
+        ) from None
+    has_store = config.objects_url is not None or config.mooncake_metadata is not None
+    if has_store and not config.ssd_cache_dir:
+        return shared, []
+    return shared, cache_folders(None, leftovers=True)
+
+
+def _confirmed(folders: list[str], shared: list[SharedBlocks]) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(
             "--yes is missing on the command line, and standard input is not a terminal; allowed: "
@@ -42,8 +73,13 @@ def _confirmed(folders: list[str]) -> bool:
         )
     for path in folders:
         print(path)
+    for each in shared:
+        print(f"{each.store}, fingerprint {each.fingerprint}")
+    what = f"Remove {_count(folders)} (folders in use are skipped)"
+    if shared:
+        what += f", and clear {len(shared)} of shared stores for all engines"
     try:
-        answer = input(f"Remove {_count(folders)} (folders in use are skipped)? [y/N] ")
+        answer = input(f"{what}? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in {"y", "yes"}
@@ -68,6 +104,17 @@ def _remove(path: str) -> bool:
     except OSError as error:
         print(f"skipped {path}: {reason_of(error)}")
     return False
+
+
+def _clear(shared: SharedBlocks) -> bool:
+    """Clear one fingerprint of a shared store and print the outcome. False if it was skipped."""
+    what = f"{shared.store}, fingerprint {shared.fingerprint}"
+    try:
+        print(f"cleared {what}" if shared.clear() else f"nothing to clear in {what}")
+    except OSError as error:
+        print(f"skipped {what}: {error}")
+        return False
+    return True
 
 
 def _owner(path: str) -> int | str:

@@ -132,8 +132,9 @@ class LowerTier(Protocol):
         """Begin to write blocks of a prefix, in its order, from `buffers`; returns the ticket of
         the batch. Where there is no room for one, those behind it are DROPPED as well.
 
-        A block whose key the tier has, or is writing, is DONE and not written again; a tier that
-        has to ask finds that out before it sends bytes.
+        A block whose key the tier has is DONE and not written again; a tier that has to ask finds
+        that out before it sends bytes. One that the tier is writing is not written again either:
+        its result is DONE on a disk, and that of the write under way in a shared store.
         """
         ...
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks of a shared store may be found: what all nodes agree on, in one record.
 
-The record of a fingerprint has two parts. The epoch changes when keys mean something else, in
-processes that start from now on: a process of the epoch before must leave it, see
-`flexkv.tiers.remote`. The generation changes when an operator clears the store: keys mean the same,
-so that all processes go on together in the new generation. Both are part of each block's name.
+The record of a fingerprint has two parts, which are both part of each block's name. The epoch
+changes when an engine is reset: keys mean something else in it, and may in processes that start
+from now on. These are in the new epoch. The generation changes then as well, and when an operator
+clears the store. A process takes its epoch from the record when it starts, and the generation
+always. So after a reset, or a clear, the processes of an epoch go on together, and find nothing of
+before. Which epoch the process is in that was reset itself: see `flexkv.tiers.remote`.
 
 Only a process that starts makes a record where there is none. If a record is lost, processes that
-have read it go on; the next one to start begins an epoch of its own, and then the others leave.
-Otherwise a node that was cut off during a reset could bring the epoch of before back to life.
+have read it go on; the next one to start begins an epoch of its own.
+Otherwise a node that was cut off during a reset could bring the generation of before back to life.
 """
 
 from __future__ import annotations
@@ -78,7 +80,6 @@ class Epochs:
     def __init__(self, record: EpochRecord) -> None:
         self._record = record
         self._lock = threading.Lock()
-        self._opened = ""
         self._last = Epoch.begin()
         self._read_at = -FRESH_SECONDS
         self._failure: OSError | None = None
@@ -97,11 +98,10 @@ class Epochs:
         if data is None:
             raise OSError("the record of the epoch cannot be read back")
         self._last = Epoch.from_bytes(data)
-        self._opened = self._last.name
-        return self._opened
+        return self._last.name
 
-    def folder(self, epoch: str) -> str | None:
-        """Where blocks of an epoch lie now: part of their names; None if the epoch is over.
+    def folder(self, epoch: str) -> str:
+        """Where blocks of an epoch lie now: part of their names.
 
         Raises:
             OSError: the store cannot be reached, so that nothing may be found in it.
@@ -110,12 +110,10 @@ class Epochs:
         with self._lock:
             if time.monotonic() - self._read_at >= FRESH_SECONDS:
                 self._refresh(came)
-            if epoch == self._opened and self._last.name != epoch:
-                return None
             return f"{epoch}-{self._last.generation}"
 
     def renew(self) -> None:
-        """Begin an epoch for processes that start from now on."""
+        """Begin an epoch for processes that start from now on, and a generation for all."""
         self._record.replace(Epoch.begin().to_bytes())
 
     def _refresh(self, came: float) -> None:

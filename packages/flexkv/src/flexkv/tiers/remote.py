@@ -5,10 +5,11 @@
 it: threads, a bounded queue, circuits, figures, and what a reset means for others.
 
 Epochs: blocks lie in the store under a fingerprint, an epoch and a key. A reset says that keys mean
-something else from now on in this process, and in processes that start later; in others they may
-mean the old or the new. So after a reset a process goes on in an epoch of its own, at random, which
-nobody else ever reads. The store's epoch is renewed for those that start later. A process that
-hears that its epoch is over leaves it for one of its own as well.
+something else from now on in this process; in processes that start later they may mean that or
+something else again. So after a reset a process goes on in an epoch of its own, at random, which
+nobody else ever reads. The store's epoch is renewed for those that start later. Other processes of
+the epoch before were not reset: keys mean in them what they meant, and they go on together, in a
+generation that begins with the reset.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import ctypes
 import itertools
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from flexkv.changes import Medium
 from flexkv.tiers import circuit
@@ -30,6 +30,7 @@ from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import Circuit, count_states
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
+from flexkv.tiers.renewal import Renewal
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,6 @@ PAUSE_SECONDS = 5.0
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what runs; half of it for writes that wait, unless it is told more."""
-
-_RETRY_SECONDS = 0.05
-_LONGEST_RETRY_SECONDS = 5.0
-"""Between two tries to renew the store's epoch; twice as long after each."""
 
 
 class BlockStore(Protocol):
@@ -61,9 +58,8 @@ class BlockStore(Protocol):
         """See `AskedTier.register`. Called before any other call."""
         ...
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
-        """For each key whether its block is there, complete; None if the epoch is over, because
-        another engine renewed it. Epochs that are no process's own are never over."""
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
+        """For each key whether its block is there, complete."""
         ...
 
     def get(
@@ -80,7 +76,8 @@ class BlockStore(Protocol):
         ...
 
     def renew_epoch(self) -> None:
-        """Have processes that open the store from now on find nothing that is there now."""
+        """Have nobody find what is there now, and processes that open the store from now on nothing
+        that the others write."""
         ...
 
     def close(self) -> None:
@@ -106,6 +103,10 @@ class RemoteLimits:
     threads: int = 8
     batch_bytes: int = 4 << 20
     queue_bytes: int = 1 << 30
+
+
+_Place: TypeAlias = tuple[int, int]
+"""A block of a batch: the batch's ticket, and the position."""
 
 
 @dataclass(slots=True)
@@ -152,12 +153,13 @@ class RemoteTier:
         self._tickets = itertools.count(1)
         self._batches: dict[int, _Batch] = {}
         self._ticket_of: dict[Job, int] = {}
-        self._asked: dict[Job, tuple[int, str, list[Sequence[bool] | None]]] = {}
-        self._writing: set[bytes] = set()
+        self._asked: dict[Job, tuple[int, str, list[Sequence[bool]]]] = {}
+        self._writing: dict[bytes, _Place] = {}
+        self._repeats: dict[_Place, list[_Place]] = {}
         self._queued_blocks = 0
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
-        self._renewal = _Renewal(name, store.renew_epoch)
+        self._renewal = Renewal(name, store.renew_epoch)
 
     @property
     def figures(self) -> TierFigures:
@@ -183,7 +185,7 @@ class RemoteTier:
 
     def ask(self, keys: Sequence[bytes]) -> int:
         ticket = next(self._tickets)
-        found: list[Sequence[bool] | None] = []
+        found: list[Sequence[bool]] = []
         job = Job(Priority.LOAD, 0, partial(self._find, self._epoch, list(keys), found))
         self._asked[job] = ticket, self._epoch, found
         self._reads.begin()
@@ -197,11 +199,9 @@ class RemoteTier:
             failed = job.outcomes[0] is not Outcome.DONE
             late = job.seconds > self.question_seconds
             self._note(self._reads, failed or late, job.seconds, "questions to")
-            has = None if failed else found[0]
-            if not failed and has is None and epoch == self._epoch:
-                self._epoch = secrets.token_hex(16)
             # What another epoch has is of no use.
-            answers.append(Answer(ticket, has if epoch == self._epoch else None))
+            of_use = not failed and epoch == self._epoch
+            answers.append(Answer(ticket, found[0] if of_use else None))
         return answers
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
@@ -211,15 +211,19 @@ class RemoteTier:
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         ticket = next(self._tickets)
-        wanted = [i for i, key in enumerate(keys) if key not in self._writing]
-        there = sorted(set(range(len(keys))).difference(wanted))
-        self._results += [BlockResult(ticket, i, Outcome.DONE) for i in there]
+        wanted = []
+        for i, key in enumerate(keys):
+            if key in self._writing:
+                self._repeats.setdefault(self._writing[key], []).append((ticket, i))
+            else:
+                self._writing[key] = ticket, i
+                wanted.append(i)
         size = len(wanted) * self._slot_bytes
         full = self._link.queued_bytes + size > self._link.queue_bytes
         if full or not self._writes.allows or self._link.stalled:
-            self._results += [BlockResult(ticket, i, Outcome.DROPPED) for i in wanted]
+            for i in wanted:
+                self._end_write(keys[i], (ticket, i), Outcome.DROPPED)
             return ticket
-        self._writing.update(keys)
         self._begin(ticket, keys, buffers, wanted, Priority.WRITE)
         return ticket
 
@@ -263,7 +267,7 @@ class RemoteTier:
         return True
 
     def _find(
-        self, epoch: str, keys: Sequence[bytes], found: list[Sequence[bool] | None]
+        self, epoch: str, keys: Sequence[bytes], found: list[Sequence[bool]]
     ) -> list[Outcome]:
         found.append(self._store.find(epoch, keys))
         return [Outcome.DONE]
@@ -301,12 +305,11 @@ class RemoteTier:
             del self._batches[ticket]
         self._queued_blocks -= len(positions)
         writes = job.priority is Priority.WRITE
-        if writes:
-            self._writing.difference_update(batch.keys[i] for i in positions)
-        self._results += [
-            BlockResult(ticket, i, outcome)
-            for i, outcome in zip(positions, job.outcomes, strict=True)
-        ]
+        for i, outcome in zip(positions, job.outcomes, strict=True):
+            if writes:
+                self._end_write(batch.keys[i], (ticket, i), outcome)
+            else:
+                self._results.append(BlockResult(ticket, i, outcome))
         moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
         if moved:
             self._traffic.add(moved * self._slot_bytes, job.seconds, writes)
@@ -316,6 +319,13 @@ class RemoteTier:
         else:
             failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
             self._note(device, failed, job.seconds, what)
+
+    def _end_write(self, key: bytes, place: _Place, outcome: Outcome) -> None:
+        """The write of a block has ended, and with it those that repeated it meanwhile."""
+        if self._writing.get(key) == place:  # not since a reset
+            del self._writing[key]
+        for ticket, i in (place, *self._repeats.pop(place, ())):
+            self._results.append(BlockResult(ticket, i, outcome))
 
     def _note(self, device: Circuit, failed: bool, seconds: float, what: str) -> None:
         if device.end(failed, seconds):
@@ -329,73 +339,6 @@ class RemoteTier:
                 self.question_seconds,
                 PAUSE_SECONDS,
             )
-
-
-class _Renewal:
-    """Renews the epoch of a store, and tries again until it is done.
-
-    Args:
-        name: of the thread.
-        renew: does it; blocks, and raises if it cannot.
-    """
-
-    def __init__(self, name: str, renew: Callable[[], None]) -> None:
-        self._name = f"{name}-renewal"
-        self._renew = renew
-        self._work = threading.Condition()
-        self._wanted = False
-        self._closing = False
-        self._thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Renew it, once more if it is being renewed."""
-        with self._work:
-            self._wanted = True
-            if self._thread is None:
-                # A daemon: a thread that hangs must not keep the process from ending.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._work.notify()
-
-    def begin_close(self) -> None:
-        """What is wanted is tried at once, for the last time."""
-        with self._work:
-            self._closing = True
-            self._work.notify()
-
-    def close(self, timeout: float) -> bool:
-        """Whether the thread has ended within so many seconds."""
-        self.begin_close()
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self._thread is None or not self._thread.is_alive()
-
-    def _run(self) -> None:
-        failures = 0
-        while True:
-            with self._work:
-                if failures and not self._closing:
-                    pause = min(_RETRY_SECONDS * 2.0**failures, _LONGEST_RETRY_SECONDS)
-                    self._work.wait(pause)
-                while not (self._wanted or self._closing):
-                    self._work.wait()
-                if not self._wanted:
-                    return
-                self._wanted, last = False, self._closing
-            try:
-                self._renew()
-                failures = 0
-            except Exception as error:  # noqa: BLE001
-                # Whatever it is: later processes would find what a reset was to forget.
-                self._wanted = not last
-                failures += 1
-                if failures == 1 or last:
-                    logger.error(
-                        "%s: a reset cannot be told to the store (%s), retried until it can; if "
-                        "this process ends before, engines that start find blocks of before it",
-                        self._name,
-                        error,
-                    )
 
 
 def address_of(buffer: memoryview) -> int:

@@ -99,16 +99,14 @@ class MooncakeBlocks:
         if self._client.register_buffer(address, size) != 0:
             self._usable = False
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
         folder = self._folder(epoch)
-        return None if folder is None else self._exist([self._name(folder, key) for key in keys])
+        return self._exist([self._name(folder, key) for key in keys])
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
         folder = self._folder(epoch)
-        if folder is None:
-            return [Outcome.MISSING] * len(keys)
         names = [self._name(folder, key) for key in keys]
         with self._borrowed(len(keys)) as envelopes:
             addresses = _addresses(envelopes, buffers)
@@ -136,8 +134,6 @@ class MooncakeBlocks:
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
         folder = self._folder(epoch)
-        if folder is None:  # nobody would ever find them
-            return [Outcome.DROPPED] * len(keys)
         names = [self._name(folder, key) for key in keys]
         outcomes = [Outcome.DONE] * len(keys)
         absent = [i for i, there in enumerate(self._exist(names)) if not there]
@@ -165,7 +161,7 @@ class MooncakeBlocks:
     def close(self) -> None:
         self._client.close()
 
-    def _folder(self, epoch: str) -> str | None:
+    def _folder(self, epoch: str) -> str:
         if not self._usable:
             raise MooncakeError("Mooncake cannot register the host memory")
         return self._epochs.folder(epoch)

@@ -73,12 +73,10 @@ class ObjectBlocks:
     def register(self, address: int, size: int) -> None:
         """Objects are copied: nothing to register."""
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool] | None:
+    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
         """See `BlockStore.find`. `keys` are a prefix, in order: what lies behind an absent block
         counts as absent, and what lies before one that is there as there."""
         folder = self.epochs.folder(epoch)
-        if folder is None:
-            return None
         names = [self._name(folder, key) for key in keys]
         there = self._requests.run(self._reach(names))
         return [i < there for i in range(len(keys))]
@@ -87,8 +85,6 @@ class ObjectBlocks:
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
         folder = self.epochs.folder(epoch)
-        if folder is None:
-            return [Outcome.MISSING] * len(keys)
         names = [self._name(folder, key) for key in keys]
         found = self._requests.run_all([self._requests.get(name) for name in names])
         return [
@@ -100,8 +96,6 @@ class ObjectBlocks:
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
         folder = self.epochs.folder(epoch)
-        if folder is None:  # nobody would ever find them
-            return [Outcome.DROPPED] * len(keys)
         names = [self._name(folder, key) for key in keys]
         done = self._requests.run_all(
             [self._put(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
@@ -175,6 +169,20 @@ class ObjectRecord:
 
     def replace(self, record: bytes) -> None:
         self._requests.run(self._requests.put(self._name, [record], overwrite=True))
+
+
+def fingerprints_in(store: ObjectStore) -> list[str]:
+    """All that engines have shared blocks of in a bucket. Needs the permission to list it, which
+    engines do not need.
+
+    Raises:
+        StoreError: the bucket does not answer.
+    """
+    try:
+        pages = list(obstore.list(store, "epochs"))
+    except (BaseError, OSError, ValueError) as error:
+        raise StoreError(f"the object store answered with {type(error).__name__}") from None
+    return sorted(each["path"].rpartition("/")[2] for page in pages for each in page)
 
 
 class Requests:

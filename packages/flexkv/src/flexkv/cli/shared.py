@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared stores that the settings name, for the commands that change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexkv.config import CacheConfig
+from flexkv.errors import ConfigError, DiskError
+from flexkv.tiers import epochs
+from flexkv.tiers.disk import directory
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlocks:
+    """The blocks of one fingerprint in a shared store.
+
+    Attributes:
+        store: its address, as in the settings.
+        fingerprint: of the blocks.
+        record: what the engines agree on.
+    """
+
+    store: str
+    fingerprint: str
+    record: epochs.EpochRecord
+
+    def clear(self) -> bool:
+        """See `epochs.clear`."""
+        return epochs.clear(self.record)
+
+
+def shared_blocks(config: CacheConfig, fingerprint: str | None) -> list[SharedBlocks]:
+    """What is in the shared stores that the settings name.
+
+    Args:
+        config: the settings.
+        fingerprint: of the blocks; None for all. A bucket lists its fingerprints, and Mooncake
+            does not: then they are those of the cache directories.
+
+    Raises:
+        ConfigError: no fingerprint is known, or a store's client is not installed.
+        StoreSettingError: a store cannot be used as the settings name it.
+        OSError: the bucket cannot be reached.
+    """
+    given = [] if fingerprint is None else [fingerprint]
+    found = list(_in_bucket(config, given))
+    if config.mooncake_metadata is not None:
+        known = given or sorted({each.fingerprint for each in found} | _on_disk(config))
+        if not known:
+            raise ConfigError(
+                f"--fingerprint is missing on the command line, and Mooncake at "
+                f"{config.mooncake_metadata} does not list fingerprints; allowed: one that an "
+                "engine logs when it starts"
+            )
+        found += _in_mooncake(config.mooncake_metadata, config.mooncake_timeout_seconds, known)
+    return found
+
+
+def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBlocks]:
+    url = config.objects_url
+    if url is None:
+        return
+    try:
+        from flexkv.tiers.objects.open import connect
+        from flexkv.tiers.objects.store import ObjectRecord, Requests, fingerprints_in
+    except ImportError as error:
+        raise ConfigError(
+            f"objects_url is {url!r}, but its client cannot be imported ({error}); allowed: none, "
+            "or what `pip install 'flexkv[objects]'` installs"
+        ) from None
+    store = connect(url, config.objects_timeout_seconds)
+    requests = Requests(store, config.objects_timeout_seconds)
+    for fingerprint in given or fingerprints_in(store):
+        yield SharedBlocks(url, fingerprint, ObjectRecord(requests, fingerprint))
+
+
+def _in_mooncake(url: str, seconds: float, known: Sequence[str]) -> Iterator[SharedBlocks]:
+    from flexkv.tiers.mooncake.store import MetadataRecord
+
+    for fingerprint in known:
+        yield SharedBlocks(url, fingerprint, MetadataRecord(url, fingerprint, seconds))
+
+
+def _on_disk(config: CacheConfig) -> set[str]:
+    """Fingerprints of the folders in the cache directories of the settings."""
+    found: set[str] = set()
+    for root in config.ssd_cache_dir or ():
+        try:
+            folders = directory.folders(str(Path(root).absolute()), False)
+        except DiskError:
+            continue
+        # Folders of engines that run at the same time end in a number.
+        found |= {Path(path).name.partition("-")[0] for path in folders}
+    return found

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flexkv clear` and real shared stores, with nodes that run meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
+
+from shared_node import FINGERPRINT, Remote
+
+from integration.harness.s3_server import BUCKET, S3Server
+from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.cli.stores import Cache, Flexkv
+
+URL = f"s3://{BUCKET}/cleared"
+Start = Callable[[], Remote]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as found:
+        yield found
+
+
+@pytest.fixture
+def start(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Nodes; the command has the same settings."""
+    for name, value in (server.environ | {"FLEXKV_OBJECTS_URL": URL}).items():
+        monkeypatch.setenv(name, value)
+    made: list[Remote] = []
+    settings: dict[str, Any] = {
+        "objects_url": URL,
+        "objects_question_seconds": PATIENCE_SECONDS,
+        "objects_timeout_seconds": PATIENCE_SECONDS,
+    }
+
+    def make() -> Remote:
+        made.append(Remote(settings, server.environ))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.kill()
+
+
+def test_nothing_of_before_is_found_and_running_nodes_go_on_sharing(
+    start: Start, flexkv: Flexkv
+) -> None:
+    one, other = start(), start()
+    one.do("store", "abc")
+    ended = flexkv("clear", "--yes")
+    assert (ended.code, ended.out) == (0, f"cleared {URL}, fingerprint {FINGERPRINT}\n")
+    assert other.do("fetch", "abc") == ""
+    assert start().do("fetch", "abc") == ""
+    one.do("store", "xyz")
+    assert other.do("fetch", "xyz") == "xyz"
+    assert start().do("fetch", "xyz") == "xyz"
+
+
+def test_a_directory_on_the_command_line_leaves_shared_stores_alone(
+    start: Start, flexkv: Flexkv, cache: Cache
+) -> None:
+    cache.fill(1)
+    start().do("store", "def")
+    ended = flexkv("clear", cache.root, "--yes")
+    assert ended.code == 0
+    assert not cache.folder.exists()
+    assert start().do("fetch", "def") == "def"
+
+
+def test_other_fingerprints_are_left_alone_if_one_is_given(start: Start, flexkv: Flexkv) -> None:
+    start().do("store", "ghi")
+    ended = flexkv("clear", "--yes", "--fingerprint", "0" * 32)
+    assert ended.out == f"nothing to clear in {URL}, fingerprint {'0' * 32}\n"
+    assert start().do("fetch", "ghi") == "ghi"
+
+
+def test_a_bucket_that_does_not_answer_is_named(
+    start: Start, flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    ended = flexkv("clear", "--yes")
+    assert ended.code == 2
+    assert f"objects_url is '{URL}', which cannot be listed" in ended.err
+    ended = flexkv("clear", "--yes", "--fingerprint", FINGERPRINT)
+    assert ended.code == 1
+    assert f"skipped {URL}, fingerprint {FINGERPRINT}: the object store" in ended.out
+
+
+def test_mooncake_is_cleared_by_fingerprint(
+    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "mooncake", reason="Mooncake is not installed: pip install 'flexkv[mooncake]'"
+    )
+    from integration.harness.mooncake_master import MooncakeMaster
+
+    master = MooncakeMaster()
+    made: list[Remote] = []
+
+    def start() -> Remote:
+        patient = {"mooncake_question_seconds": PATIENCE_SECONDS}
+        made.append(Remote(master.settings | patient, {}))
+        return made[-1]
+
+    for setting in ("mooncake_master", "mooncake_metadata"):
+        monkeypatch.setenv(f"FLEXKV_{setting.upper()}", master.settings[setting])
+    try:
+        one, other = start(), start()
+        one.do("store", "abc")
+        ended = flexkv("clear", "--yes")
+        assert ended.code == 2
+        assert "--fingerprint is missing on the command line" in ended.err
+        assert flexkv("clear", "--yes", "--fingerprint", FINGERPRINT).code == 0
+        assert other.do("fetch", "abc") == ""
+        one.do("store", "xyz")
+        assert other.do("fetch", "xyz") == "xyz"
+    finally:
+        for node in made:
+            node.kill()
+        master.kill()
