@@ -173,7 +173,7 @@ class Process:
             for request in seen:
                 request.init_next_round_input(None)
             scheduler.waiting_queue = []
-            spans = [SimpleNamespace(prefix_len=0, extend_end=4) for _ in seen]
+            spans = [SimpleNamespace(rid=each.rid, prefix_len=0, extend_end=4) for each in seen]
             return SimpleNamespace(reqs=spans, taken=seen), None
 
         scheduler = SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu")

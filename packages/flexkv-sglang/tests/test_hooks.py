@@ -23,6 +23,7 @@ class Side:
         self.asked: list[str] = []
         self.weights = 0
         self.spans: list[list[Span]] = []
+        self.counted: list[tuple[list[str], list[str]]] = []
         self.before: str | None = "unset"
         self.leads = True
 
@@ -34,6 +35,9 @@ class Side:
 
     def weights_changed(self) -> None:
         self.weights += 1
+
+    def scheduled(self, rids: Sequence[str], waiting: Sequence[str]) -> None:
+        self.counted.append((list(rids), list(waiting)))
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
         self.spans.append(list(spans))
@@ -134,9 +138,20 @@ def test_batches_are_measured_where_their_end_is_seen(
 ) -> None:
     scheduler = scheduler_of(side)
     scheduler.device = device
-    batch = SimpleNamespace(reqs=[SimpleNamespace(prefix_len=16, extend_end=40)])
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a", prefix_len=16, extend_end=40)])
     hooks.schedule(lambda scheduler: (batch, "running"), scheduler)
     assert side.spans == spans
+
+
+def test_a_batch_is_counted_with_those_that_still_wait(side: Side) -> None:
+    scheduler = scheduler_of(side, "a", "b")
+
+    def take_a(scheduler: Any) -> tuple[Any, str]:
+        scheduler.waiting_queue = []
+        return SimpleNamespace(reqs=[SimpleNamespace(rid="a", prefix_len=0, extend_end=4)]), ""
+
+    hooks.schedule(take_a, scheduler)
+    assert side.counted == [(["a"], ["b"])]
 
 
 @pytest.mark.parametrize(("prefix", "before"), [(["a", "b"], "b"), ([], None)])

@@ -197,7 +197,9 @@ def test_an_error_of_the_cache_is_a_miss(
 def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
     rank = make_rank()
     hashes = hashes_of("a", 2)
-    rank.side.lookup("r", hashes)
+    for _ in range(2):  # as SGLang does as long as the request waits
+        rank.side.lookup("r", hashes)
+    rank.side.scheduled(["r"], ["s"])
     rank.store(hashes, [1, 2])
     rank.side.lookup("s", hashes)
     rank.load("s", hashes, [3, 4])
@@ -244,7 +246,10 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     choose = LoadChoice(1, Left.SLOW)
     monkeypatch.setattr(LoadChooser, "choose_load", lambda *_, **__: choose)
     assert rank.side.lookup("r", hashes) == [1]
-    assert rank.side.take_samples()["left_tokens:slow"] == 12
+    rank.load("r", hashes[:1], [5])
+    samples = rank.side.take_samples()
+    assert samples["left_tokens:slow"] == 12
+    assert samples["query_tokens:host"] == 16
 
 
 def test_batches_are_timed_until_sglang_polls(
@@ -258,3 +263,13 @@ def test_batches_are_timed_until_sglang_polls(
     rank.side.ended_offloads()
     rank.side.ended_offloads()
     assert told == [0, [Span(0, 100)], 7, 0]
+
+
+def test_requests_that_leave_are_forgotten(make_rank: MakeRank) -> None:
+    side = make_rank().side
+    for number in range(1000):
+        side.lookup(f"r {number}", hashes_of("a", 2))
+        side.scheduled([], ["r 0"])
+    side.scheduled(["r 0", "r 999", "r 500"], [])
+    # One page of 4 tokens; the last one is too young, the other one had left.
+    assert side.take_samples()["query_tokens:host"] == 2 * 8

@@ -60,11 +60,15 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if side is None:
         return original(scheduler, *args, **kwargs)
     made = _schedule_ready(side, original, scheduler, *args, **kwargs)
+    batch, _ = made
+    requests = () if batch is None else batch.reqs
+    if requests:
+        with _edge.guard("counting a batch", "its queries are not counted"):
+            waiting = [each.rid for each in scheduler.waiting_queue]
+            side.scheduled([each.rid for each in requests], waiting)
     if scheduler.device == "cpu":
         # Elsewhere SGLang prepares the next step before this one has ended: its time is unknown.
         with _edge.guard("measuring a batch", "its time is not known"):
-            batch, _ = made
-            requests = () if batch is None else batch.reqs
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
 

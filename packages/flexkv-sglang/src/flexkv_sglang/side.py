@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv import KVCache
@@ -20,10 +20,10 @@ from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.metrics import Samples, add
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
-from flexkv.changes import Medium
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
+from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
 
 _NO_BATCH = -1
@@ -94,12 +94,18 @@ class RankSide:
         self._batch = _NO_BATCH
         self._step = 0
         self._awaited = None if cache is None else AwaitedPrefixes(cache, chooser, page_size)
-        self._figures = None if cache is None else CacheFigures(cache, edge, lambda: 0)
+        self._figures = figures = None if cache is None else CacheFigures(cache, edge, lambda: 0)
+        self._queries = None if figures is None else Queries(figures, page_size)
 
     @property
     def leads(self) -> bool:
         """Whether this rank decides."""
         return self._cache is not None
+
+    def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
+        """SGLang's hashes, which cover the prefix, the tenant and the adapter, as keys."""
+        epoch = self._epoch
+        return [bytes.fromhex(each) + epoch for each in hashes]
 
     # Requests that SGLang is about to schedule.
 
@@ -114,14 +120,11 @@ class RankSide:
         if self._cache is None:
             return list(range(1, len(hashes) + 1))
         with self._edge.guard("lookup", "it is a miss"):
-            keys = self._keys(hashes)
+            keys = self.keys_of(hashes)
             found = self._cache.lookup(keys)
             if self._awaited is not None:
                 self._awaited.begin(rid, keys, found)
-            if not found:
-                self._asked(len(hashes), 0, {})
-                return []
-            return list(range(1, self._worth_loading(found) + 1))
+            return list(range(1, self._worth_loading(rid, len(hashes), found) + 1))
         return []
 
     def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
@@ -177,6 +180,11 @@ class RankSide:
 
     # The batch that needs them.
 
+    def scheduled(self, rids: Sequence[str], waiting: Sequence[str]) -> None:
+        """SGLang computes these requests next, and those still wait; see `Queries`."""
+        if self._queries is not None:
+            self._queries.scheduled(rids, waiting)
+
     def batch_begins(self, spans: Sequence[Span]) -> None:
         """SGLang computes these prompts next, and is done with them when it asks for ended offloads
         again. Called only where that is true."""
@@ -230,7 +238,7 @@ class RankSide:
         transfer, stored, slots = None, False, [-1] * len(pages)
         if self._cache is not None:
             with self._edge.guard("storing blocks", "they are not cached"):
-                keys = self._keys(hashes)
+                keys = self.keys_of(hashes)
                 transfer = self._reserve(self._cache, keys)
                 if transfer is not None:
                     given = {block.key: block.slot for block in transfer.blocks}
@@ -309,46 +317,39 @@ class RankSide:
             add(samples, self._figures.take())
         return samples
 
-    def _keys(self, hashes: Sequence[str]) -> list[bytes]:
-        """SGLang's hashes, which cover the prefix, the tenant and the adapter, as keys."""
-        epoch = self._epoch
-        return [bytes.fromhex(each) + epoch for each in hashes]
-
-    def _worth_loading(self, found: int) -> int:
+    def _worth_loading(self, rid: str, asked: int, found: int) -> int:
         """How many of so many pages in host memory are loaded rather than computed."""
-        choice = self._chooser.choose_load(Span(0, found * self._page_size), found)
-        if choice.left is not None:
-            self._chooser.left(choice.left)
-            if self._figures is not None:
-                self._figures.left(choice.left, (found - choice.blocks) * self._page_size)
-        return choice.blocks
+        blocks, left = 0, None
+        if found:
+            choice = self._chooser.choose_load(Span(0, found * self._page_size), found)
+            blocks, left = choice.blocks, choice.left
+        if left is not None:
+            self._chooser.left(left)
+        if self._queries is not None:
+            self._queries.asked(rid, asked, left, found - blocks)
+        return blocks
 
     def _reserve(self, cache: KVCache, keys: Sequence[bytes]) -> Transfer | None:
         """A store of these blocks, behind the block that they build on if host memory has it: that
         one stays then as long as they do."""
         before, self._before = self._before, None
-        chain = [*self._keys([before] if before else []), *keys]
+        chain = [*self.keys_of([before] if before else []), *keys]
         if before and not cache.missing(chain[:1]):
             return cache.store(chain, range(1, len(chain)), begins=())
         return cache.store(keys, range(len(keys)))
-
-    def _asked(self, pages: int, hits: int, fetched: Mapping[Medium, int]) -> None:
-        if self._figures is not None:
-            size = self._page_size
-            tokens = {medium: count * size for medium, count in fetched.items()}
-            self._figures.asked(pages * size, hits * size, tokens)
 
     def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
         """The transfer of a load, if all of it is in host memory."""
         assert self._cache is not None
         assert self._awaited is not None
-        keys = self._keys(hashes)
+        keys = self.keys_of(hashes)
         transfer = self._cache.load(keys)
         # By itself: a lease that is not handed on would never end.
         with self._edge.guard("counting a hit", "it is not counted"):
             if transfer is not None:
                 self._cache.record(keys)
-                self._asked(len(keys), len(keys), self._awaited.count(rid, keys))
+                if self._queries is not None:
+                    self._queries.loaded(rid, len(keys), self._awaited.count(rid, keys))
             self._awaited.end(rid)
         return transfer
 
