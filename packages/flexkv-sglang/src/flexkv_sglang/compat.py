@@ -27,6 +27,8 @@ _USED = {
         "UnifiedCacheLinkerWrapper._offload_node",
     ),
     "sglang.srt.managers.scheduler": ("Scheduler._get_new_batch_prefill_raw",),
+    "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
+    "sglang.srt.mem_cache.unified_radix_cache": ("UnifiedRadixCache.take_events",),
 }
 """Names that FlexKV calls or replaces, by module."""
 

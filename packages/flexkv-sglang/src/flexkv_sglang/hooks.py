@@ -14,6 +14,7 @@ from typing import Any
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.guard import Edge
+from flexkv_sglang.kv_events import follow
 from flexkv_sglang.side import RankSide
 
 logger = logging.getLogger("flexkv.sglang")
@@ -27,6 +28,7 @@ _OFFLOAD = (
     "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
     "._offload_node"
 )
+_EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = ("disk", "distributed", "tensor", "ipc")
 
@@ -41,6 +43,7 @@ def serve(side: RankSide) -> None:
     if not _sides:
         HookRegistry.register(_ADMISSION, schedule, HookType.AROUND)
         HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
+        HookRegistry.register(_EVENTS, take_events, HookType.AROUND)
         for source in _UPDATES:
             name = f"{_UPDATER}.update_weights_from_{source}"
             HookRegistry.register(name, update_weights, HookType.AROUND)
@@ -106,6 +109,16 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
                 prefix = wrapper.cache.get_prefix_hash_values(node)
                 side.builds_on(prefix[-1] if prefix else None)
     return original(wrapper, node, transfers)
+
+
+def take_events(original: Callable[..., Any], tree: Any) -> Any:
+    """SGLang publishes the events of its tree: FlexKV's follow."""
+    events = original(tree)
+    for side in _sides:
+        with _edge.guard("telling KV events", "they are lost"):
+            if side.events is not None:
+                return follow(events, side.events, tree.page_size)
+    return events
 
 
 def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

@@ -84,6 +84,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         device = next(iter(pages.tensors.values())).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._metrics = Metrics(config, _metric_labels())
+        if params.enable_kv_cache_events:
+            self.side.watch()
         hooks.serve(self.side)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:

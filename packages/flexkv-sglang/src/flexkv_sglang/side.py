@@ -25,6 +25,7 @@ from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.tier_events import TierEvents
 
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
@@ -66,6 +67,7 @@ class RankSide:
 
     Attributes:
         may_wait: as given; the same on all ranks.
+        events: of what tiers have; None until `watch`, and on ranks that do not decide.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class RankSide:
         edge: Edge,
     ) -> None:
         self.may_wait = may_wait
+        self.events: TierEvents | None = None
         self._worker = worker
         self._ranks = ranks
         self._cache = cache
@@ -106,6 +109,11 @@ class RankSide:
         """SGLang's hashes, which cover the prefix, the tenant and the adapter, as keys."""
         epoch = self._epoch
         return [bytes.fromhex(each) + epoch for each in hashes]
+
+    def watch(self) -> None:
+        """From now on `events` tells what tiers have."""
+        if self._cache is not None:
+            self.events = TierEvents(self._cache)
 
     # Requests that SGLang is about to schedule.
 
@@ -294,6 +302,8 @@ class RankSide:
         """From now on nothing that was stored before is found, nor by a later process what this one
         stores, whose files still have the old weights."""
         self._epoch = secrets.token_bytes(_EPOCH_BYTES)
+        if self.events is not None:
+            self.events.forget_all(self._epoch)
 
     def close(self, flush_seconds: float) -> None:
         """End all copies and the cache. Idempotent."""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own tree tells what pages are, FlexKV which of its tiers has them; without an engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.disaggregation.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+)
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang_world import Rank  # type: ignore[import-not-found]
+
+from flexkv_sglang.kv_events import follow
+
+PAGE = 4
+TOKENS = list(range(12))
+CPU = StorageMedium.CPU
+
+
+class World:
+    """SGLang's tree and pool, and FlexKV beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        pool = MHATokenToKVPool(16 * PAGE, PAGE, torch.float16, 1, 8, 1, "cpu", False)
+        self.rank = Rank(folder, pool=pool, heads=1)
+        self.rank.side.watch()
+        allocator = PagedTokenToKVPoolAllocator(16 * PAGE, PAGE, torch.float16, "cpu", pool, False)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=ReqToTokenPool(4, 64, "cpu", False),
+                token_to_kv_pool_allocator=allocator,
+                page_size=PAGE,
+                enable_kv_cache_events=True,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        self._slots = allocator
+
+    def insert(self, tokens: list[int], **whose: str) -> None:
+        """A request has computed these tokens, and its pages are stored."""
+        key = RadixKey(array("q", tokens), **whose)
+        slots = self._slots.alloc(len(tokens))
+        self.tree.insert(InsertParams(key=key, value=slots))
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
+        assert self.rank.store(hashes, [int(slot) // PAGE for slot in slots[::PAGE]])
+
+    def events(self) -> list[Any]:
+        """Of FlexKV's tiers, behind those of the tree."""
+        of_tree = self.tree.take_events()
+        found = follow(of_tree, self.rank.side.events, PAGE)
+        assert found[: len(of_tree)] == of_tree
+        return found[len(of_tree) :]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.rank.close()
+
+
+def test_a_stored_page_is_told_as_sglang_tells_it(world: World) -> None:
+    world.insert(TOKENS[:8])
+    world.insert(TOKENS)
+    of_tree = world.tree.take_events()
+    assert isinstance(of_tree[0], AllBlocksCleared)
+    numbers = [n for event in of_tree[1:] for n in event.block_hashes]
+    assert len(numbers) == 3
+    (event,) = follow(of_tree, world.rank.side.events, PAGE)[len(of_tree) :]
+    assert isinstance(event, BlockStored)
+    assert (event.medium, event.block_hashes, event.token_ids) == (CPU, numbers, TOKENS)
+    assert (event.parent_block_hash, event.block_size) == (None, PAGE)
+    assert world.events() == []
+
+
+@pytest.mark.parametrize("whose", [{"extra_key": "A"}, {"cache_salt": "A"}])
+def test_what_belongs_to_a_tenant_is_not_told(world: World, whose: dict[str, str]) -> None:
+    world.insert(TOKENS, **whose)
+    assert world.events() == []
+
+
+def test_after_a_flush_pages_are_told_again(world: World) -> None:
+    world.insert(TOKENS)
+    first = world.events()
+    world.tree.reset()
+    assert world.events() == first
+
+
+def test_other_weights_end_all_pages(world: World) -> None:
+    world.insert(TOKENS)
+    (stored,) = world.events()
+    world.rank.side.weights_changed()
+    (removed,) = world.events()
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.medium, removed.block_hashes) == (CPU, stored.block_hashes)

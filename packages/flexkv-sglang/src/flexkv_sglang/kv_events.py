@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlexKV's tiers among SGLang's KV events (`--kv-events-config`), in SGLang's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flexkv.changes import Medium
+from flexkv_sglang.tier_events import Page, TierEvents, Told
+
+
+def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
+    """SGLang's events, and FlexKV's behind them.
+
+    Args:
+        events: SGLang's, in their order.
+        ours: learns from them what pages are.
+        page_size: tokens of a page.
+    """
+    from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+    for event in events:
+        if isinstance(event, BlockStored):
+            ours.learn(_pages_of(event), (), cleared=False)
+        elif isinstance(event, BlockRemoved):
+            ours.learn((), event.block_hashes, cleared=False)
+        elif isinstance(event, AllBlocksCleared):
+            ours.learn((), (), cleared=True)
+    return [*events, *_to_sglang(ours.take(), page_size)]
+
+
+def _pages_of(event: Any) -> Iterator[Page]:
+    """The pages that an event tells of. For a tenant and an adapter SGLang's events have other
+    hashes than its storage, by which no tier can look up a page: these are left out."""
+    if event.cache_salt is not None or event.lora_name is not None:
+        return
+    parent, size = event.parent_block_hash, event.block_size
+    for i, number in enumerate(event.block_hashes):
+        yield Page(number, parent, event.token_ids[i * size : (i + 1) * size])
+        parent = number
+
+
+def _to_sglang(told: Iterable[Told], page_size: int) -> list[Any]:
+    """Events as SGLang has them, neighbours joined as it joins its own."""
+    from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
+
+    # Stores on a network do not tell what they have.
+    media = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
+    recorder = KVCacheEventRecorder(enabled=True, page_size=page_size)
+    for each in told:
+        page, medium = each.page, media[each.medium]
+        if not each.stored:
+            recorder.enqueue(BlockRemoved(block_hashes=[page.number], medium=medium))
+            continue
+        recorder.enqueue(
+            BlockStored(
+                block_hashes=[page.number],
+                parent_block_hash=page.parent,
+                token_ids=list(page.tokens),
+                block_size=len(page.tokens),
+                lora_id=None,
+                medium=medium,
+            )
+        )
+    events: list[Any] = recorder.take()
+    return events

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pages tiers have that SGLang's subscribers were not told of, and the other way round.
+
+Tiers know pages by their hashes alone. Their tokens are learned from SGLang's own events, which
+tell of each page that it computes or FlexKV loads, also of those that an earlier process has
+written. Knows no module of SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv import KVCache
+from flexkv.changes import Change, Medium
+
+_HASH_BYTES = 32
+_NUMBER_BYTES = 8
+"""Of a hash, which SGLang's events have as a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page as SGLang's events have it.
+
+    Attributes:
+        number: the beginning of its hash.
+        parent: that of the page before it; None if there is none.
+        tokens: all its tokens.
+    """
+
+    number: int
+    parent: int | None
+    tokens: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An event: a tier has a page from now on, or no longer (not `stored`)."""
+
+    medium: Medium
+    page: Page
+    stored: bool
+
+
+class TierEvents:
+    """The events of one engine. Single-threaded.
+
+    Args:
+        cache: of the engine; watched from now on.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._epoch = b""
+        self._pages: dict[int, tuple[int, Page]] = {}
+        self._learned = 0
+        self._present: dict[Medium, set[int]] = {medium: set() for medium in Medium}
+        self._told: dict[Medium, dict[int, Page]] = {medium: {} for medium in Medium}
+        self._numbers: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+        self._changed: dict[tuple[Medium, int], None] = {}
+        self._left: set[int] = set()
+        self._unsure: set[int] = set()
+        cache.watch()
+
+    def learn(self, stored: Iterable[Page], removed: Iterable[int], cleared: bool) -> None:
+        """What SGLang tells of the device.
+
+        Args:
+            stored: pages, each behind the one that it builds on.
+            removed: numbers of pages that are not there any more.
+            cleared: whether subscribers have been told first that nothing is anywhere.
+        """
+        if cleared:
+            for medium, told in self._told.items():
+                self._changed |= dict.fromkeys((medium, number) for number in told)
+                told.clear()
+            self._leave(self._pages)
+        for page in stored:
+            self._left.discard(page.number)
+            if page.number not in self._pages:
+                self._learned += 1
+                self._pages[page.number] = self._learned, page
+                self._changed |= dict.fromkeys((medium, page.number) for medium in Medium)
+        self._leave(removed)
+
+    def take(self) -> list[Told]:
+        """The events of changes since the last call: removals, then pages in the order in which
+        SGLang told of them."""
+        # A block is in host memory before it has a name elsewhere.
+        for change in sorted(self._cache.take_changes(), key=lambda each: _order(each.medium)):
+            self._note(change)
+        changed, self._changed = self._changed, {}
+        removed: list[Told] = []
+        stored: list[tuple[int, Told]] = []
+        for medium, number in changed:
+            there, told = number in self._present[medium], self._told[medium]
+            known = self._pages.get(number)
+            if not there and number in told:
+                removed.append(Told(medium, told.pop(number), False))
+            elif there and number not in told and known is not None:
+                order, page = known
+                told[number] = page
+                stored.append((order, Told(medium, page, True)))
+        self._forget()
+        stored.sort(key=lambda each: each[0])
+        return removed + [each for _, each in stored]
+
+    def forget_all(self, epoch: bytes) -> None:
+        """What tiers have now is never found again: the next `take` tells that it is gone.
+
+        Args:
+            epoch: that keys end with from now on.
+        """
+        self._epoch = epoch
+        for medium, told in self._told.items():
+            self._changed |= dict.fromkeys((medium, number) for number in told)
+            self._present[medium].clear()
+        self._numbers.clear()
+        self._names.clear()
+        self._unsure |= self._left
+
+    def _note(self, change: Change) -> None:
+        number = self._number(change.name)
+        if number is None:
+            return
+        present = self._present[change.medium]
+        self._changed[change.medium, number] = None
+        if not change.loadable:
+            present.discard(number)
+            self._unsure.add(number)
+            return
+        present.add(number)
+        if change.medium is Medium.HOST and self._epoch:
+            # Longer keys have names on disk that say nothing.
+            name = self._cache.name_of(change.name, Medium.DISK)
+            self._numbers[name], self._names[number] = number, name
+
+    def _number(self, name: bytes) -> int | None:
+        """The number of the page that a tier calls so; None if no engine of these weights has it,
+        or nobody knows."""
+        if name in self._numbers:
+            return self._numbers[name]
+        if len(name) < _HASH_BYTES or name[_HASH_BYTES:] != self._epoch:
+            return None
+        return int.from_bytes(name[:_NUMBER_BYTES], "big", signed=True)
+
+    def _leave(self, numbers: Iterable[int]) -> None:
+        self._left.update(numbers)
+        self._unsure.update(numbers)
+
+    def _forget(self) -> None:
+        """Keep nothing of pages that neither SGLang nor a tier has. SGLang keeps a page on the
+        device until it is stored."""
+        for number in self._unsure & self._left:
+            if not any(number in present for present in self._present.values()):
+                self._left.discard(number)
+                self._pages.pop(number, None)
+                self._numbers.pop(self._names.pop(number, b""), None)
+        self._unsure.clear()
+
+
+def _order(medium: Medium) -> bool:
+    return medium is not Medium.HOST

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Subscribers are told of each page that a tier can load, once, and of each that it cannot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
+
+from flexkv.changes import Medium
+from flexkv_sglang.tier_events import Page, TierEvents, Told
+
+MakeRank = Callable[..., Rank]
+HOST, DISK = Medium.HOST, Medium.DISK
+
+
+class Subscriber:
+    """What a subscriber of one rank knows: the pages of each medium."""
+
+    def __init__(self, rank: Rank) -> None:
+        rank.side.watch()
+        assert rank.side.events is not None
+        self.rank = rank
+        self.events: TierEvents = rank.side.events
+        self.known: set[tuple[Medium, int]] = set()
+
+    def offload(self, text: str, count: int, *, told: bool = True) -> None:
+        """Store pages as SGLang has it done."""
+        if told:
+            self.learn(text, count)
+        assert self.rank.store(hashes_of(text, count), range(1, count + 1))
+
+    def learn(self, text: str, count: int) -> None:
+        self.events.learn(pages_of(text, count), (), cleared=False)
+
+    def leave(self, text: str, count: int) -> None:
+        """SGLang's device has these pages no more."""
+        self.events.learn((), numbers_of(text, count), cleared=False)
+
+    def flush(self) -> None:
+        self.known.clear()
+        self.events.learn((), (), cleared=True)
+
+    def listen(self) -> list[Told]:
+        told = self.events.take()
+        for each in told:
+            what = each.medium, each.page.number
+            assert (what in self.known) != each.stored, "told twice"
+            self.known ^= {what}
+        return told
+
+    def wait_for(self, medium: Medium, numbers: set[int]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while {number for each, number in self.known if each is medium} != numbers:
+            assert time.monotonic() < deadline, self.known
+            self.rank.side.ended_offloads()
+            self.listen()
+
+
+def pages_of(text: str, count: int) -> list[Page]:
+    numbers = numbers_of(text, count)
+    return [Page(number, numbers[i - 1] if i else None, [i]) for i, number in enumerate(numbers)]
+
+
+def numbers_of(text: str, count: int) -> list[int]:
+    """SGLang's of pages: the first 64 bits of their hashes."""
+    return [
+        int.from_bytes(bytes.fromhex(each)[:8], "big", signed=True)
+        for each in hashes_of(text, count)
+    ]
+
+
+@pytest.fixture
+def subscribe(make_rank: MakeRank) -> Callable[..., Subscriber]:
+    return lambda **settings: Subscriber(make_rank(settings=settings))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"ssd_cache_gb": 1 / 64, "ssd_cache_dir": (str(tmp_path / "disk"),)}
+
+
+def test_stored_pages_are_told_in_their_order(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    subscriber.offload("a", 3)
+    told = subscriber.listen()
+    assert [each.page for each in told] == pages_of("a", 3)
+    assert {(each.medium, each.stored) for each in told} == {(HOST, True)}
+    assert subscriber.listen() == []
+
+
+def test_a_page_that_is_offered_again_is_told_once(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    subscriber.offload("a", 2)
+    subscriber.listen()
+    subscriber.learn("a", 2)
+    assert subscriber.listen() == []
+
+
+def test_evicted_pages_are_told(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    arena = subscriber.rank.side._cache
+    assert arena is not None
+    room = arena.num_slots
+    for number in range(room // 10 + 2):
+        subscriber.offload(f"prompt {number}", 10)
+        subscriber.leave(f"prompt {number}", 10)
+        subscriber.listen()
+    known = {number for _, number in subscriber.known}
+    assert len(known) == arena.ready_blocks <= room
+    assert set(numbers_of(f"prompt {room // 10 + 1}", 10)) <= known
+    assert not set(numbers_of("prompt 0", 10)) & known
+    # Nothing is kept of what no tier has.
+    assert len(subscriber.events._pages) == len(known)
+
+
+def test_pages_on_disk_are_told_beside_those_in_host_memory(
+    subscribe: Callable[..., Subscriber], disk: dict[str, Any]
+) -> None:
+    subscriber = subscribe(**disk)
+    subscriber.offload("a", 3)
+    subscriber.wait_for(DISK, set(numbers_of("a", 3)))
+    subscriber.wait_for(HOST, set(numbers_of("a", 3)))
+
+
+def test_what_an_earlier_engine_wrote_is_told_once_sglang_has_it(
+    subscribe: Callable[..., Subscriber], disk: dict[str, Any]
+) -> None:
+    first = subscribe(**disk)
+    first.offload("a", 3)
+    first.wait_for(DISK, set(numbers_of("a", 3)))
+    first.rank.close()
+    second = subscribe(**disk)
+    assert second.listen() == []
+    second.learn("a", 2)
+    assert [each.page for each in second.listen()] == pages_of("a", 2)
+    assert {medium for medium, _ in second.known} == {DISK}
+
+
+def test_after_a_flush_all_is_told_again(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    subscriber.offload("a", 3)
+    before = subscriber.listen()
+    subscriber.flush()
+    assert subscriber.listen() == before
+
+
+def test_other_weights_end_all_pages(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    subscriber.offload("a", 3)
+    subscriber.listen()
+    subscriber.rank.side.weights_changed()
+    told = subscriber.listen()
+    assert [each.stored for each in told] == [False] * 3
+    assert not subscriber.known
+    subscriber.offload("a", 3)
+    assert [each.stored for each in subscriber.listen()] == [True] * 3
+
+
+def test_pages_of_new_weights_are_told_on_disk_too(
+    subscribe: Callable[..., Subscriber], disk: dict[str, Any]
+) -> None:
+    subscriber = subscribe(**disk)
+    subscriber.rank.side.weights_changed()
+    subscriber.offload("a", 3)
+    subscriber.wait_for(DISK, set(numbers_of("a", 3)))
+
+
+def test_pages_that_nobody_has_are_not_kept(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    subscriber.learn("a", 3)
+    assert subscriber.listen() == []
+    subscriber.leave("a", 3)
+    assert subscriber.listen() == []
+    assert not subscriber.events._pages
+
+
+def test_nobody_pays_for_events_that_nobody_wants(make_rank: MakeRank) -> None:
+    assert make_rank().side.events is None
+
+
+def test_a_page_that_has_come_back_meanwhile_is_not_told(
+    subscribe: Callable[..., Subscriber],
+) -> None:
+    subscriber = subscribe()
+    subscriber.offload("a", 3)
+    subscriber.listen()
+    arena = subscriber.rank.side._cache
+    assert arena is not None
+    for number in range(arena.num_slots // 10 + 2):
+        subscriber.offload(f"prompt {number}", 10, told=False)
+    assert arena.missing(subscriber.rank.side.keys_of(hashes_of("a", 3)))
+    subscriber.offload("a", 3)
+    assert not {each.page.number for each in subscriber.listen()} & set(numbers_of("a", 3))
