@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
 from sglang_world import Rank, hashes_of
 
 from flexkv import CacheConfig
+from flexkv.adapter.metrics import METRICS, Kind
 from flexkv_sglang.metrics import Metrics
 
 
@@ -16,7 +23,7 @@ def value(name: str, **labels: str) -> float | None:
 
 def test_what_a_rank_counts_is_reported(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
-    metrics = Metrics(CacheConfig(), {"model_name": "m"})
+    metrics = Metrics(CacheConfig(), {"model_name": "m"}, leads=True)
     assert value("hit_tokens_total", tier="disk") == 0
     rank.store(hashes_of("a", 2), [1, 2])
     rank.side.ended_offloads()
@@ -30,4 +37,38 @@ def test_what_a_rank_counts_is_reported(make_rank: Callable[..., Rank]) -> None:
 
 
 def test_nothing_is_kept_for_metrics_that_nobody_asks_for(make_rank: Callable[..., Rank]) -> None:
-    Metrics(CacheConfig(), None).report(make_rank().side)
+    Metrics(CacheConfig(), None, leads=True).report(make_rank().side)
+
+
+_SCRAPE = """
+import sys
+from flexkv import CacheConfig
+from flexkv_sglang.metrics import Metrics
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+Metrics(CacheConfig(), {"model_name": "m"}, leads=sys.argv[1] == "True")
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_all_values_are_served_from_the_start(tmp_path: Path, leads: bool) -> None:
+    """SGLang's server adds up the files that its schedulers write."""
+    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _SCRAPE, str(leads)]
+    text = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    found = {
+        (sample.name, frozenset(sample.labels.items()))
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for metric in METRICS:
+        counts = metric.kind is Kind.COUNTER
+        name = "sglang:flexkv_" + metric.name + "_total" * counts
+        for values in metric.combinations:
+            own = zip(metric.label_names, values, strict=True)
+            labels = frozenset({("model_name", "m"), *own})
+            assert ((name, labels) in found) == (counts or leads), name

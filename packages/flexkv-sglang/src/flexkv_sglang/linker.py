@@ -83,7 +83,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
         device = next(iter(pages.tensors.values())).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._metrics = Metrics(config, _metric_labels())
+        self._metrics = Metrics(config, _metric_labels(), leads=self.side.leads)
         if params.enable_kv_cache_events:
             self.side.watch()
         hooks.serve(self.side)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from flexkv import CacheConfig
 from flexkv.adapter.exposition import Exposition
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.metrics import GAUGES
 from flexkv_sglang.side import RankSide
 
 PREFIX = "sglang:flexkv_"
@@ -26,9 +27,12 @@ class Metrics:
     Args:
         config: FlexKV's settings.
         labels: SGLang's own; None if nobody asks for metrics.
+        leads: whether this rank reports what has a last value.
     """
 
-    def __init__(self, config: CacheConfig, labels: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, config: CacheConfig, labels: Mapping[str, str] | None, *, leads: bool
+    ) -> None:
         self._exposition: Exposition | None = None
         self._edge = Edge()
         if labels is None:
@@ -44,6 +48,9 @@ class Metrics:
             engines={_THIS: list(labels.values())},
             config=config,
         )
+        if leads:
+            # Of a value that nobody has set, the server that adds up the files shows nothing.
+            self._exposition.observe(dict.fromkeys(GAUGES, 0.0), _THIS)
 
     def report(self, side: RankSide) -> None:
         """Report what a rank has counted since the last call."""
