@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 
 from flexkv.admission import ADMISSIONS
 from flexkv.config import GIB, CacheConfig
-from flexkv.errors import ConfigError, FlexKVError
+from flexkv.errors import ConfigError
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import Session
 from flexkv.tiers.base import AttachedTier
@@ -38,12 +40,8 @@ def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
     tiers = (
         [] if config.ssd_cache_gb is None else [_open_disk(config, session, config.ssd_cache_gb)]
     )
-    try:
+    with _closed_on_error(tiers):
         return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
-    except FlexKVError:
-        for each in tiers:
-            each.tier.close()
-        raise
 
 
 def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) -> list[AttachedTier]:
@@ -53,14 +51,26 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
         ConfigError: what a store needs is not installed.
         StoreSettingError: a store cannot be used as the settings name it.
     """
-    tiers = []
-    if config.mooncake_master is not None and config.mooncake_metadata is not None:
-        tiers += _open_mooncake(
-            config, config.mooncake_master, config.mooncake_metadata, fingerprint, spec
-        )
-    if config.objects_url is not None:
-        tiers.append(_open_objects(config, config.objects_url, fingerprint, spec))
+    tiers: list[AttachedTier] = []
+    with _closed_on_error(tiers):
+        if config.mooncake_master is not None and config.mooncake_metadata is not None:
+            tiers += _open_mooncake(
+                config, config.mooncake_master, config.mooncake_metadata, fingerprint, spec
+            )
+        if config.objects_url is not None:
+            tiers.append(_open_objects(config, config.objects_url, fingerprint, spec))
     return tiers
+
+
+@contextlib.contextmanager
+def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
+    """Close `tiers` if the block raises: no cache owns them."""
+    try:
+        yield
+    except BaseException:
+        for each in tiers:
+            each.tier.close()
+        raise
 
 
 def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> AttachedTier:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier that cannot be opened ends the start, and the tiers that were opened before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
+
+from sessions import led
+
+from flexkv.adapter.lower_tiers import open_shared_tiers, open_tiers
+from flexkv.config import CacheConfig
+from flexkv.errors import DiskError, StoreSettingError
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.tiers.remote import RemoteTier
+
+
+@pytest.fixture(autouse=True)
+def plain_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that nobody allows to be read in plain text."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+
+
+def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> None:
+    disk = CacheConfig(ssd_cache_gb=1 / 1024, ssd_cache_dir=(str(tmp_path / "disk"),))
+    both = dataclasses.replace(disk, objects_url="s3://bucket")
+    with led(tmp_path / "run") as session:
+        with pytest.raises(StoreSettingError):
+            open_tiers(both, session)
+        (attached,) = open_tiers(disk, session)
+        with pytest.raises(DiskError):
+            open_tiers(disk, session)
+        assert attached.tier.close()
+
+
+def test_mooncake_is_left_after_a_bucket_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake", reason="needs pip install 'flexkv[mooncake]'")
+    from integration.harness.mooncake_master import MooncakeMaster
+
+    closed: list[bool] = []
+    close = RemoteTier.close
+
+    def watched(tier: RemoteTier, flush_seconds: float = 0.0) -> bool:
+        closed.append(close(tier, flush_seconds))
+        return closed[-1]
+
+    monkeypatch.setattr(RemoteTier, "close", watched)
+    master = MooncakeMaster()
+    try:
+        config = CacheConfig(objects_url="s3://bucket", **master.settings)
+        with pytest.raises(StoreSettingError):
+            open_shared_tiers(config, "fe" * 16, ArenaSpec(BlockFormat(1, (4096,)), 4))
+    finally:
+        master.kill()
+    assert closed == [True]
