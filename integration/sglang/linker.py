@@ -31,7 +31,7 @@ def linker_config(
         spec: of the model.
         settings: FlexKV's, as environment variables.
         folder: of `orders_in`, if something is to go wrong in this server.
-        options: further fields of the configuration; `flags` win.
+        options: fields of the configuration, which win; `flags` are added.
     """
     env = dict(settings)
     if folder is not None:
@@ -39,7 +39,8 @@ def linker_config(
         env |= plugin.install(folder / "plugin", folder / "orders", path, plugin.SGLANG)
     flags = {"enable_flexkv": True, "enable_metrics": True, "enable_cache_report": True}
     flags |= options.pop("flags", {})
-    return ServerConfig(model, spec, page_size=PAGE_TOKENS, flags=flags, env=env, **options)
+    fields = {"page_size": PAGE_TOKENS} | options
+    return ServerConfig(model, spec, flags=flags, env=env, **fields)
 
 
 def orders_in(folder: Path) -> OrderBook:

@@ -3,7 +3,7 @@
 
 A server without FlexKV gives the reference. One with FlexKV has a small arena and a disk. Each slot
 of SGLang's KV cache is overwritten before a prompt is asked again, and the first test shows that
-wrong bytes would change the tokens.
+wrong bytes would change the tokens. The last test kills the server and starts one on its disk.
 """
 
 from __future__ import annotations
@@ -13,148 +13,69 @@ import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from integration.campaign.faults import Kind, OrderBook
-from integration.harness.checkpoint import TINY
-from integration.harness.prompts import random_tokens
-from integration.sglang.linker import PAGE_TOKENS, linker_config, orders_in
-from integration.sglang.server import Answer, ServerConfig, SglangServer
+from flexkv.adapter.metrics import METRICS, Kind
+from integration.campaign.faults import Kind as Fault
+from integration.sglang.linker import PAGE_TOKENS
+from integration.sglang.server import SglangServer
+from integration.tests.sglang_linked import (
+    ABORTED,
+    ANSWER,
+    ARENA_PAGES,
+    BATCH,
+    BESIDE,
+    DISK,
+    FAILED,
+    HOST,
+    LATE,
+    LONG_ANSWER,
+    MANY,
+    OWNED,
+    PAGE_BYTES,
+    PARTIAL,
+    PATIENCE,
+    SAID,
+    SHARED,
+    TURN,
+    WARM,
+    WRONG,
+    Linked,
+    Plain,
+    ask_plainly,
+    pages_of,
+    plain_config,
+)
 
-ARENA_PAGES = 200
-ANSWER = 24
-LONG_ANSWER = 300
-PATIENCE = 60.0
-"""Seconds of an order, and of what has to happen, on a machine that others use."""
-
-Prompt = list[int]
-
-
-def tokens(seed: str, length: int) -> Prompt:
-    return random_tokens(f"linker {seed}", length, TINY.vocab)
-
-
-WRONG = tokens("wrong", 300)
-WARM = [tokens(f"warm {length}", length) for length in (PAGE_TOKENS, 17, 250, 1100)]
-SHARED = tokens("shared", 400)
-PARTIAL = [SHARED[:kept] + tokens(f"partial {kept}", 150) for kept in (0, 15, 16, 200, 400)]
-BATCH = [tokens(f"batch {number}", 200 + 10 * number) for number in range(8)]
-FAILED = tokens("failed", 300)
-ABORTED = tokens("aborted", 500)
-MANY = [tokens(f"many {number}", 900) for number in range(5)]
-BESIDE = tokens("beside", 400)
-TURN = tokens("turn", 180)
-SAID = tokens("said", 40)
-
-
-def pages_of(length: int) -> int:
-    """Tokens of the whole pages of a prompt, of which SGLang computes the last token at least."""
-    return (length - 1) // PAGE_TOKENS * PAGE_TOKENS
-
-
-@dataclass
-class Plain:
-    """Answers of SGLang without FlexKV, each prompt alone and with nothing cached."""
-
-    short: dict[tuple[int, ...], list[int]]
-    long: list[int]
-
-    def of(self, prompt: Prompt) -> list[int]:
-        return self.short[tuple(prompt)]
-
-
-@dataclass
-class Linked:
-    """The server with FlexKV.
-
-    Attributes:
-        server: as it runs.
-        config: what it was started with.
-        orders: what goes wrong in it.
-        plain: the reference.
-    """
-
-    server: SglangServer
-    config: ServerConfig
-    orders: OrderBook
-    plain: Plain
-
-    def check(self, prompt: Prompt, answer: Answer) -> None:
-        assert answer.finish == "length"
-        assert answer.tokens == self.plain.of(prompt)
-
-    def ask(self, prompt: Prompt, **request: Any) -> Answer:
-        answer = self.server.generate(prompt, ANSWER, **request)
-        self.check(prompt, answer)
-        return answer
-
-    def forget(self) -> None:
-        """SGLang itself has nothing of any prompt, and old bytes nowhere."""
-        self.server.flush()
-        self.server.overwrite()
-
-
-def ask_plainly(server: SglangServer) -> Plain:
-    turn = [*TURN]
-    singles = [WRONG, *WARM, *PARTIAL, *BATCH, FAILED, ABORTED, *MANY, TURN]
-    short = {}
-    for prompt in singles:
-        server.flush()
-        answer = server.generate(prompt, ANSWER)
-        assert answer.cached_tokens == 0
-        short[tuple(prompt)] = answer.tokens
-        if prompt == TURN:
-            turn = [*TURN, *answer.tokens, *SAID]
-    server.flush()
-    short[tuple(turn)] = server.generate(turn, ANSWER).tokens
-    server.flush()
-    return Plain(short, server.generate(BESIDE, LONG_ANSWER).tokens)
-
-
-def settings_in(folder: Path, disk: Path) -> dict[str, str]:
-    page = TINY.kv_bytes_per_token * PAGE_TOKENS
-    return {
-        "FLEXKV_CPU_CACHE_GB": f"{ARENA_PAGES * page / (1 << 30):.6f}",
-        "FLEXKV_SSD_CACHE_GB": "0.25",
-        "FLEXKV_SSD_CACHE_DIR": str(disk),
-        "FLEXKV_RUNTIME_DIR": str(folder / "run"),
-        "FLEXKV_SSD_TIMEOUT_SECONDS": str(PATIENCE),
-        "FLEXKV_ALWAYS_LOAD": "1",
-    }
+KEPT = [*WARM, *BATCH, *MANY]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("linker")
-
-
-@pytest.fixture(scope="module")
-def linked(folder: Path, model: Path, sglang: Path) -> Iterator[Linked]:
-    orders = orders_in(folder)
-    config = linker_config(model, TINY, settings_in(folder, folder / "disk"), folder)
-    alone = ServerConfig(model, TINY, page_size=PAGE_TOKENS)
+def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -> Iterator[Linked]:
+    folder = tmp_path_factory.mktemp("linker")
 
     def ask() -> Plain:
-        with SglangServer(alone, folder / "plain.log") as server:
+        with SglangServer(plain_config(model), folder / "plain.log") as server:
             return ask_plainly(server)
 
     with ThreadPoolExecutor(1) as pool:
         plain = pool.submit(ask)
-        with SglangServer(config, folder / "first.log") as server:
-            linked = Linked(server, config, orders, plain.result())
+        linked = Linked(folder, model)
+        linked.start()
+        try:
+            linked.plain = plain.result()
             yield linked
-            linked.server.close()
+        finally:
+            linked.close()
 
 
 @pytest.mark.proof
 def test_wrong_bytes_would_change_the_tokens(linked: Linked) -> None:
     assert linked.ask(WRONG).cached_tokens == 0
     linked.forget()
-    linked.orders.give(Kind.LOAD_WRONG, 100, PATIENCE)
+    linked.orders.give(Fault.LOAD_WRONG, 100, PATIENCE)
     answer = linked.server.generate(WRONG, ANSWER)
     linked.orders.withdraw()
     assert answer.cached_tokens == pages_of(len(WRONG))
@@ -193,10 +114,10 @@ def test_eight_slow_loads_of_one_batch(linked: Linked) -> None:
     for prompt in BATCH:
         linked.ask(prompt)
     linked.forget()
-    linked.orders.give(Kind.LOAD_LATE, 12, PATIENCE)
+    linked.orders.give(Fault.LOAD_LATE, 12, PATIENCE)
     answers = linked.server.generate_all(BATCH, ANSWER)
     linked.orders.withdraw()
-    assert any(hit.kind is Kind.LOAD_LATE for hit in linked.orders.hits())
+    assert any(hit.kind is Fault.LOAD_LATE for hit in linked.orders.hits())
     for prompt, answer in zip(BATCH, answers, strict=True):
         linked.check(prompt, answer)
         assert answer.cached_tokens == pages_of(len(prompt))
@@ -205,12 +126,12 @@ def test_eight_slow_loads_of_one_batch(linked: Linked) -> None:
 def test_a_load_that_fails_ends_only_its_request(linked: Linked) -> None:
     linked.ask(FAILED)
     linked.forget()
-    linked.orders.give(Kind.LOAD_FAILED, 1, PATIENCE)
+    linked.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(linked.server.generate, BESIDE, LONG_ANSWER)
         with pytest.raises(urllib.error.HTTPError, match="503"):
             linked.server.generate(FAILED, ANSWER)
-        assert other.result().tokens == linked.plain.long
+        assert other.result().tokens == linked.plain.long_of(BESIDE)
     linked.orders.withdraw()
     linked.forget()
     linked.ask(FAILED)
@@ -222,7 +143,7 @@ def test_aborts_while_loads_run(linked: Linked) -> None:
     linked.ask(ABORTED)
     for number in range(3):
         linked.forget()
-        linked.orders.give(Kind.LOAD_LATE, 4, PATIENCE)
+        linked.orders.give(Fault.LOAD_LATE, 4, PATIENCE)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(linked.server.generate, ABORTED, 200, rid=f"abort {number}")
             time.sleep(0.1 * number)
@@ -243,3 +164,88 @@ def test_more_than_the_arena_holds(linked: Linked) -> None:
     # What left the arena comes from disk.
     for prompt in MANY:
         assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+def test_a_tenant_finds_what_it_has_stored_and_no_other_one_does(linked: Linked, name: str) -> None:
+    tenant, other = {name: f"{name} A"}, {name: f"{name} B"}
+    assert linked.ask(OWNED, **tenant).cached_tokens == 0
+    linked.forget()
+    assert linked.ask(OWNED, **other).cached_tokens == 0
+    assert linked.ask(OWNED, **tenant).cached_tokens == pages_of(len(OWNED))
+
+
+def test_what_belongs_to_a_tenant_is_not_everybodys(linked: Linked) -> None:
+    assert linked.ask(OWNED).cached_tokens == 0
+
+
+def test_metrics_have_all_names_and_labels(linked: Linked) -> None:
+    found = {(each.name, frozenset(each.labels.items())) for each in linked.figures()}
+    model = ("model_name", str(linked.server.config.model))
+    for metric in METRICS:
+        name = "sglang:flexkv_" + metric.name + "_total" * (metric.kind is Kind.COUNTER)
+        for values in metric.combinations:
+            labels = frozenset({model, *zip(metric.label_names, values, strict=True)})
+            assert (name, labels) in found
+    assert any(name == "sglang:flexkv_info" for name, _ in found)
+
+
+def test_metrics_count_what_happens(linked: Linked) -> None:
+    linked.ask(WRONG)
+    linked.forget()
+    linked.settle()
+    names: list[tuple[str, dict[str, str]]] = [
+        ("query_tokens_total", {"tier": "host"}),
+        ("hit_tokens_total", {"tier": "host"}),
+        ("hit_tokens_total", {"tier": "disk"}),
+        ("copied_bytes_total", {"link": "device", "direction": "load"}),
+    ]
+    before = [linked.figure(name, **labels) for name, labels in names]
+    linked.ask(WRONG)
+    linked.settle()
+    queries, host, disk, size = (
+        linked.figure(name, **labels) - count
+        for (name, labels), count in zip(names, before, strict=True)
+    )
+    assert queries == host + disk == pages_of(len(WRONG))
+    assert size == pages_of(len(WRONG)) // PAGE_TOKENS * PAGE_BYTES
+
+
+def test_events_tell_what_each_tier_has(linked: Linked) -> None:
+    linked.settle()
+    told = linked.router.told
+    deadline = time.monotonic() + PATIENCE
+    # What tenants have has left host memory by now.
+    while linked.figure("blocks", tier="host") != len(told[HOST]):
+        assert time.monotonic() < deadline, len(told[HOST])
+        time.sleep(0.1)
+        linked.router.listen()
+    assert len(told[HOST]) <= len(told[DISK]) < linked.figure("blocks", tier="disk")
+    for prompt in KEPT:
+        assert linked.router.knows(prompt)
+
+
+# From here on another server runs.
+
+
+def test_a_kill_loses_nothing_that_was_written(linked: Linked) -> None:
+    linked.settle()
+    with ThreadPoolExecutor(len(LATE)) as pool:
+        asked = [pool.submit(linked.server.generate, prompt, LONG_ANSWER) for prompt in LATE]
+        linked.ask(MANY[0])
+        linked.server.kill()
+        assert all(each.exception() is not None for each in asked), "it was idle"
+    linked.start()
+    assert linked.ask(OWNED, extra_key="extra_key C").cached_tokens == 0
+    tenant = {"extra_key": "extra_key A"}
+    assert linked.ask(OWNED, **tenant).cached_tokens == pages_of(len(OWNED))
+    for prompt in [*KEPT, OWNED]:
+        assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
+    for prompt in LATE:
+        linked.ask(prompt)
+    linked.settle()
+    deadline = time.monotonic() + PATIENCE
+    while not all(map(linked.router.knows, KEPT)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        linked.router.listen()

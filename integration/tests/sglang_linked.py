@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang with FlexKV behind `--enable-flexkv`, one server after another on a disk, and
+what SGLang answers without FlexKV."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from integration.campaign.faults import OrderBook
+from integration.harness.checkpoint import TINY
+from integration.harness.prompts import random_tokens
+from integration.sglang.linker import PAGE_TOKENS, linker_config, orders_in
+from integration.sglang.server import Answer, ServerConfig, SglangServer
+
+ARENA_PAGES = 200
+PAGE_BYTES = TINY.kv_bytes_per_token * PAGE_TOKENS
+ANSWER = 24
+LONG_ANSWER = 300
+PATIENCE = 60.0
+"""Seconds of an order, and of what has to happen, on a machine that others use."""
+
+HOST, DISK = "CPU_PINNED", "DISK"
+"""SGLang's names of the media of FlexKV's tiers."""
+
+Prompt = list[int]
+
+
+def tokens(seed: str, length: int) -> Prompt:
+    return random_tokens(f"linker {seed}", length, TINY.vocab)
+
+
+WRONG = tokens("wrong", 300)
+WARM = [tokens(f"warm {length}", length) for length in (PAGE_TOKENS, 17, 250, 1100)]
+SHARED = tokens("shared", 400)
+PARTIAL = [SHARED[:kept] + tokens(f"partial {kept}", 150) for kept in (0, 15, 16, 200, 400)]
+BATCH = [tokens(f"batch {number}", 200 + 10 * number) for number in range(8)]
+FAILED = tokens("failed", 300)
+ABORTED = tokens("aborted", 500)
+MANY = [tokens(f"many {number}", 900) for number in range(5)]
+OWNED = tokens("owned", 330)
+LATE = [tokens(f"late {number}", 700) for number in range(2)]
+BESIDE = tokens("beside", 400)
+TURN = tokens("turn", 180)
+SAID = tokens("said", 40)
+
+
+def pages_of(length: int) -> int:
+    """Tokens of the whole pages of a prompt, of which SGLang computes the last token at least."""
+    return (length - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+@dataclass
+class Plain:
+    """Answers of SGLang without FlexKV, each prompt alone and with nothing cached."""
+
+    short: dict[tuple[int, ...], list[int]]
+    long: dict[tuple[int, ...], list[int]]
+
+    def of(self, prompt: Prompt) -> list[int]:
+        return self.short[tuple(prompt)]
+
+    def long_of(self, prompt: Prompt) -> list[int]:
+        return self.long[tuple(prompt)]
+
+
+def ask_plainly(server: SglangServer) -> Plain:
+    turn = [*TURN]
+    singles = [WRONG, *WARM, *PARTIAL, *BATCH, FAILED, ABORTED, *MANY, *LATE, OWNED, TURN]
+    short = {}
+    for prompt in singles:
+        server.flush()
+        answer = server.generate(prompt, ANSWER)
+        assert answer.cached_tokens == 0
+        short[tuple(prompt)] = answer.tokens
+        if prompt == TURN:
+            turn = [*TURN, *answer.tokens, *SAID]
+    server.flush()
+    short[tuple(turn)] = server.generate(turn, ANSWER).tokens
+    long = {}
+    server.flush()
+    long[tuple(BESIDE)] = server.generate(BESIDE, LONG_ANSWER).tokens
+    return Plain(short, long)
+
+
+class Router:
+    """Keeps what KV events say of FlexKV's tiers.
+
+    Attributes:
+        endpoint: where it listens to the server.
+        told: the tokens of each page by its hash, for each medium.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="flexkv-test-")  # a short path
+        self.endpoint = f"ipc://{self._folder.name}/events"
+        self.told: dict[str, dict[int, tuple[int, ...]]] = {HOST: {}, DISK: {}}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set_hwm(0)  # nothing is dropped until a test reads it
+        self._socket.subscribe(b"")
+        self._socket.connect(self.endpoint)
+
+    def listen(self) -> None:
+        """Take in all that has been told."""
+        while self._socket.poll(timeout=0):
+            payload = self._socket.recv_multipart()[-1]
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._take(event)
+
+    def knows(self, prompt: Prompt) -> bool:
+        """Whether the whole pages of a prompt were told, in one medium or the other."""
+        known = {page for told in self.told.values() for page in told.values()}
+        starts = range(0, pages_of(len(prompt)), PAGE_TOKENS)
+        return all(tuple(prompt[start : start + PAGE_TOKENS]) in known for start in starts)
+
+    def forget(self) -> None:
+        """Another server starts."""
+        self.listen()
+        for told in self.told.values():
+            told.clear()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            for told in self.told.values():
+                told.clear()
+            return
+        told = self.told.get(event["medium"], {})  # what is told of the device is not kept
+        for i, number in enumerate(event["block_hashes"]):
+            if event["type"] == "BlockRemoved":
+                told.pop(number, None)
+                continue
+            assert event["block_size"] == PAGE_TOKENS
+            told[number] = tuple(event["token_ids"][i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS])
+
+
+class Linked:
+    """Servers with FlexKV, one at a time, which share a disk.
+
+    Args:
+        folder: for logs, orders and the disk.
+        model: that they serve.
+
+    Attributes:
+        server: the one that runs.
+        orders: what goes wrong in it.
+        router: that it publishes KV events to.
+        plain: the reference; set by whoever asks for it.
+    """
+
+    server: SglangServer
+    plain: Plain
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.orders: OrderBook = orders_in(folder)
+        self._folder = folder
+        self._starts = 0
+        self.router = Router()
+        events = {"publisher": "zmq", "endpoint": self.router.endpoint}
+        flags = {"kv_events_config": events}
+        self._config = linker_config(model, TINY, self._settings(), folder, flags=flags)
+
+    def start(self, **changes: Any) -> None:
+        """Start a server; `changes` are of its configuration."""
+        self._starts += 1
+        self.router.forget()
+        config = dataclasses.replace(self._config, **changes)
+        self.server = SglangServer(config, self._folder / f"{self._starts}.log")
+
+    def check(self, prompt: Prompt, answer: Answer) -> None:
+        assert answer.finish == "length"
+        assert answer.tokens == self.plain.of(prompt)
+
+    def ask(self, prompt: Prompt, **request: Any) -> Answer:
+        answer = self.server.generate(prompt, ANSWER, **request)
+        self.check(prompt, answer)
+        return answer
+
+    def forget(self) -> None:
+        """SGLang itself has nothing of any prompt, and old bytes nowhere."""
+        self.server.flush()
+        self.server.overwrite()
+
+    def figures(self) -> Iterator[Sample]:
+        """FlexKV's figures."""
+        for family in text_string_to_metric_families(self.server.metrics()):
+            yield from (each for each in family.samples if ":flexkv_" in each.name)
+
+    def figure(self, name: str, **labels: str) -> float:
+        (found,) = (
+            float(each.value)
+            for each in self.figures()
+            if each.name == f"sglang:flexkv_{name}" and labels.items() <= each.labels.items()
+        )
+        return found
+
+    def settle(self) -> None:
+        """Wait until all that was stored is on disk."""
+        deadline = time.monotonic() + PATIENCE
+        while any(self.figure("queue_length", link=link) for link in ("device", "disk")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self.server.close()
+        self.router.close()
+
+    def _settings(self) -> dict[str, str]:
+        return {
+            "FLEXKV_CPU_CACHE_GB": f"{ARENA_PAGES * PAGE_BYTES / (1 << 30):.6f}",
+            "FLEXKV_SSD_CACHE_GB": "0.25",
+            "FLEXKV_SSD_CACHE_DIR": str(self._folder / "disk"),
+            "FLEXKV_RUNTIME_DIR": str(self._folder / "run"),
+            "FLEXKV_SSD_TIMEOUT_SECONDS": str(PATIENCE),
+            "FLEXKV_ALWAYS_LOAD": "1",
+        }
+
+
+def plain_config(model: Path) -> ServerConfig:
+    return ServerConfig(model, TINY, page_size=PAGE_TOKENS)
