@@ -131,6 +131,14 @@ def test_what_one_engine_wrote_another_finds_and_reads(make: Callable[..., Clien
     assert figures.queued_blocks == figures.queued_bytes == 0
 
 
+def test_the_first_call_of_a_read_is_short(make: Callable[..., Client]) -> None:
+    client = make(threads=1, batch_bytes=8 * SLOT)
+    text = "abcdefghijklmnopqr"
+    assert client.write(text) == client.read(text) == [DONE] * 18
+    assert [len(keys) for keys in client.store.puts] == [8, 8, 2]
+    assert [len(keys) for keys in client.store.gets] == [2, 8, 8]
+
+
 def test_a_damaged_block_is_no_hit(make: Callable[..., Client]) -> None:
     client = make()
     client.write("ab")

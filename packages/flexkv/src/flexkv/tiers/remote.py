@@ -19,7 +19,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -39,6 +39,10 @@ QUESTION_THREADS = 2
 
 PAUSE_SECONDS = 5.0
 """How long a circuit stays open: a probe costs one question, of a few milliseconds."""
+
+FIRST_SHARE = 4
+"""The first call of a read has the share of the others' bytes: requests stop waiting for a tier of
+unknown pace that gives nothing within 20 ms (`flexkv.adapter.wait_choice`)."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what runs; half of it for writes that wait, unless it is told more."""
@@ -286,8 +290,7 @@ class RemoteTier:
         writes = priority is Priority.WRITE
         call = self._store.put if writes else self._store.get
         jobs: dict[Job, Sequence[int]] = {}
-        for start in range(0, len(positions), self._batch_blocks):
-            part = positions[start : start + self._batch_blocks]
+        for part in self._parts(positions, writes):
             work = partial(call, self._epoch, [keys[i] for i in part], [buffers[i] for i in part])
             job = Job(priority, len(part) * self._slot_bytes, work, len(part))
             jobs[job] = part
@@ -296,6 +299,13 @@ class RemoteTier:
         self._queued_blocks += len(positions)
         (self._writes if writes else self._reads).begin(len(jobs))
         self._link.submit(*jobs)
+
+    def _parts(self, positions: Sequence[int], writes: bool) -> Iterator[Sequence[int]]:
+        """The blocks of each call."""
+        size = self._batch_blocks if writes else max(1, self._batch_blocks // FIRST_SHARE)
+        while positions:
+            yield positions[:size]
+            positions, size = positions[size:], self._batch_blocks
 
     def _end(self, job: Job) -> None:
         ticket = self._ticket_of.pop(job)
