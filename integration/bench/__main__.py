@@ -18,6 +18,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from integration.bench.cluster import cluster_rows
 from integration.bench.disk import disk_rows
 from integration.bench.disk_hits import disk_hit_rows
 from integration.bench.engines import engine_rows
@@ -39,6 +40,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "load-modes": load_mode_rows,
     "slow-disk": slow_disk_rows,
     "saturated": saturated_rows,
+    "cluster": cluster_rows,
 }
 MIN_SAMPLES = 5
 

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of the cluster benchmark, in a process of its own that prints one line of JSON.
+
+`lend` lends memory to the store until its input ends. `blocks` moves blocks between host memory and
+the memory of another node, by FlexKV's tier and by Mooncake's own calls, in turns. `questions` asks
+which blocks are there, by both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mooncake.store import MooncakeDistributedStore
+
+from flexkv import KVCache
+from flexkv.adapter.lower_tiers import open_shared_tiers
+from flexkv.config import GIB, CacheConfig
+from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.remote import RemoteTier
+
+MIB = 1 << 20
+FINGERPRINT = "be" * 16
+WAYS = ((1, 32 * MIB), (4, 8 * MIB), (8, 4 * MIB))
+"""Threads, and bytes of a call: ways to call Mooncake, of which the fastest counts."""
+QUESTIONS, QUESTION_BLOCKS = 200, 64
+_LOCAL_BYTES = 16 * MIB
+_POLL_SECONDS = 0.0001
+
+Samples = dict[str, list[float]]
+
+
+def connect(settings: dict[str, Any], segment_bytes: int) -> MooncakeDistributedStore:
+    """A client of its own, which lends so many bytes."""
+    client = MooncakeDistributedStore()
+    address = settings["mooncake_master"]
+    metadata = settings["mooncake_metadata"]
+    host = address.partition(":")[0]
+    code = client.setup(host, metadata, segment_bytes, _LOCAL_BYTES, "tcp", "", address)
+    if code != 0:
+        raise RuntimeError(f"Mooncake's setup ended with code {code}")
+    return client
+
+
+class FlexKV:
+    """FlexKV's tier over an arena that holds `count` blocks twice: half of it may wait to be
+    written."""
+
+    def __init__(self, settings: dict[str, Any], size: int, count: int) -> None:
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (size,)), 2 * count), threads=2)
+        tiers = open_shared_tiers(CacheConfig(**settings), FINGERPRINT, self.arena.spec)
+        tier = tiers[0].tier
+        assert isinstance(tier, RemoteTier)
+        self.tier = tier
+        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
+        self.views = [self.arena.slot_view(slot) for slot in range(count)]
+
+    def put(self, keys: Sequence[bytes]) -> None:
+        """Write all blocks."""
+        self._await(self.tier.write(keys, self.views), len(keys))
+
+    def get(self, keys: Sequence[bytes]) -> None:
+        """Read all blocks."""
+        self._await(self.tier.read(keys, self.views, Priority.LOAD), len(keys))
+
+    def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Ask about blocks."""
+        self.tier.ask(keys)
+        while not (answers := self.tier.take_answers()):
+            time.sleep(0)
+        has = answers[0].has
+        if has is None:
+            raise RuntimeError("the store did not answer")
+        return has
+
+    def _await(self, ticket: int, count: int) -> None:
+        while count:
+            for result in self.tier.poll():
+                if (result.ticket, result.outcome) != (ticket, Outcome.DONE):
+                    raise RuntimeError(f"a block ended with {result.outcome}")
+                count -= 1
+            time.sleep(_POLL_SECONDS)
+
+
+class Mooncake:
+    """Mooncake's own calls over the same memory."""
+
+    def __init__(self, client: MooncakeDistributedStore, node: FlexKV, size: int) -> None:
+        self._client = client
+        self._size = size
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in node.views]
+        spec = node.arena.spec
+        start = node.arena.address + spec.slots_offset
+        if client.register_buffer(start, spec.slots_bytes) != 0:
+            raise RuntimeError("Mooncake cannot register the arena")
+        self._pool = ThreadPoolExecutor(max(threads for threads, _ in WAYS))
+
+    def move(
+        self, call: Callable[..., list[int]], names: Sequence[str], way: tuple[int, int]
+    ) -> None:
+        """Put or get all blocks in one of the WAYS."""
+        threads, call_bytes = way
+        step = max(1, call_bytes // self._size)
+        parts = [range(i, min(i + step, len(names))) for i in range(0, len(names), step)]
+
+        def run(first: int) -> None:
+            for part in parts[first::threads]:
+                codes = call(
+                    [names[i] for i in part],
+                    [self._addresses[i] for i in part],
+                    [self._size] * len(part),
+                )
+                if any(code < 0 for code in codes):
+                    raise RuntimeError(f"Mooncake ended with codes {codes}")
+
+        list(self._pool.map(run, range(threads)))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def keys_of(what: object, count: int) -> list[bytes]:
+    """Keys that nothing else has."""
+    return [f"{what} {i}".encode().ljust(32, b".") for i in range(count)]
+
+
+def measure_blocks(settings: dict[str, Any], size: int, count: int, samples: int) -> Samples:
+    """Seconds of each way to put and get `count` blocks of `size` bytes; the first round does not
+    count."""
+    node = FlexKV(settings, size, count)
+    client = connect(settings, 0)
+    peer = Mooncake(client, node, size)
+    found: Samples = defaultdict(list)
+    for sample in range(samples + 1):
+        taken: dict[str, float] = {}
+        keys = keys_of(sample, count)
+        taken["FlexKV put"] = timed(lambda keys=keys: node.put(keys))  # type: ignore[misc]
+        taken["FlexKV get"] = timed(lambda keys=keys: node.get(keys))  # type: ignore[misc]
+        client.remove_all(True)
+        for way in WAYS:
+            names = [f"{sample} {way} {i}" for i in range(count)]
+            for verb, call in (("put", client.batch_put_from), ("get", client.batch_get_into)):
+                taken[f"Mooncake {verb} {way[0]}"] = timed(
+                    lambda call=call, names=names, way=way: peer.move(call, names, way)  # type: ignore[misc]
+                )
+            client.remove_all(True)
+        for name, seconds in taken.items() if sample else ():
+            found[name].append(seconds)
+    node.cache.close()
+    client.close()
+    return found
+
+
+def measure_questions(settings: dict[str, Any], samples: int) -> Samples:
+    """Existence checks per second, by FlexKV's tier and by Mooncake's own call, one question after
+    another, and two threads of Mooncake's at once."""
+    node = FlexKV(settings, 4096, 2 * QUESTION_BLOCKS)
+    client = connect(settings, 0)
+    found: Samples = defaultdict(list)
+    number = itertools.count()
+
+    def ours() -> None:
+        for _ in range(QUESTIONS):
+            node.has(keys_of(next(number), QUESTION_BLOCKS))
+
+    def theirs() -> None:
+        for _ in range(QUESTIONS):
+            folder = next(number)
+            names = [f"flexkv/{FINGERPRINT}/{folder}/{i:064x}" for i in range(QUESTION_BLOCKS)]
+            if any(client.batch_is_exist(names)):
+                raise RuntimeError("a block is there that nobody has put")
+
+    def both() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda _: theirs(), range(2)))
+
+    checks = QUESTIONS * QUESTION_BLOCKS
+    for sample in range(samples + 1):
+        rates = {
+            "FlexKV": checks / timed(ours),
+            "Mooncake": checks / timed(theirs),
+            "Mooncake, two threads": 2 * checks / timed(both),
+        }
+        for name, rate in rates.items() if sample else ():
+            found[name].append(rate)
+    node.cache.close()
+    client.close()
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    role, settings, *numbers = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
+    if role == "lend":
+        client = connect(settings, int(settings["mooncake_segment_gb"] * GIB))
+        print(json.dumps("ready"), flush=True)
+        sys.stdin.read()
+        client.close()
+        return
+    settings["mooncake_segment_gb"] = 0
+    measure = measure_blocks if role == "blocks" else measure_questions
+    print(json.dumps(measure(settings, *numbers)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
