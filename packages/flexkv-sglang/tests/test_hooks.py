@@ -17,6 +17,7 @@ class Side:
     """A side for which these requests wait."""
 
     may_wait = True
+    records = False
 
     def __init__(self, *waiting: str) -> None:
         self.waiting = waiting

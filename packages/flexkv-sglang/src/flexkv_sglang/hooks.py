@@ -69,6 +69,9 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         with _edge.guard("counting a batch", "its queries are not counted"):
             waiting = [each.rid for each in scheduler.waiting_queue]
             side.scheduled([each.rid for each in requests], waiting)
+    if side.records:
+        with _edge.guard("recording a batch", "its requests are not in the trace"):
+            side.record_batch(requests)
     if scheduler.device == "cpu":
         # Elsewhere SGLang prepares the next step before this one has ended: its time is unknown.
         with _edge.guard("measuring a batch", "its time is not known"):

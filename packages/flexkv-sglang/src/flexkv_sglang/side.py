@@ -11,6 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flexkv import KVCache
 from flexkv.adapter.cost import Span
@@ -25,6 +26,7 @@ from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.recording import BatchRecorder
 from flexkv_sglang.tier_events import TierEvents
 
 _NO_BATCH = -1
@@ -64,6 +66,7 @@ class RankSide:
         chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for what a lower tier reads.
         edge: where errors of single requests end.
+        recorder: of the batches; None if nothing is recorded here. Owned.
 
     Attributes:
         may_wait: as given; the same on all ranks.
@@ -80,6 +83,7 @@ class RankSide:
         chooser: LoadChooser,
         may_wait: bool,
         edge: Edge,
+        recorder: BatchRecorder | None = None,
     ) -> None:
         self.may_wait = may_wait
         self.events: TierEvents | None = None
@@ -89,6 +93,8 @@ class RankSide:
         self._page_size = page_size
         self._chooser = chooser
         self._edge = edge
+        self._recorder = recorder
+        self._loaded: dict[str, int] = {}
         self._epoch = b""
         self._before: str | None = None
         self._queued: dict[str, _Queued] = {}
@@ -152,11 +158,14 @@ class RankSide:
         if not number:
             return False
         self._queued[rid] = _Queued(CopyOrder(number, cell, list(pages), slots), transfer)
+        if self._recorder is not None:
+            self._loaded[rid] = len(pages) * self._page_size
         return True
 
     def cancel(self, rid: str) -> bool:
         """Forget a load that has not begun; False if there is none."""
         queued = self._queued.pop(rid, None)
+        self._loaded.pop(rid, None)
         if queued is None:
             return False
         if self._cache is not None and queued.transfer is not None:
@@ -198,6 +207,16 @@ class RankSide:
         again. Called only where that is true."""
         self._chooser.step_ended(0)
         self._step = self._chooser.step_begins(spans)
+
+    @property
+    def records(self) -> bool:
+        """Whether batches are recorded."""
+        return self._recorder is not None
+
+    def record_batch(self, requests: Sequence[Any]) -> None:
+        """SGLang computes these requests next, which are its own."""
+        if self._recorder is not None:
+            self._recorder.batch(requests, self._loaded)
 
     def start_batch(self) -> int:
         """Begin all queued loads. Returns the number of the batch; -1 if there are none."""
@@ -310,6 +329,8 @@ class RankSide:
         self.reset()
         if self._awaited is not None:
             self._awaited.end_all()
+        if self._recorder is not None:
+            self._recorder.close()
         unused = self._cache is None or self._cache.close(flush_seconds)
         if unused:
             self._worker.close()

@@ -16,7 +16,7 @@ from flexkv import CacheConfig, KVCache
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import LoadChooser, LoadMode
 from flexkv.adapter.pages import RankPages
-from flexkv.adapter.start import make_cache
+from flexkv.adapter.start import make_cache, make_recorder
 from flexkv.adapter.start_worker import start_worker
 from flexkv.adapter.worker import WorkerSide
 from flexkv.host.session import Session
@@ -24,6 +24,7 @@ from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process
 from flexkv_sglang.pages import Pages
 from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.recording import BatchRecorder
 from flexkv_sglang.side import RankSide
 
 logger = logging.getLogger("flexkv.sglang")
@@ -88,15 +89,25 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             undo.pop_all()
         _log_start(worker.session, engine.page_size)
     (waits,) = ranks.agree([int(cache is not None and cache.has_lower_tiers)], 1)
+    chooser = _make_chooser(config, worker, cache, on_cores=engine.settings.device == "cpu")
     return RankSide(
         worker,
         ranks,
         cache,
         page_size=engine.page_size,
-        chooser=_make_chooser(config, worker, cache, on_cores=engine.settings.device == "cpu"),
+        chooser=chooser,
         may_wait=bool(waits),
         edge=edge,
+        recorder=None if cache is None else _make_recorder(config, engine, cache, chooser),
     )
+
+
+def _make_recorder(
+    config: CacheConfig, engine: Engine, cache: KVCache, chooser: LoadChooser
+) -> BatchRecorder | None:
+    size = engine.page_size
+    recorder = make_recorder(config, "sglang", size, cache.slot_bytes, chooser)
+    return None if recorder is None else BatchRecorder(recorder, size)
 
 
 def _make_chooser(

@@ -14,7 +14,7 @@ from flexkv import CacheConfig
 from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.start import attach_cache
+from flexkv.adapter.start import attach_cache, make_recorder
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
@@ -67,9 +67,12 @@ def make_scheduler_side(
         keys = block_keys(groups)
         events = make_events(vllm_config, kv_cache_config, cache, keys)
         describe = None if events is None else events.describe
+        chooser = make_chooser(config, vllm_config, mode, cache, spec)
+        tokens = groups.furthest.block_tokens
+        recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
         side = SchedulerSide(
-            EngineCache(session, cache, groups, keys, edge, describe),
-            make_chooser(config, vllm_config, mode, cache, spec),
+            EngineCache(session, cache, groups, keys, edge, describe, recorder),
+            chooser,
             store_time,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             events=events,

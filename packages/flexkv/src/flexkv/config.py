@@ -426,6 +426,29 @@ class CacheConfig:
         parse=parse_directory,
         allowed="an absolute path of a directory that only this user can write to",
     )
+    trace: str | None = _setting(
+        None,
+        env="FLEXKV_TRACE",
+        unit="absolute path",
+        help=(
+            "A file to record requests to, for `flexkv plan`: salted digests of blocks, lengths "
+            "and times, no text. Only this user can read it. An engine adds to a recording that is "
+            "there; each engine needs a file of its own. Default: nothing is recorded."
+        ),
+        parse=parse_directory,
+        allowed="an absolute path of a new file, or of a recording of this user",
+    )
+    trace_gb: float = _setting(
+        1.0,
+        env="FLEXKV_TRACE_GB",
+        unit="GiB",
+        help=(
+            "How large the file of `trace` may become; then recording ends. A request takes about "
+            "100 bytes, and 16 for each of its blocks."
+        ),
+        parse=parse_number(_LEAST_GIB, _MOST_GIB),
+        allowed=_SIZE,
+    )
     log_level: str = _setting(
         "INFO",
         env="FLEXKV_LOG_LEVEL",

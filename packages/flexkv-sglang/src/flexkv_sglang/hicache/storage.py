@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.recorder import warn_unrecorded
 from flexkv.config import GIB, configure_logging
 from flexkv.config_sources import log_ignored_variables
 from flexkv_sglang.hicache.engine import (
@@ -62,6 +63,7 @@ class FlexKVStorage(HiCacheStorage):
         settings = read_settings(config.extra_config or {}, None)
         configure_logging(settings)
         log_ignored_variables()
+        warn_unrecorded(settings, "under HiCache")
         check_engine()
         self._edge = Edge()
         self._counts = bool(config.enable_storage_metrics)

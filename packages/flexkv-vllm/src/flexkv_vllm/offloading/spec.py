@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv.adapter.guard import Edge
+from flexkv.adapter.recorder import warn_unrecorded
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.settings import read_settings
 from flexkv_vllm.offloading.start import make_manager, make_worker
@@ -45,10 +46,11 @@ class FlexKVOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            enabled = self._settings.enable
-            self._manager = (
-                make_manager(self.config, self._settings, self._edge) if enabled else IdleManager()
-            )
+            if self._settings.enable:
+                warn_unrecorded(self._settings, "under vLLM's OffloadingConnector")
+                self._manager = make_manager(self.config, self._settings, self._edge)
+            else:
+                self._manager = IdleManager()
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

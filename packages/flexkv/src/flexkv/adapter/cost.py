@@ -88,6 +88,11 @@ class PrefillPace:
         self._steps.append((position, pace))
         self._fit()
 
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """Seconds of a token, and of a pair of tokens; None before the first measurement."""
+        return (self._per_token, self._per_pair) if self._steps else None
+
     def seconds(self, span: Span) -> float | None:
         """Seconds that `span` would take; None before the first measurement."""
         if not self._steps:

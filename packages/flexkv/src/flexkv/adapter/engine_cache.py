@@ -9,6 +9,7 @@ from flexkv.adapter.engine import Describe
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.keys import BlockKeys
+from flexkv.adapter.recorder import Recorder
 from flexkv.cache import KVCache
 from flexkv.host.session import Session
 
@@ -24,6 +25,7 @@ class EngineCache:
         keys: of the blocks.
         edge: where errors of single requests end.
         describe: for events; None if nobody listens.
+        recorder: of requests, for `flexkv plan`; None if nothing is recorded. Owned.
     """
 
     session: Session
@@ -32,9 +34,12 @@ class EngineCache:
     keys: BlockKeys
     edge: Edge
     describe: Describe | None = None
+    recorder: Recorder | None = None
 
     def close(self, flush_seconds: float) -> None:
         """End the cache, whose lower tiers may write for so many seconds, and leave the session.
         If a lower tier hangs, the arena stays mapped."""
+        if self.recorder is not None:
+            self.recorder.close()
         if self.cache.close(flush_seconds):
             self.session.close()

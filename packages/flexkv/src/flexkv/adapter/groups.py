@@ -83,6 +83,11 @@ class Groups:
         return len(self.members) == 1 and only.reach is Reach.ALL and self.all_of_engine
 
     @property
+    def furthest(self) -> Group:
+        """The first group that reaches furthest back: one of full attention, if there is one."""
+        return next((each for each in self.members if each.reach is Reach.ALL), self.members[0])
+
+    @property
     def alignment(self) -> int:
         """A load ends at a multiple of these tokens: all groups have a block that ends there."""
         return math.lcm(*(group.block_tokens for group in self.members))

@@ -99,6 +99,11 @@ class LoadChooser:
         self._timer = StepTimer(self._prefill, clock)
         self._waits = WaitChooser(self._prefill, block_bytes)
 
+    @property
+    def prefill_cost(self) -> tuple[float, float] | None:
+        """See `PrefillPace.cost`."""
+        return self._prefill.cost
+
     def step_begins(self, spans: Sequence[Span]) -> int:
         """A step that computes `spans` of prompts begins. Returns the number for its report, or 0
         if no report is needed."""

@@ -82,9 +82,13 @@ class Matcher:
 
     def prompt_of(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """Keys of all blocks of the prompt in the group that reaches furthest back."""
-        members = self._groups.members
-        group = next((each for each in members if each.reach is Reach.ALL), members[0])
-        return self._keys.of(tracked, group, 0, tracked.request.num_tokens // group.block_tokens)
+        return self.keys_of(tracked, tracked.request.num_tokens)
+
+    def keys_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
+        """Keys of the complete blocks of the first `tokens` tokens in the group that reaches
+        furthest back."""
+        group = self._groups.furthest
+        return self._keys.of(tracked, group, 0, tokens // group.block_tokens)
 
     def _match_plain(
         self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int

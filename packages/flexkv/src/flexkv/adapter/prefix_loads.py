@@ -41,6 +41,7 @@ class PrefixLoads:
         self._fetches = Fetches(self._cache, load_ahead and self._groups.plain, chooser.fetched)
         self._matcher = Matcher(engine, self._fetches, chooser)
         self._loads = Loads(engine, self._fetches)
+        self._recorder = engine.recorder
         self._running = 0
 
     def bind_pool(self, pool: EnginePool) -> None:
@@ -86,11 +87,15 @@ class PrefixLoads:
         if match is not None:
             tracked.begin_load(match, tokens)
             hit_tokens = match.local_tokens + tokens
+            context = context_of(request, tracked.options, hit_tokens)
             self._cache.record(
                 self._matcher.blocks_of(tracked, hit_tokens),
-                context_of(request, tracked.options, hit_tokens),
+                context,
                 self._matcher.prompt_of(tracked),
             )
+            if self._recorder is not None:
+                own, prompt = match.local_tokens, request.num_prompt_tokens
+                self._recorder.scheduled(tracked.id, prompt, own, tokens, context.session)
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.fetched)
             for reason, left in match.left:
@@ -132,7 +137,11 @@ class PrefixLoads:
         """The request has ended with so many tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
         request = tracked.request
-        self._cache.ended(tracked.id, request.num_tokens - request.num_prompt_tokens)
+        output = request.num_tokens - request.num_prompt_tokens
+        self._cache.ended(tracked.id, output)
+        if self._recorder is not None:
+            keys = self._matcher.keys_of(tracked, tokens)
+            self._recorder.ended(tracked.id, output, len(keys), lambda: keys)
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """See `Loads.abandon`."""

@@ -9,7 +9,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.lower_tiers import open_tiers
+from flexkv.adapter.recorder import Recorder, open_recorder
 from flexkv.cache import KVCache
 from flexkv.config import CacheConfig
 from flexkv.errors import LayoutError
@@ -120,6 +122,27 @@ def meet(
     if engine_id is None:
         return alone(shard, plan, threads=threads)
     return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads)
+
+
+def make_recorder(
+    config: CacheConfig, engine: str, block_tokens: int, block_bytes: int, chooser: LoadChooser
+) -> Recorder | None:
+    """A recorder of an engine's requests; see `open_recorder`.
+
+    Args:
+        config: of the engine.
+        engine: its name.
+        block_tokens: tokens of a block.
+        block_bytes: bytes of a block over all ranks.
+        chooser: of the engine; it measures the cost of computing.
+    """
+    return open_recorder(
+        config,
+        engine=engine,
+        block_tokens=block_tokens,
+        block_bytes=block_bytes,
+        prefill=lambda: chooser.prefill_cost,
+    )
 
 
 @contextlib.contextmanager

@@ -84,7 +84,9 @@ class Parser:
         """All lines so far."""
         prefixes, requests = Prefixes(), []
         size = self._block_tokens
-        for seconds, prompt, output, blocks, head, session in sorted(self._rows):
+        for seconds, prompt, output, blocks, head, session in sorted(
+            self._rows, key=lambda row: row[0]
+        ):
             names = [blocks[i : i + NAME_DIGITS] for i in range(0, len(blocks), NAME_DIGITS)]
             chain = prefixes.follow(names, NO_BLOCK - head)
             complete = prompt // size

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records an engine's requests for `flexkv plan`: digests of blocks and lengths, no text.
+
+Digests have a salt of their own for each start, which is kept nowhere: who reads the file cannot
+look up whether somebody sent a text that he knows. A thread makes the digests and writes them; the
+scheduler only hands over what is there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import queue
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from flexkv.config import GIB, CacheConfig
+from flexkv.forks import close_in_children
+from flexkv.plan import recording
+
+logger = logging.getLogger(__name__)
+
+_SALT_BYTES = 32
+_BUFFER_BYTES = 1 << 16
+_FLUSH_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
+
+_KEYS_A_TURN = 64
+_PAUSE_SECONDS = 0.0001
+"""The thread holds the interpreter for about 0.06 ms at a time, measured with keys of 32 bytes, and
+then pauses: the scheduler waits no longer for it. It still takes 300,000 keys a second."""
+
+_MOST_WAITING = 1 << 20
+"""Keys that wait at most, about 100 MB; requests beyond are left out and counted."""
+
+_MOST_RUNNING = 1 << 16
+"""Requests of which the end is awaited; one that the engine forgets must not stay for ever."""
+
+_PREFILL_REQUESTS = 64
+"""Between two lines with the measured cost of computing."""
+
+Names = Callable[[], Iterable[bytes]]
+"""Returns the names of a request's blocks, first block first. Called in another thread."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that was scheduled and has not ended; see `Recorder.scheduled`."""
+
+    began: float
+    prompt_tokens: int
+    own_tokens: int
+    hit_tokens: int
+    session: str
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A request to write."""
+
+    running: _Running
+    output_tokens: int
+    blocks: int
+    names: Names
+
+
+class Recorder:
+    """Records the requests of one engine into one file. Made by `open_recorder`.
+
+    `scheduled` and `ended` are called by one thread and never wait or raise. After an error, or at
+    the end of its space, it logs one message and records nothing more.
+
+    Args:
+        path: of the file, for messages.
+        fd: of the file, at its end; owned.
+        limit: bytes that the file may have.
+        head: the first line.
+        prefill: returns seconds to compute a token and a pair, once they are measured.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fd: int,
+        limit: int,
+        head: dict[str, object],
+        prefill: Callable[[], tuple[float, float] | None],
+    ) -> None:
+        self._path = path
+        self._fd = fd
+        self._size = os.fstat(fd).st_size
+        self._limit = limit
+        self._prefill = prefill
+        self._salt = secrets.token_bytes(_SALT_BYTES)
+        self._start = time.monotonic()
+        self._running: dict[str, _Running] = {}
+        self._queue: queue.SimpleQueue[_Ended | tuple[float, float] | None] = queue.SimpleQueue()
+        self._given = self._taken = self._requests = self._left_out = 0
+        self._off = False
+        self._buffer = bytearray(_line(head))
+        self._thread = threading.Thread(target=self._run, name="flexkv-trace", daemon=True)
+        self._thread.start()
+        close_in_children(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether requests are recorded."""
+        return not self._off
+
+    def scheduled(
+        self, request_id: str, prompt_tokens: int, own_tokens: int, hit_tokens: int, session: str
+    ) -> None:
+        """The engine gave blocks to a request; of one that it preempted, the first time counts.
+
+        Args:
+            request_id: of the request.
+            prompt_tokens: of its prompt.
+            own_tokens: those of them that the engine had itself.
+            hit_tokens: those that are loaded.
+            session: of its conversation; empty if unknown. Only a digest of it is written.
+        """
+        if self._off or request_id in self._running:
+            return
+        if len(self._running) >= _MOST_RUNNING:
+            del self._running[next(iter(self._running))]
+        began = time.monotonic() - self._start
+        self._running[request_id] = _Running(began, prompt_tokens, own_tokens, hit_tokens, session)
+
+    def ended(self, request_id: str, output_tokens: int, blocks: int, names: Names) -> None:
+        """A request has ended; if it was not scheduled, nothing happens.
+
+        Args:
+            request_id: of the request.
+            output_tokens: of its answer.
+            blocks: complete blocks of its prompt and its answer.
+            names: of these blocks. A name needs to differ only from those of other blocks behind
+                the same prefix.
+        """
+        running = self._running.pop(request_id, None)
+        if self._off or running is None:
+            return
+        if self._given - self._taken + blocks > _MOST_WAITING:
+            self._left_out += 1
+            return
+        self._given += blocks
+        self._queue.put(_Ended(running, output_tokens, blocks, names))
+        self._requests += 1
+        if self._requests % _PREFILL_REQUESTS == 1:
+            measured = self._prefill()
+            if measured is not None:
+                self._queue.put(measured)
+
+    def close(self) -> None:
+        """Write what waits, for two seconds at most. Idempotent."""
+        if self._thread.is_alive():
+            measured = self._prefill()
+            if measured is not None:
+                self._queue.put(measured)
+            self._queue.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+        self._off = True
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the thread is the parent's."""
+        self._off = True
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def _run(self) -> None:
+        try:
+            self._write_all()
+        except OSError as error:
+            self._stop(f"{error.strerror or error}; nothing more is recorded")
+        finally:
+            self._off = True
+            os.close(self._fd)
+
+    def _write_all(self) -> None:
+        self._flush()
+        while True:
+            try:
+                item = self._queue.get(timeout=_FLUSH_SECONDS)
+            except queue.Empty:
+                self._flush()
+                continue
+            if item is None:
+                break
+            self._buffer += self._line_of(item)
+            if len(self._buffer) >= _BUFFER_BYTES:
+                self._flush()
+            if self._off:
+                return
+        self._flush()
+        if self._left_out:
+            logger.warning(
+                "%d requests are not in the trace %s: they came faster than they were written",
+                self._left_out,
+                self._path,
+            )
+
+    def _line_of(self, item: _Ended | tuple[float, float]) -> bytes:
+        if isinstance(item, tuple):
+            return _line({recording.PREFILL: list(item)})
+        running = item.running
+        line: dict[str, object] = {
+            recording.TIME: round(running.began, 6),
+            recording.PROMPT: running.prompt_tokens,
+            recording.OUTPUT: item.output_tokens,
+            recording.ENGINE_HIT: running.own_tokens,
+            recording.HIT: running.hit_tokens,
+            recording.BLOCKS: self._digests(item),
+        }
+        if running.session:
+            line[recording.SESSION] = self._digest(running.session.encode())
+        self._taken += item.blocks
+        return _line(line)
+
+    def _digests(self, item: _Ended) -> str:
+        digests = []
+        for name in item.names():
+            digests.append(self._digest(name))
+            if len(digests) % _KEYS_A_TURN == 0:
+                time.sleep(_PAUSE_SECONDS)
+        return "".join(digests[: item.blocks])
+
+    def _digest(self, data: bytes) -> str:
+        size = recording.NAME_DIGITS // 2
+        return hashlib.blake2b(data, digest_size=size, key=self._salt).hexdigest()
+
+    def _flush(self) -> None:
+        """Write the lines in the buffer: all of them, or none that is incomplete."""
+        if not self._buffer or self._off:
+            return
+        if self._size + len(self._buffer) > self._limit:
+            self._stop(
+                f"it has {self._size} bytes, as much as trace_gb allows; recording has ended"
+            )
+            return
+        left = memoryview(self._buffer)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(self._buffer)
+        self._buffer = bytearray()
+
+    def _stop(self, reason: str) -> None:
+        self._off = True
+        logger.warning("the trace %s: %s", self._path, reason)
+
+
+def open_recorder(
+    config: CacheConfig,
+    *,
+    engine: str,
+    block_tokens: int,
+    block_bytes: int,
+    prefill: Callable[[], tuple[float, float] | None] = lambda: None,
+) -> Recorder | None:
+    """A recorder to the file that the setting `trace` names.
+
+    Args:
+        config: of the engine.
+        engine: its name.
+        block_tokens: tokens of a block.
+        block_bytes: bytes of a block over all ranks.
+        prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
+
+    Returns:
+        None if there is no such setting, or the file cannot be used: then a message says why. The
+        engine runs without.
+    """
+    if config.trace is None:
+        return None
+    head: dict[str, object] = {
+        recording.HEAD: recording.VERSION,
+        "engine": engine,
+        "block_tokens": block_tokens,
+        "block_bytes": block_bytes,
+        "began": round(time.time(), 3),
+    }
+    try:
+        fd = _open(config.trace)
+        try:
+            recorder = Recorder(config.trace, fd, int(config.trace_gb * GIB), head, prefill)
+        except BaseException:
+            os.close(fd)
+            raise
+    except (OSError, RuntimeError) as error:
+        logger.warning(
+            "cannot record to %s from trace: %s; nothing is recorded; allowed: a new file, or a "
+            "recording that only this user can read and no other engine writes",
+            config.trace,
+            getattr(error, "strerror", None) or error,
+        )
+        return None
+    logger.info(
+        "FlexKV records digests and lengths of requests to %s, up to %g GiB",
+        config.trace,
+        config.trace_gb,
+    )
+    return recorder
+
+
+def warn_unrecorded(config: CacheConfig, where: str) -> None:
+    """Log that `trace` is set where nothing can be recorded.
+
+    Args:
+        config: of the engine.
+        where: FlexKV runs.
+    """
+    if config.trace is not None:
+        logger.warning(
+            "trace is %r, but FlexKV records no requests %s; nothing is recorded",
+            config.trace,
+            where,
+        )
+
+
+def _open(path: str) -> int:
+    """Open a new file, or a recording at its end: never through a symbolic link, and only a regular
+    file of this user that nobody else can read and no other process records to.
+
+    Raises:
+        OSError: it cannot be used.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if status.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "another user's file")
+        if status.st_mode & 0o077 or status.st_nlink != 1:
+            raise OSError(errno.EPERM, "others can read it, or it has a second name")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EAGAIN, "another engine records to it") from None
+        _repair(fd, status.st_size)
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _repair(fd: int, size: int) -> None:
+    """Remove an incomplete last line, which an engine that was killed left.
+
+    Raises:
+        OSError: the file is no recording.
+    """
+    start = b'{"%s"' % recording.HEAD.encode()
+    if size and os.pread(fd, len(start), 0) != start:
+        raise OSError(errno.EEXIST, "a file that is no recording of FlexKV")
+    end = size
+    while end:
+        begin = max(0, end - _BUFFER_BYTES)
+        place = os.pread(fd, end - begin, begin).rfind(b"\n")
+        if place >= 0:
+            end = begin + place + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(fd, end)
+
+
+def _line(content: dict[str, object]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
