@@ -11,7 +11,7 @@ import pytest
 from flexkv.mover import FALLBACK, WAYS
 from flexkv_kernels import CudaChoice, CudaMode, CudaMover, Direction, Status
 from kernels.tests.conftest import MakeFake
-from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda
+from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda, FakeStream
 from kernels.tests.worlds import Memory, Plane, World, simple_world
 
 KIB = 1024
@@ -182,3 +182,22 @@ def test_a_refused_stage_ends_with_what_was_begun(
         copy(mover, world, direction, [])
         assert world.now() == now
         copy(mover, world, direction, range(8))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(("name", "before"), [("cuEventRecord", 2), ("cuStreamWaitEvent", 3)])
+def test_a_transfer_has_not_failed_while_its_first_stage_may_run(
+    fake: FakeCuda, direction: Direction, name: str, before: int
+) -> None:
+    """Whoever knows that it has failed may unmap what the first stage reads."""
+    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=4, slots=8)
+    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * world.block_bytes)
+    held = FakeStream(fake)
+    with closing(world.cuda_mover(options)) as mover:
+        fake.fail(name, 1, skip=before)  # the call that puts the second stage behind the first
+        held.fill(world.pages.address, 0, 0)
+        ticket = mover.submit(direction, [1], [0], after=held.handle)
+        assert mover.wait(ticket, 0.3) is Status.PENDING
+        held.release()
+        assert mover.wait(ticket, 60) is Status.FAILED
+    held.destroy()
