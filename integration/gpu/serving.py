@@ -209,18 +209,18 @@ def _against_none(load: Workload, batches: Batches, what: str) -> Iterator[Row]:
 
 
 def _against_peer(load: Workload, peer: str, batches: Batches, what: str) -> Iterator[Row]:
-    for kind in (SEEN, NEW):
+    no_worse = Goal("<=", 1.0), Goal(">=", 1.0)
+    for kind, (ttft, rate) in ((SEEN, (goals.PEER_TTFT, goals.PEER_RATE)), (NEW, no_worse)):
         ours, theirs = batches[FLEXKV, kind], batches[peer, kind]
         side = f"prompts {_PROMPTS[kind]} ÷ {peer}, {what}"
-        yield _ttft_row(f"TTFT of {side}", goals.PEER_TTFT, peer, ours, theirs)
+        yield _ttft_row(f"TTFT of {side}", ttft, peer, ours, theirs)
         yield ratio_row(
             f"TPOT of {side}",
             Goal("<=", 1.0),
             (FLEXKV, [batch.tpot for batch in ours]),
             (peer, [batch.tpot for batch in theirs]),
         )
-        what_rate = f"requests a minute of {side}"
-        yield _rate_row(what_rate, goals.PEER_RATE, load, peer, ours, theirs)
+        yield _rate_row(f"requests a minute of {side}", rate, load, peer, ours, theirs)
 
 
 def _ttft_row(
