@@ -6,7 +6,11 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <cstdint>
+#include <deque>
+#include <functional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -65,20 +69,41 @@ CUresult run_copy(const Launch& launch) {
   return CUDA_SUCCESS;
 }
 
+// The warps of a block take turns, as they share its memory.
+inline CUresult run_block(const Launch& launch, std::uint32_t block, std::minstd_rand& random) {
+  static thread_local std::array<Warp, flexkv::cuda::kBulkWarps> warps;
+  std::vector<char> shared(launch.shared_bytes, '\x5a');
+  std::deque<BulkEngine> engines;
+  std::deque<std::function<void(std::uint32_t)>> lanes;
+  const std::uint32_t count = launch.threads / kWarpThreads;
+  for (std::uint32_t warp = 0; warp < count; ++warp) {
+    BulkEngine& engine = engines.emplace_back(warps[warp], shared, random);
+    const std::uint32_t first = warp * kWarpThreads;
+    warps[warp].begin(lanes.emplace_back([&launch, &engine, block, first](std::uint32_t lane) {
+      flexkv::cuda::bulk_kernel(engine, launch.batch,
+                                {block, launch.blocks, first + lane, launch.threads});
+    }));
+  }
+  for (std::uint32_t left = count; left != 0;) {
+    left = 0;
+    for (std::uint32_t warp = 0; warp < count; ++warp) {
+      if (warps[warp].ended()) continue;
+      left += 1;
+      if (random() % 4 == 0) continue;  // one warp falls behind another
+      if (!warps[warp].turn(random)) return CUDA_ERROR_LAUNCH_TIMEOUT;
+    }
+  }
+  for (const BulkEngine& engine : engines) {
+    if (engine.error() != CUDA_SUCCESS) return engine.error();
+  }
+  return CUDA_SUCCESS;
+}
+
 inline CUresult run_bulk(const Launch& launch, std::uint32_t number) {
-  static thread_local Warp warp;
   std::minstd_rand random(number + 1);
   for (std::uint32_t block = 0; block < launch.blocks; ++block) {
-    std::vector<char> shared(launch.shared_bytes, '\x5a');
-    for (std::uint32_t first = 0; first < launch.threads; first += kWarpThreads) {
-      BulkEngine engine(warp, shared, random);
-      const bool ended = warp.run(random, [&](std::uint32_t lane) {
-        flexkv::cuda::bulk_kernel(engine, launch.batch,
-                                  {block, launch.blocks, first + lane, launch.threads});
-      });
-      if (!ended) return CUDA_ERROR_LAUNCH_TIMEOUT;
-      if (engine.error() != CUDA_SUCCESS) return engine.error();
-    }
+    const CUresult result = run_block(launch, block, random);
+    if (result != CUDA_SUCCESS) return result;
   }
   return CUDA_SUCCESS;
 }

@@ -21,10 +21,9 @@ class Warp {
  public:
   static constexpr std::uint32_t kLanes = flexkv::cuda::kWarpThreads;
 
-  // `lane` runs once for each number below kLanes. False if lanes wait for ever.
-  bool run(std::minstd_rand& random, const std::function<void(std::uint32_t)>& lane) {
+  // `lane` is to run once for each number below kLanes; it must live until all have ended.
+  void begin(const std::function<void(std::uint32_t)>& lane) {
     lane_ = &lane;
-    running_ = this;
     for (std::uint32_t i = 0; i < kLanes; ++i) {
       getcontext(&lanes_[i].context);
       lanes_[i].context.uc_stack.ss_sp = lanes_[i].stack.get();
@@ -34,20 +33,22 @@ class Warp {
       makecontext(&lanes_[i].context, &Warp::enter, 0);
     }
     ended_ = arrived_ = 0;
-    while (ended_ < kLanes) {
-      progress_ = false;
-      const std::uint32_t shift = static_cast<std::uint32_t>(random());
-      for (std::uint32_t i = 0; i < kLanes; ++i) {
-        current_ = (i * 5 + shift) % kLanes;  // 5 has no divisor with 32: each lane once
-        if (!lanes_[current_].ended) {
-          swapcontext(&scheduler_, &lanes_[current_].context);
-        }
-      }
-      if (!progress_) {
-        return false;
+  }
+
+  bool ended() const { return ended_ == kLanes; }
+
+  // Lets each lane run until it waits. False if all that are left wait for ever.
+  bool turn(std::minstd_rand& random) {
+    running_ = this;
+    progress_ = false;
+    const std::uint32_t shift = static_cast<std::uint32_t>(random());
+    for (std::uint32_t i = 0; i < kLanes; ++i) {
+      current_ = (i * 5 + shift) % kLanes;  // 5 has no divisor with 32: each lane once
+      if (!lanes_[current_].ended) {
+        swapcontext(&scheduler_, &lanes_[current_].context);
       }
     }
-    return true;
+    return progress_;
   }
 
   // Of the lane that runs.
