@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from integration.harness import processes
 from integration.harness.checkpoint import ModelSpec
+from integration.harness.cores import cores_of_ranks
 from integration.harness.engine import (
     CALL_TIMEOUT,
     START_TIMEOUT,
@@ -73,7 +74,11 @@ class ServerConfig:
 
     def environment(self) -> dict[str, str]:
         """The environment of the server's processes."""
-        return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(self.env)
+        base = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if self.tensor_parallel_size > 1:
+            # Left to itself SGLang refuses more ranks than there are NUMA nodes.
+            base["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(self.tensor_parallel_size)
+        return os.environ | base | dict(self.env)
 
 
 @dataclass(frozen=True, slots=True)

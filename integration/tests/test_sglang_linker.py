@@ -3,7 +3,7 @@
 
 A server without FlexKV gives the reference. One with FlexKV has a small arena and a disk. Each slot
 of SGLang's KV cache is overwritten before a prompt is asked again, and the first test shows that
-wrong bytes would change the tokens. The last test kills the server and starts one on its disk.
+wrong bytes would change the tokens. The last tests kill the server and start others on its disk.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def test_events_tell_what_each_tier_has(linked: Linked) -> None:
         assert linked.router.knows(prompt)
 
 
-# From here on another server runs.
+# From here on other servers run.
 
 
 def test_a_kill_loses_nothing_that_was_written(linked: Linked) -> None:
@@ -249,3 +249,22 @@ def test_a_kill_loses_nothing_that_was_written(linked: Linked) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
         linked.router.listen()
+
+
+def test_two_ranks_find_what_one_has_left(linked: Linked) -> None:
+    linked.settle()
+    linked.server.close()
+    linked.start(tensor_parallel_size=2)
+    for _ in range(2):
+        for prompt in [*WARM, *BATCH]:
+            assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
+        linked.forget()
+
+
+def test_two_ranks_load_a_batch(linked: Linked) -> None:
+    linked.orders.give(Fault.LOAD_LATE, 12, PATIENCE)
+    answers = linked.server.generate_all(BATCH, ANSWER)
+    linked.orders.withdraw()
+    for prompt, answer in zip(BATCH, answers, strict=True):
+        linked.check(prompt, answer)
+        assert answer.cached_tokens == pages_of(len(prompt))
