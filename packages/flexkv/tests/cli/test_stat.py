@@ -26,6 +26,8 @@ def test_stat_counts_what_the_store_has_and_did(flexkv: Flexkv, cache: Cache) ->
         "damaged_blocks": 0,
         "written_bytes": 5 * cache.block_bytes,
         "written_bytes_day": 5 * cache.block_bytes,
+        "reads": None,
+        "writes": None,
     }
     assert slots * cache.block_bytes <= cache.slab.stat().st_size <= cache.capacity
 
@@ -34,7 +36,10 @@ def test_stat_names_the_process_that_owns_a_folder(flexkv: Flexkv, cache: Cache)
     with cache.owned() as process:
         (folder,) = flexkv("stat", cache.root, "--json").json["folders"]
         assert folder["owner"] == process
-        assert f"in use       by process {process}\n" in flexkv("stat", cache.root).out
+        assert (folder["reads"], folder["writes"]) == ("closed", "closed")
+        out = flexkv("stat", cache.root).out
+        assert f"in use       by process {process}\n" in out
+        assert "  circuits     reads closed, writes closed\n" in out
     (folder,) = flexkv("stat", cache.root, "--json").json["folders"]
     assert folder["owner"] is None
 

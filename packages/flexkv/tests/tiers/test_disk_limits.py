@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from faults.test_runs import BadPlaces
 from flexkv.tiers import circuit
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import drive
+from flexkv.tiers.disk.inspect import folder_state
 from flexkv.tiers.job import Outcome, Priority
-from packages.conftest import Clock
+from packages.conftest import PATIENCE_SECONDS, Clock
 
 DONE = Outcome.DONE
 
@@ -226,3 +228,29 @@ def test_a_job_that_was_dropped_says_nothing_about_the_disk(tmp_path: Path) -> N
         client.settle()
         assert not one.may_write(SLOT)
         files.rate = 0.0
+
+
+def test_the_state_of_the_circuits_is_saved_for_others_to_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit, "PAUSE_SECONDS", 3600.0)
+    files = FaultyFiles(1, 0.0, Fault.EIO)
+
+    def wait_for(client: Client, reads: str) -> None:
+        (one,) = client.tier.drives
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (state := folder_state(one.path)).reads != reads:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert state.writes == "closed"
+
+    with opened(tmp_path, files=files) as client:
+        client.write(names(40))
+        wait_for(client, "closed")
+        files.rate = 1.0
+        for i in range(circuit.FAILURES):
+            client.read(names(1, first=i))
+        files.rate = 0.0
+        wait_for(client, "open")
+    with opened(tmp_path) as client:  # another owner, which has done nothing yet
+        wait_for(client, "closed")

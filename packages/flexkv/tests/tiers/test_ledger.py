@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import ledger
 from flexkv.tiers.disk.files import open_folder
 from flexkv.tiers.disk.ledger import FILE, SCRATCH, Ledger, load_ledger, save_ledger
@@ -280,3 +282,14 @@ def test_a_ledger_for_which_there_is_no_room_leaves_the_old_one(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / FILE).read_bytes() == GOOD
+
+
+@pytest.mark.parametrize(
+    ("ahead", "state"), [(60.0, CircuitState.OPEN), (-60.0, CircuitState.PROBING)]
+)
+def test_an_open_circuit_is_probing_once_its_pause_is_over(
+    ahead: float, state: CircuitState
+) -> None:
+    saved = Ledger(open_until={"reads": time.time() + ahead})
+    assert saved.saved_state("reads") is state
+    assert saved.saved_state("writes") is CircuitState.CLOSED

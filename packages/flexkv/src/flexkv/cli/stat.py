@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print(state.path)
         _print_line("fingerprint", state.fingerprint)
         _print_line("in use", owner)
+        if state.owner is not None:
+            _print_line("circuits", f"reads {state.reads}, writes {state.writes}")
         _print_line("block size", size(state.block_bytes) if state.slots else "unknown")
         _print_figures(state)
         print()

@@ -78,6 +78,11 @@ class Circuit:
         return CircuitState.OPEN
 
     @property
+    def opens_again(self) -> float | None:
+        """Seconds until a caller may try, 0 or less if one may; None if it is closed."""
+        return None if self._open_until == 0.0 else self._open_until - time.monotonic()
+
+    @property
     def allows(self) -> bool:
         """Whether a job may be given to the device now."""
         if self._open_until == 0.0:

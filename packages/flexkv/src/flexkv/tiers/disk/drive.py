@@ -100,6 +100,9 @@ class Drive:
         self._unerased: set[int] = set()
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
+        store.ledger.circuits = {"reads": self.reads, "writes": self.writes}
+        if store.ledger.open_until:  # of the owner before
+            self._upkeep.count()
         self._write_rate = _FIRST_RATE
         self._last_write = time.monotonic()
         self._measures = False

@@ -83,6 +83,9 @@ class FolderState:
         damaged_blocks: found damaged by all owners so far.
         written_bytes: by all owners so far.
         written_bytes_day: in the last 24 hours, counted in whole hours as the write budget is.
+        reads: state of the circuit of the owner's reads: closed, open or probing; None without an
+            owner.
+        writes: the same of its writes.
     """
 
     path: str
@@ -97,6 +100,8 @@ class FolderState:
     damaged_blocks: int
     written_bytes: int
     written_bytes_day: int
+    reads: str | None
+    writes: str | None
 
 
 def folder_state(path: str) -> FolderState:
@@ -132,6 +137,8 @@ def folder_state(path: str) -> FolderState:
         damaged_blocks=ledger.damaged_blocks,
         written_bytes=ledger.written_blocks * block_bytes,
         written_bytes_day=ledger.day_bytes,
+        reads=None if owner is None else ledger.saved_state("reads").value,
+        writes=None if owner is None else ledger.saved_state("writes").value,
     )
 
 

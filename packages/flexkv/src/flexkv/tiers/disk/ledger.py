@@ -9,8 +9,10 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flexkv.tiers.circuit import Circuit, CircuitState
 from flexkv.tiers.disk.files import open_regular
 
 FILE = "counters.json"
@@ -43,6 +45,9 @@ class Ledger:
         written_bytes: by hour, of the last 24 hours. Hours count from the epoch, by the clock as
             it was when this was made and the time that has passed since: a clock that is set
             meanwhile makes nothing older or younger.
+        circuits: of the owner, by name. Saved for others to see; a new owner begins with its own.
+        open_until: by the clock, until when each circuit of the owner is open that is not closed,
+            as it was saved.
     """
 
     hit_blocks: int = 0
@@ -51,6 +56,8 @@ class Ledger:
     written_blocks: int = 0
     failed_writes: int = 0
     written_bytes: dict[int, int] = field(default_factory=dict)
+    circuits: Mapping[str, Circuit] = field(default_factory=dict, repr=False, compare=False)
+    open_until: dict[str, float] = field(default_factory=dict, compare=False)
     _zero: float = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(
         init=False, repr=False, compare=False, default_factory=threading.Lock
@@ -82,6 +89,13 @@ class Ledger:
                     del self.written_bytes[old]
             self.written_bytes[hour] = max(0, self.written_bytes.get(hour, 0) + size)
 
+    def saved_state(self, name: str) -> CircuitState:
+        """The state of a circuit of the owner, as far as it was saved."""
+        until = self.open_until.get(name)
+        if until is None:
+            return CircuitState.CLOSED
+        return CircuitState.OPEN if time.time() < until else CircuitState.PROBING
+
     def dump(self) -> bytes:
         """As a file holds it: hours by the clock as it is now."""
         content: dict[str, object] = {name: getattr(self, name) for name in _COUNTS}
@@ -91,6 +105,10 @@ class Ledger:
             content["written_bytes"] = {
                 hour + ahead: size for hour, size in self.written_bytes.items() if hour >= oldest
             }
+        seconds = {name: circuit.opens_again for name, circuit in self.circuits.items()}
+        content["open_until"] = {
+            name: time.time() + each for name, each in seconds.items() if each is not None
+        }
         return json.dumps(content).encode()
 
     def _hour(self) -> int:
@@ -111,6 +129,8 @@ def load_ledger(folder: int) -> Ledger:
         ledger = Ledger()
         for name in _COUNTS:
             setattr(ledger, name, int(content[name]))
+        for name, until in content.get("open_until", {}).items():
+            ledger.open_until[name] = float(until)
         now = int(time.time()) // _HOUR
         for hour, size in content["written_bytes"].items():
             # An hour to come is of a clock that was put back: else it would count for ever.
