@@ -90,10 +90,10 @@ class S3Server:
         self._process = self._launch()
         self._request("PUT", f"/{BUCKET}")
 
-    def requests(self, method: str, part: str) -> int:
-        """How many requests of a method for a path that contains `part` found what they wanted,
-        since it was started for the first time."""
-        line = re.compile(rf'"{method} [^"]*{re.escape(part)}[^"]*" 200 ')
+    def requests(self, method: str, prefix: str) -> int:
+        """How many requests of a method for objects below `prefix` found what they wanted, since it
+        was started for the first time."""
+        line = re.compile(rf'"{method} /{BUCKET}/{re.escape(prefix)}[^"]*" 200 ')
         return sum(bool(line.search(each)) for each in Path(self._log.name).open())
 
     def objects(self, prefix: str) -> int:

@@ -21,6 +21,7 @@ from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.sglang import environment
 from integration.tests import corpus, disks, sharing
+from integration.tests.nodes import Nodes
 from integration.tests.reference import Reference, plain_config
 
 # Bytes of KV cache and of arena that hold all that one test stores, and little more.
@@ -178,3 +179,17 @@ def engine(
     engine = host.get(engine_config(connector.plugin(**flexkv())))
     engine.reset_prefix_cache(reset_connector=True)
     return engine
+
+
+@pytest.fixture
+def nodes(
+    host: EngineHost,
+    reference: Reference,
+    tmp_path: Path,
+    engine_config: Callable[..., EngineConfig],
+    flexkv: Callable[..., dict[str, Any]],
+) -> Iterator[Nodes]:
+    """Engines that live at the same time. The test that uses them has no other engine."""
+    host.close()
+    with Nodes(tmp_path, engine_config, flexkv) as found:
+        yield found
