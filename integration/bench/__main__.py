@@ -24,6 +24,7 @@ from integration.bench.disk_hits import disk_hit_rows
 from integration.bench.engines import engine_rows
 from integration.bench.load_modes import load_mode_rows
 from integration.bench.memory import memory_rows
+from integration.bench.policies import policy_rows
 from integration.bench.rows import Row, table
 from integration.bench.saturated import saturated_rows
 from integration.bench.scripts import script_rows
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "slow-disk": slow_disk_rows,
     "saturated": saturated_rows,
     "cluster": cluster_rows,
+    "policies": lambda bench, say: policy_rows(bench.trace, say),
 }
 MIN_SAMPLES = 5
 
@@ -56,7 +58,7 @@ def main() -> int:
     rows: list[Row] = []
     failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
-        bench = Bench(Path(folder), options.samples, options.pairs, options.disk_dir)
+        bench = Bench(Path(folder), options.samples, options.pairs, options.disk_dir, options.trace)
         for part in options.only:
             say(part)
             try:
@@ -92,7 +94,14 @@ def _parse() -> argparse.Namespace:
         "files",
     )
     parser.add_argument("--pairs", type=int, default=3, help="engine starts with and without")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="Mooncake's conversation trace (JSONL), which `policies` replays; default: none",
+    )
     options = parser.parse_args()
+    if options.trace is not None and not options.trace.is_file():
+        parser.error(f"--trace is {options.trace}; allowed: a file")
     if options.samples < MIN_SAMPLES or options.pairs < 1:
         parser.error(f"--samples must be at least {MIN_SAMPLES}, --pairs at least 1")
     return options

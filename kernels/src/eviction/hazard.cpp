@@ -91,11 +91,7 @@ void Hazard::leave(std::uint32_t id) {
   if (--live.cached > 0) {
     return;
   }
-  if (segments_[id].unknown) {
-    segments_.free(id);
-  } else {
-    segments_.bury(id);
-  }
+  segments_.bury(id);
 }
 
 bool Hazard::inserted(const Key& key, const Key* after) {
@@ -133,7 +129,7 @@ std::uint32_t Hazard::adopt() {
   segments_[id].length = 1;
   segments_[id].prompt = 1;
   segments_[id].unknown = true;
-  supersede(id);
+  segments_.place(id, rates_.class_of(Factors{}));
   return id;
 }
 
@@ -174,7 +170,7 @@ void* Hazard::evicted(const Key& key) {
   blocks_.remove(block);
   const std::uint32_t cached = segments_.cached(id);
   const bool end = cached == segments_[id].length || cached == 1;
-  if (!segments_[id].unknown && (end || forks > 0 || is_sampled(key))) {
+  if (end || forks > 0 || is_sampled(key)) {
     Ghost& ghost = put_ghost(key, id);
     ghost.forks = forks & kMostForks;
     ghost.kept = true;
