@@ -36,8 +36,9 @@ _CLOSE_SECONDS = 2.0
 
 _KEYS_A_TURN = 64
 _PAUSE_SECONDS = 0.0001
-"""The thread holds the interpreter for about 0.06 ms at a time, measured with keys of 32 bytes, and
-then pauses: the scheduler waits no longer for it. It still takes 300,000 keys a second."""
+"""The thread holds the interpreter for about 0.07 ms at a time and then pauses, so the scheduler
+waits no longer for it. It takes about 220,000 keys of 32 bytes a second. Both were measured with
+the loop of `_digests` alone, on one core of a Xeon."""
 
 _MOST_WAITING = 1 << 20
 """Keys that wait at most, about 100 MB; requests beyond are left out and counted."""
