@@ -15,7 +15,7 @@ class Admission:
 
     Attributes:
         on_store: once the block is complete in host memory.
-        on_hit: whenever a request uses the block in host memory.
+        on_hit: each time a request uses the block in host memory.
         on_evict: shortly before its eviction.
     """
 

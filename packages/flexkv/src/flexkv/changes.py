@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks can be loaded now and could not before, and the other way round.
+"""The blocks that became loadable, or stopped being loadable, since the last question.
 
-An index notes the keys of blocks that come and go, nothing else; what became of them is looked up
-when somebody asks. So what happened to a block in between costs nothing to tell, and what is told
-is true whatever happened.
+An index notes only the keys of blocks that come and go. The state of a noted block is looked up
+when a reader asks, so the answer is current even if the block changed several times in between.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 
 class Medium(enum.Enum):
-    """Where a tier keeps its blocks, the fastest first. The values are labels of metrics."""
+    """The media of tiers, the fastest first. The values are labels of metrics."""
 
     HOST = "host"
     DISK = "disk"
@@ -22,7 +21,7 @@ class Medium(enum.Enum):
 
     @property
     def is_shared(self) -> bool:
-        """Whether nodes share the tier. It does not tell what it holds, and has to be asked."""
+        """Whether nodes share the tier. Such a tier must be asked which blocks it has."""
         return self in (Medium.MOONCAKE, Medium.OBJECTS)
 
 
@@ -31,12 +30,12 @@ BELOW = tuple(medium for medium in Medium if medium is not Medium.HOST)
 
 
 class Change(NamedTuple):
-    """A block that may have come or gone.
+    """A block that may have become loadable or stopped being loadable.
 
     Attributes:
-        medium: of the tier.
-        name: what the tier calls the block; see `KVCache.name_of`.
-        loadable: whether the tier has it, complete.
+        medium: the medium of the tier.
+        name: the tier's name of the block; see `KVCache.name_of`.
+        loadable: whether the tier has the complete block.
     """
 
     medium: Medium
@@ -45,7 +44,7 @@ class Change(NamedTuple):
 
 
 def take_newest(changed: dict[bytes, None] | None, limit: int) -> list[bytes]:
-    """Take up to `limit` keys out of `changed`, those that were noted last."""
+    """Remove up to `limit` keys from `changed`, the newest first, and return them."""
     if not changed:
         return []
     return [changed.popitem()[0] for _ in range(min(limit, len(changed)))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache counts. Plain integers that only grow."""
+"""The counters of a cache: plain integers that only grow."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass(slots=True)
 class TierCounters:
-    """Of one lower tier."""
+    """Counters of one lower tier."""
 
     fetched_blocks: int = 0
-    """Blocks that came back from it, verified."""
+    """Blocks read from the tier and verified."""
     failed_fetches: int = 0
-    """Blocks that it had promised and could not give: damaged, or an I/O error."""
+    """Blocks that the tier had promised and did not deliver: damaged, or an I/O error."""
     damaged_fetches: int = 0
-    """Those of them that were damaged."""
+    """Failed fetches of damaged blocks."""
     stalled_fetches: int = 0
-    """Waits for it that were given up."""
+    """Waits for the tier that FlexKV gave up."""
     late_questions: int = 0
-    """Questions that it did not answer by its deadline."""
+    """Questions that the tier did not answer by the deadline."""
     demoted_blocks: int = 0
-    """Blocks written to it, or found there."""
+    """Blocks written to the tier, or found there."""
     dropped_demotions: int = 0
-    """Blocks not written to it: its queue was full, its write budget spent, or the block before
-    them is not there."""
+    """Blocks not written to the tier: its queue was full, its write budget was spent, or the tier
+    lacks the block before them."""
     failed_demotions: int = 0
 
 
 @dataclass(slots=True)
 class Counters(TierCounters):
-    """Blocks are FlexKV blocks; bytes are those of all ranks together. What lower tiers count is
-    the sum over all of them."""
+    """Counters of a cache, with the sums over all lower tiers.
+
+    Blocks are FlexKV blocks; bytes are those of all ranks together.
+    """
 
     loads: int = 0
     """Loads ordered."""
@@ -46,12 +48,12 @@ class Counters(TierCounters):
     """Blocks that became ready."""
     stored_bytes: int = 0
     failed_stores: int = 0
-    """Stores that a rank reported as failed; nothing of them is ever found."""
+    """Stores that a rank reported as failed. Lookups never find their blocks."""
     refused_blocks: int = 0
     """Blocks that were not stored because no slot or no place on the board could be had."""
     evicted_blocks: int = 0
     refused_pins: int = 0
-    """Blocks that were not pinned because too much is."""
+    """Blocks that were not pinned because of the limit on pins."""
     resets: int = 0
 
     def add_up(self, tiers: Iterable[TierCounters]) -> None:

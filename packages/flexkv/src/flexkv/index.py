@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of a tier: which key's block lies in which slot, and in what state.
 
-A block is absent, then writing (its slot is reserved, nobody may read it), then ready. Ready
-blocks may be leased; a leased block is neither evicted nor moved until the last lease ends. A
-pinned block is not evicted before it is unpinned, the index is cleared, or the block proves
-unreadable. Only ready blocks are ever found, so a block that was never completed is a miss.
+A block is absent, then writing (its slot is reserved, and no reader may use it), then ready. Ready
+blocks may be leased; a leased block is neither evicted nor moved until its last lease ends. A
+pinned block stays until it is unpinned, the index is cleared, or the block proves unreadable.
+Lookups find ready blocks only, so a block that was never completed is a miss.
 
-Blocks of a prefix build on one another, and a block without those before it is worth nothing. So a
-block is not evicted while a block that builds on it has a slot: prefixes leave from their ends, and
-no prefix makes room for its own end. Using a block counts as using those that it builds on.
+Each block of a prefix builds on the block before it, and is useless without that block. The index
+therefore never evicts a block while another block with a slot builds on it: prefixes lose their
+last block first, and a prefix never evicts its own beginning. A use of a block counts as a use of
+the blocks that it builds on.
 
-Pure and single-threaded; every operation is O(1) per block, apart from the policy's.
+The module is pure and single-threaded. Every operation is O(1) per block, apart from the policy's.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from flexkv.eviction import EvictionPolicy, RequestContext
 
 
 class BlockState(enum.Enum):
-    """Life of a block in a tier."""
+    """The states of a block in a tier."""
 
     WRITING = "writing"
     READY = "ready"
     DROPPED = "dropped"
-    """Removed while it was being written or leased: out of every lookup, its slot becomes free
+    """Removed while it was written or leased. Lookups do not find the block; its slot becomes free
     when the writer or the last reader is done."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A block that has a slot. Owned by the index; callers hand it back, they do not change it."""
+    """A block that has a slot. The index owns it; callers hand it back and do not change it."""
 
     key: bytes
     slot: int
@@ -43,17 +44,17 @@ class Block:
     parent: Block | None = field(default=None, repr=False)
     """The block that it builds on; None for the first of a prefix."""
     children: int = 0
-    """Blocks with a slot that build on it, those on their way out left aside."""
+    """Blocks with a slot that build on this block, without blocks that `lease_victim` leased."""
     used: int = 0
-    """When it was last used: grows from use to use."""
+    """Number of its last use; each use of any block has a larger number than the one before."""
     leases: int = 0
     pins: int = 0
     leaving: int = 0
-    """Its `used` when `lease_victim` leased it; 0 if that did not."""
+    """Its `used` when `lease_victim` leased it; 0 if the block was not leased so."""
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it may be evicted: whether the policy has it as not held."""
+        """Whether the block may be evicted. The policy knows every other block as held."""
         return (
             self.state is BlockState.READY
             and not self.leases
@@ -68,8 +69,8 @@ class BlockIndex:
     Attributes:
         evictions: blocks evicted so far.
         pinned_blocks: blocks that are pinned.
-        changed: keys whose block became ready or left, or did not come, since it was emptied; None
-            while nobody wants to know.
+        changed: keys of blocks that became ready, left, or failed since a reader emptied this
+            dictionary; None when not watched.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
@@ -96,7 +97,7 @@ class BlockIndex:
         return len(self._free)
 
     def watch(self) -> None:
-        """From now on note in `changed` what changes, and at once all that is ready."""
+        """Begin to note changes in `changed`, which starts with all ready blocks."""
         self.changed = dict.fromkeys(self._ready)
 
     def lookup(self, keys: Iterable[bytes]) -> int:
@@ -134,20 +135,20 @@ class BlockIndex:
             self._end_lease(block)
 
     def release_unused(self, blocks: Iterable[Block]) -> None:
-        """As `release`, but this was no use."""
+        """End one lease of each block, without counting a use."""
         for block in blocks:
             self._end_lease(block)
 
     def reserve(self, key: bytes, after: bytes | None) -> Block | None:
-        """Give `key` a slot to be written, evicting a block if none is free.
+        """Give `key` a slot to write, and evict a block if no slot is free.
 
         Args:
-            key: of the block.
-            after: key of the block that this one builds on; None if it is the first of its prefix.
+            key: key of the new block.
+            after: key of the block before it in the prefix; None for the first block.
 
         Returns:
-            The block, in state WRITING; None if no slot can be had, if the key has one already, or
-            if `after` has none: no prefix would lead to it.
+            The block, in state WRITING. None if the key has a slot already, if no slot can be had,
+            or if `after` has no slot, since no prefix would then lead to the block.
         """
         if after is None:
             blocks = self.reserve_all((key,), (0,), (0,))
@@ -158,8 +159,11 @@ class BlockIndex:
     def reserve_all(
         self, keys: Sequence[bytes], positions: Iterable[int], begins: Container[int]
     ) -> list[Block]:
-        """`reserve` for each of `positions` in `keys`, behind the key before it, or behind none at
-        `begins`. Returns the blocks of those that got a slot."""
+        """Reserve slots for the keys at `positions`, each behind the key before it in `keys`.
+
+        Keys at the positions `begins` are the first of their prefix. Returns the blocks that got a
+        slot.
+        """
         ready, writing, free, policy = self._ready, self._writing, self._free, self._policy
         blocks = []
         for position in positions:
@@ -172,7 +176,7 @@ class BlockIndex:
                 parent = writing.get(before) or ready.get(before)
                 if parent is None:
                     continue
-                # It stays from now on, so that it does not make room for what builds on it.
+                # Held from now on: the parent must not be evicted to make room for its child.
                 if parent.is_evictable:
                     policy.held(before)
                 parent.children += 1
@@ -186,9 +190,9 @@ class BlockIndex:
         return blocks
 
     def publish(self, blocks: Sequence[Block]) -> None:
-        """The bytes of these blocks are complete: from now on lookups find them.
+        """Make blocks ready, whose bytes are complete; from now on lookups find them.
 
-        First block of the prefix first, as in `release`.
+        The first block of the prefix comes first, as in `release`.
         """
         ready, writing, policy, changed = self._ready, self._writing, self._policy, self.changed
         self._uses += len(blocks)
@@ -209,7 +213,7 @@ class BlockIndex:
                 policy.released(key, block.used)
 
     def abandon(self, blocks: Iterable[Block]) -> None:
-        """These blocks could not be written; their slots are free again."""
+        """Free the slots of blocks that could not be written."""
         for block in blocks:
             if block.state is not BlockState.DROPPED:
                 del self._writing[block.key]
@@ -217,14 +221,14 @@ class BlockIndex:
             self._free.append(block.slot)
 
     def discard(self, blocks: Iterable[Block]) -> None:
-        """What is being written to these blocks is wrong: they never become ready."""
+        """Keep blocks from becoming ready, because the bytes written to them are wrong."""
         for block in blocks:
             if block.state is BlockState.WRITING:
                 del self._writing[block.key]
                 self._remove(block)
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Remove leased blocks from every lookup: they proved unreadable."""
+        """Remove leased blocks that proved unreadable; lookups no longer find them."""
         for block in blocks:
             if block.state is BlockState.READY:
                 del self._ready[block.key]
@@ -232,8 +236,10 @@ class BlockIndex:
                 self._remove(block)
 
     def pin(self, key: bytes) -> Block | None:
-        """Keep a block that has a slot from being evicted until `unpin`, as often as this was
-        called. None if it has none."""
+        """Keep a block from eviction until `unpin` has been called as often as this method.
+
+        Returns None if the block has no slot.
+        """
         block = self._ready.get(key) or self._writing.get(key)
         if block is None:
             return None
@@ -244,7 +250,7 @@ class BlockIndex:
         return block
 
     def unpin(self, block: Block) -> None:
-        """End one pin of a block; it may have left since."""
+        """End one pin of a block. Does nothing if the block has left since."""
         if not self.holds(block):
             return
         block.pins -= 1
@@ -253,12 +259,14 @@ class BlockIndex:
             self._policy.released(block.key, block.used)
 
     def holds(self, block: Block) -> bool:
-        """Whether a block, as it was pinned, still has its slot."""
+        """Whether a block that was pinned still has its slot."""
         return block.state is not BlockState.DROPPED
 
     def lease_victim(self) -> Block | None:
-        """Lease the block that would be evicted next, so that it can be saved before; `retire`
-        ends that. The one that it builds on may be next. None if there is none."""
+        """Lease the next victim, so that a lower tier can save it first. `retire` ends the lease.
+
+        The next call may lease the block before it in the prefix. Returns None without a victim.
+        """
         key = self._policy.victim()
         if key is None:
             return None
@@ -270,8 +278,7 @@ class BlockIndex:
         return block
 
     def retire(self, block: Block) -> None:
-        """End a lease of `lease_victim`: evict the block, unless somebody else leases it now, or
-        has used it meanwhile."""
+        """End a lease of `lease_victim`, and evict the block unless it was leased or used again."""
         used = block.leases > 1 or block.used > block.leaving
         if block.state is BlockState.READY and not used:
             self.drop([block])
@@ -290,8 +297,7 @@ class BlockIndex:
         self._policy.ended(request_id, output_tokens, now)
 
     def hit(self, keys: Sequence[bytes], context: RequestContext) -> None:
-        """A scheduled request found the ready ones of `keys`: count them as used, the last of them
-        as used first."""
+        """Count the ready blocks of `keys` as used by a scheduled request, the last block first."""
         ready, policy = self._ready, self._policy
         self._uses += len(keys)
         for age, key in enumerate(keys):
@@ -301,7 +307,7 @@ class BlockIndex:
                 policy.hit(key, block.used, context)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """As `hit`, but the request was counted already: it ends."""
+        """Count the ready blocks of `keys` as used by a request that ends now."""
         ready = self._ready
         self._uses += len(keys)
         for age, key in enumerate(keys):
@@ -333,7 +339,7 @@ class BlockIndex:
             self._policy.released(block.key, block.used)
 
     def _evict(self, newcomer: bytes) -> int | None:
-        """The slot of the block that leaves for that of `newcomer`; None if none can, or should."""
+        """Evict a block for `newcomer` and return its slot; None if the policy names no victim."""
         key = self._policy.victim(newcomer)
         if key is None:
             return None
@@ -348,7 +354,7 @@ class BlockIndex:
         return block.slot
 
     def _attach(self, block: Block) -> None:
-        """What `block` builds on stays as long as it does."""
+        """Hold the block that `block` builds on."""
         parent = block.parent
         if parent is not None:
             if parent.is_evictable:
@@ -356,7 +362,7 @@ class BlockIndex:
             parent.children += 1
 
     def _detach(self, block: Block) -> None:
-        """What `block` builds on need not stay for it any more."""
+        """End the hold of `block` on the block that it builds on."""
         parent = block.parent
         if parent is not None:
             parent.children -= 1
@@ -365,13 +371,13 @@ class BlockIndex:
                 self._policy.released(parent.key, parent.used)
 
     def _remove(self, block: Block) -> None:
-        """`block` was taken out of every lookup, and what it builds on is still there."""
+        """Mark `block` as dropped, and end its hold on the block before it."""
         self._forget(block)
         if not block.leaving:
             self._detach(block)
 
     def _forget(self, block: Block) -> None:
-        """`block` was taken out of every lookup."""
+        """Mark `block` as dropped. The caller has removed it from the tables of keys."""
         block.state = BlockState.DROPPED
         self.pinned_blocks -= block.pins > 0
         block.pins = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who keeps which blocks from being evicted, and until when.
+"""The pins that owners have on blocks, and the times when these pins end.
 
-Pure and single-threaded: the time is passed in. O(log n) for each pin that ends.
+The module is pure and single-threaded; callers pass the time. Each pin that ends costs O(log n).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from flexkv.index import Block, BlockIndex
 
 _STALE = 1024
-"""Ends of pins that are no more may be noted in so many cases beside twice as many as there are."""
+"""The heap of ends may hold twice as many entries as there are pins, and this many more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class _Pin:
 
 @dataclass(order=True, slots=True)
 class _End:
-    """When a pin ends, as it was known when this was noted."""
+    """The end of a pin when this entry was made. The pin may end later by now."""
 
     at: float
     number: int
@@ -35,12 +35,14 @@ class _End:
 
 
 class Pins:
-    """The pins of one index. A block stays as long as one owner pins it, or until the index is
-    cleared or the block proves unreadable.
+    """The pins of one index.
+
+    A block stays while at least one owner pins it, unless the index is cleared or the block proves
+    unreadable.
 
     Args:
-        index: of the blocks.
-        limit: pins that there can be at a time.
+        index: the index of the blocks.
+        limit: the largest number of pins at a time.
     """
 
     def __init__(self, index: BlockIndex, limit: int) -> None:
@@ -52,15 +54,15 @@ class Pins:
         self._noted = 0
 
     def pin(self, keys: Iterable[bytes], owner: Hashable, until: float) -> int:
-        """Keep those blocks of `keys` that have a slot; those that `owner` keeps already, longer.
+        """Pin the blocks of `keys` that have a slot, or extend the pins that `owner` has on them.
 
         Args:
-            keys: of a prefix, first block first.
-            owner: who may end these pins.
-            until: when they end by themselves.
+            keys: the keys of a prefix, first block first.
+            owner: the owner, who may end these pins.
+            until: the time when the pins end by themselves, by the clock of `expire`.
 
         Returns:
-            How many were not pinned because of the limit.
+            The number of blocks that were not pinned because of the limit.
         """
         refused = 0
         for key in keys:
@@ -87,7 +89,7 @@ class Pins:
             self._drop(pin)
 
     def expire(self, now: float) -> None:
-        """End the pins whose time has come."""
+        """End the pins whose time is over at `now`, in seconds of the caller's clock."""
         while self._ends and self._ends[0].at <= now:
             pin = heapq.heappop(self._ends).pin
             if not self._is_pinned(pin):
@@ -98,7 +100,7 @@ class Pins:
                 self._drop(pin)
 
     def clear(self) -> None:
-        """The index was cleared."""
+        """Forget all pins, after the index was cleared."""
         self._pins.clear()
         self._ends.clear()
         self._count = 0
@@ -107,7 +109,7 @@ class Pins:
         self._noted += 1
         heapq.heappush(self._ends, _End(pin.until, self._noted, pin))
         if len(self._ends) > 2 * self._count + _STALE:
-            # Pins that were ended by their owners.
+            # Their owners have ended the other pins.
             self._ends = [end for end in self._ends if self._is_pinned(end.pin)]
             heapq.heapify(self._ends)
 
