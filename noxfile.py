@@ -238,6 +238,7 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
     """
     try:
         preflight.check_platform()
+        preflight.check_headers()
         cxx = preflight.find_cxx()
     except preflight.PreflightError as error:
         session.error(str(error))

@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 
@@ -57,6 +58,19 @@ def check_platform() -> None:
             f"FlexKV needs Python {need} or newer; nox runs with Python "
             f"{platform.python_version()} ({sys.executable}). Install nox with a newer one: "
             f"python{need} -m pip install nox && python{need} -m nox -s demo"
+        )
+
+
+def check_headers(folder: str = sysconfig.get_path("include")) -> None:
+    """Raise PreflightError unless `folder` has Python's headers, which the kernels include."""
+    if not pathlib.Path(folder, "Python.h").is_file():
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise PreflightError(
+            f"FlexKV compiles its eviction policy and found no Python.h of Python {version}.\n"
+            f"  looked in:  {folder}\n"
+            "  to get it:  apt-get install python3-dev | dnf install python3-devel | "
+            "apk add python3-dev\n"
+            "  then run the same command again"
         )
 
 

@@ -19,6 +19,14 @@ def script(folder: Path, name: str, body: str) -> Path:
     return path
 
 
+def test_headers_that_are_missing_are_named(tmp_path: Path) -> None:
+    preflight.check_headers()
+    with pytest.raises(preflight.PreflightError) as caught:
+        preflight.check_headers(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    assert "apt-get install python3-dev" in str(caught.value)
+
+
 def test_finds_a_compiler_that_works() -> None:
     command = preflight.find_cxx()
     assert shutil.which(command.split()[0])
