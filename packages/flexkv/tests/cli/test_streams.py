@@ -13,11 +13,24 @@ from flexkv import cli
 from packages.flexkv.tests.cli.stores import Cache
 
 COMMANDS = [command.NAME for command in cli.COMMANDS]
+ARGUMENTS = {
+    "clear": "$DIR --yes",
+    "plan": "$TRACE --token-bytes 1000 --prefill-rate 1000 --max-memory-gb 1",
+}
+"""Of commands that need more than the cache."""
+
+TRACE = """\
+{"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}
+{"timestamp": 9, "input_length": 1040, "output_length": 5, "hash_ids": [0, 1, 3]}
+"""
 
 
 def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
-    """`script` in a shell; $flexkv is the command, $DIR the cache."""
-    environment = {"flexkv": f"{sys.executable} -m flexkv", "DIR": str(cache.root)}
+    """`script` in a shell; $flexkv is the command, $DIR the cache, $TRACE a trace of requests."""
+    trace = cache.root.parent / "trace.jsonl"
+    trace.write_text(TRACE, encoding="utf-8")
+    flexkv = f"{sys.executable} -m flexkv"
+    environment = {"flexkv": flexkv, "DIR": str(cache.root), "TRACE": str(trace)}
     ended = subprocess.run(
         ["bash", "-c", script],
         env={**os.environ, **environment},
@@ -35,8 +48,8 @@ def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_stream_that_is_closed_changes_nothing(cache: Cache, name: str, closed: str) -> None:
     cache.fill(2)
-    yes = "--yes" if name == "clear" else ""
-    assert shell(f"$flexkv {name} $DIR {yes} {closed}", cache).returncode == 0
+    arguments = ARGUMENTS.get(name, "$DIR")
+    assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == 0
     assert cache.folder.exists() == (name != "clear")
 
 
@@ -51,8 +64,7 @@ def test_clear_without_an_input_needs_yes(cache: Cache) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_output_that_cannot_be_written_is_one_clear_error(cache: Cache, name: str) -> None:
     cache.fill(2)
-    yes = "--yes" if name == "clear" else ""
-    ended = shell(f"$flexkv {name} $DIR {yes} >/dev/full", cache)
+    ended = shell(f"$flexkv {name} {ARGUMENTS.get(name, '$DIR')} >/dev/full", cache)
     assert ended.returncode == 1
     assert ended.stderr == f"flexkv {name}: error: No space left on device\n"
 
