@@ -75,9 +75,9 @@ def test_a_fetch_is_worth_no_more_than_it_brings(
     spans = []
     is_worth_waiting = world.side._loads._chooser.is_worth_waiting
 
-    def noted(fetch: Fetch, span: Span) -> bool:
+    def noted(fetch: Fetch, span: Span, others: int) -> bool:
         spans.append(span)
-        return is_worth_waiting(fetch, span)
+        return is_worth_waiting(fetch, span, others)
 
     monkeypatch.setattr(world.side._loads._chooser, "is_worth_waiting", noted)
     known = texts[0][: PROMPT_BLOCKS * BLOCK_TOKENS]
