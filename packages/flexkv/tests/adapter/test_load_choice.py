@@ -414,6 +414,15 @@ def test_what_is_delayed_does_not_make_a_tier_doubtful(clock: Clock) -> None:
     assert not chooser._waits._paces[Medium.DISK].doubtful
 
 
+def test_a_short_delay_is_accepted(clock: Clock) -> None:
+    chooser = make(LoadMode.ASYNC)
+    chooser.loaded(1e9)
+    runs(chooser, clock, 0.2, [Span(0, 4000)])
+    assert chooser.choose_load(Span(0, 100), 1, others=2) == LoadChoice(1)
+    runs(chooser, clock, 0.3, [Span(0, 4000)])
+    assert chooser.choose_load(Span(0, 100), 1, others=2) == LoadChoice(0, Left.DELAYED)
+
+
 def test_each_step_behind_counts(clock: Clock) -> None:
     ahead = saturated(clock)
     ahead._steps_behind = 2

@@ -12,6 +12,10 @@ from flexkv.adapter.cost import LinkPace, PrefillPace, Span, StepTimer
 from flexkv.adapter.wait_choice import PROBE_SHARE, SLACK_SECONDS, WaitChooser
 from flexkv.transfer.fetch import Fetch
 
+_MOST_DELAY_SECONDS = 0.25
+"""A delay of a load up to this is accepted: hardly anyone notices it, and the load spares the
+engine the time to compute. Not tuned."""
+
 _CONTENTION = 0.15
 """Share of its time that a load takes longer beside a forward pass on the same cores. Tuned on two
 cores with `nox -s bench -- --only load-modes`. Layer by layer, the time to first token of 82 MiB
@@ -199,7 +203,7 @@ class LoadChooser:
         if others == 0:
             return False
         delay = self._steps_behind * self._timer.step_seconds
-        return delay > max(computing * (1 + others), SLACK_SECONDS)
+        return delay > max(computing * (1 + others), _MOST_DELAY_SECONDS)
 
     def _loading(self, blocks: int) -> float | None:
         """Seconds to load so many blocks from host memory; None before the first measurement."""
