@@ -11,6 +11,7 @@ from sglang_world import Rank, hashes_of, same
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser
+from flexkv.adapter.metrics import INTERNAL_FAILURES
 
 MakeRank = Callable[..., Rank]
 
@@ -211,6 +212,17 @@ def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
     size = rank.pages.layout.block_bytes
     assert samples["copied_bytes:device:load"] == 2 * size
     assert samples["copied_bytes:device:store"] == 2 * size
+
+
+def test_an_error_counts_once(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = make_rank()
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("an error of a test")
+
+    monkeypatch.setattr(rank.side, "keys_of", fail)
+    assert not rank.side.lookup("r", hashes_of("a", 2))
+    assert rank.side.take_samples()[INTERNAL_FAILURES] == 1
 
 
 def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flexkv import KVCache
@@ -24,6 +23,7 @@ from flexkv.adapter.worker import WorkerSide
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
+from flexkv_sglang.copies import Offload, QueuedLoad
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.recording import BatchRecorder
@@ -32,27 +32,6 @@ from flexkv_sglang.tier_events import TierEvents
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
 _EPOCH_BYTES = 16
-
-
-@dataclass(slots=True)
-class _Queued:
-    """A load that begins with the next batch."""
-
-    order: CopyOrder
-    transfer: Transfer | None
-
-
-@dataclass(slots=True)
-class _Offload:
-    """A store that SGLang is to be told the end of, in the order of its calls.
-
-    Attributes:
-        transfer: under way; None if nothing is copied, and on ranks that do not decide.
-        stored: whether all of it is in the cache, or will be once `transfer` has ended well.
-    """
-
-    transfer: Transfer | None
-    stored: bool
 
 
 class RankSide:
@@ -97,13 +76,14 @@ class RankSide:
         self._loaded: dict[str, int] = {}
         self._epoch = b""
         self._before: str | None = None
-        self._queued: dict[str, _Queued] = {}
-        self._pending: deque[_Offload] = deque()
+        self._queued: dict[str, QueuedLoad] = {}
+        self._pending: deque[Offload] = deque()
         self._seen: set[str] = set()
         self._batch = _NO_BATCH
         self._step = 0
         self._awaited = None if cache is None else AwaitedPrefixes(cache, chooser, page_size)
-        self._figures = figures = None if cache is None else CacheFigures(cache, edge, lambda: 0)
+        # The worker's figures count this rank's errors, which must not count twice.
+        self._figures = figures = None if cache is None else CacheFigures(cache, Edge(), lambda: 0)
         self._queries = None if figures is None else Queries(figures, page_size)
 
     @property
@@ -157,7 +137,7 @@ class RankSide:
         number, cell, *slots = self._agree(transfer, slots)
         if not number:
             return False
-        self._queued[rid] = _Queued(CopyOrder(number, cell, list(pages), slots), transfer)
+        self._queued[rid] = QueuedLoad(CopyOrder(number, cell, list(pages), slots), transfer)
         if self._recorder is not None:
             self._loaded[rid] = len(pages) * self._page_size
         return True
@@ -279,7 +259,7 @@ class RankSide:
                 number, cell, [page for page, _ in chosen], [slot for _, slot in chosen]
             )
             self._store(order)
-        self._pending.append(_Offload(transfer, stored))
+        self._pending.append(Offload(transfer, stored))
 
     def ended_offloads(self) -> int:
         """How many of the oldest offloads have ended. SGLang takes the least of all ranks, so that
