@@ -120,9 +120,14 @@ class Router:
 
     def knows(self, prompt: Prompt) -> bool:
         """Whether the whole pages of a prompt were told, in one medium or the other."""
+        return not self.unknown(prompt)
+
+    def unknown(self, prompt: Prompt) -> list[int]:
+        """Which whole pages of a prompt were told in no medium."""
         known = {page for told in self.told.values() for page in told.values()}
         starts = range(0, pages_of(len(prompt)), PAGE_TOKENS)
-        return all(tuple(prompt[start : start + PAGE_TOKENS]) in known for start in starts)
+        pages = [tuple(prompt[start : start + PAGE_TOKENS]) for start in starts]
+        return [number for number, page in enumerate(pages) if page not in known]
 
     def forget(self) -> None:
         """Another server starts."""

@@ -245,8 +245,8 @@ def test_a_kill_loses_nothing_that_was_written(linked: Linked) -> None:
         linked.ask(prompt)
     linked.settle()
     deadline = time.monotonic() + PATIENCE
-    while not all(map(linked.router.knows, KEPT)):
-        assert time.monotonic() < deadline
+    while unknown := [prompt for prompt in KEPT if not linked.router.knows(prompt)]:
+        assert time.monotonic() < deadline, list(map(linked.router.unknown, unknown))
         time.sleep(0.1)
         linked.router.listen()
 

@@ -7,6 +7,7 @@ import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def make_fake(tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
     library = build(folder)
     numbers = itertools.count()
 
-    def make(**configuration: int) -> FakeCuda:
+    def make(**configuration: Any) -> FakeCuda:
         path = Path(shutil.copy(library, folder / f"driver-{next(numbers)}.so"))
         return FakeCuda(path, **configuration)
 
