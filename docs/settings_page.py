@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes pages/settings.md from the settings in the code, or checks that it is up to date.
+"""Writes pages/reference/settings.md from the settings in the code, or checks that it is up to date.
 
 `python docs/settings_page.py --write` or `--check`; needs the distribution flexkv. `nox -s docs`
 checks, `nox -s docs -- --write` writes.
@@ -18,7 +18,7 @@ from typing import Any
 from flexkv.config import settings
 from flexkv.config_sources import CONFIG_PATH_VARIABLE
 
-PAGE = Path(__file__).with_name("pages") / "settings.md"
+PAGE = Path(__file__).with_name("pages") / "reference" / "settings.md"
 
 HEAD = f"""\
 <!-- Written by docs/settings_page.py from the code: change it there, then run

@@ -16,7 +16,7 @@ from compat_ci.results import Outcomes, Table
 from compat_ci.wheels import fetch_newest
 
 REPORT = ROOT / "compat-ci" / "report.json"
-PAGE = ROOT / "docs" / "pages" / "compatibility.md"
+PAGE = ROOT / "docs" / "pages" / "reference" / "compatibility.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ PAGES = Path(__file__).parents[1] / "pages"
 
 def block(language: str) -> str:
     """The only block of that language on the page."""
-    text = (PAGES / "library.md").read_text(encoding="utf-8")
+    text = (PAGES / "start" / "library.md").read_text(encoding="utf-8")
     (found,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return str(found)
 
@@ -34,6 +34,6 @@ def test_the_example_is_short() -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    text = (PAGES / "api.md").read_text(encoding="utf-8")
+    text = (PAGES / "reference" / "api.md").read_text(encoding="utf-8")
     described = re.findall(r"^::: flexkv\.(\w+)$", text, re.MULTILINE)
     assert sorted(described) == sorted(set(flexkv.__all__) - {"__version__"})

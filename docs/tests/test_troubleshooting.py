@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "pages" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "pages" / "guides" / "troubleshooting.md"
 SOURCES = [
     *(ROOT / "packages").glob("*/src/**/*.py"),
     *(ROOT / "kernels" / "python").rglob("*.py"),

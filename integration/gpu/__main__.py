@@ -23,7 +23,7 @@ from integration.gpu.running import Run, run_sections
 from integration.gpu.section import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORTS = ROOT / "docs" / "pages" / "measured"
+REPORTS = ROOT / "docs" / "pages" / "design" / "measured"
 PARTIAL = ROOT / "gpu-partial.md"
 MORE = 3
 
