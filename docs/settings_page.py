@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes pages/reference/settings.md from the settings in the code, or checks that it is up to date.
+"""Writes pages/reference/settings.md from the settings in the code, or checks it.
 
 `python docs/settings_page.py --write` or `--check`; needs the distribution flexkv. `nox -s docs`
 checks, `nox -s docs -- --write` writes.
