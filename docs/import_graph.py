@@ -96,7 +96,17 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "base",
             "mover, errors, counters, admission",
-            _of(CORE, "mover", "errors", "counters", "changes", "admission", "forks", "version"),
+            _of(
+                CORE,
+                "mover",
+                "errors",
+                "counters",
+                "changes",
+                "admission",
+                "forks",
+                "histogram",
+                "version",
+            ),
         ),
     ),
 )

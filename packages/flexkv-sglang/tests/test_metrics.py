@@ -34,6 +34,10 @@ def test_what_a_rank_counts_is_reported(make_rank: Callable[..., Rank]) -> None:
     rank.load("r", hashes_of("a", 2), [3, 4])
     metrics.report(rank.side)
     assert value("hit_tokens_total", tier="host") == 8
+    assert value("hit_blocks_sum") == 2
+    assert value("hit_blocks_bucket", le="1.0") == 0
+    assert value("hit_blocks_bucket", le="2.0") == 1
+    assert value("store_seconds_count") == 1
 
 
 def test_nothing_is_kept_for_metrics_that_nobody_asks_for(make_rank: Callable[..., Rank]) -> None:
@@ -65,10 +69,10 @@ def test_all_values_are_served_from_the_start(tmp_path: Path, leads: bool) -> No
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+    endings = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}
     for metric in METRICS:
-        counts = metric.kind is Kind.COUNTER
-        name = "sglang:flexkv_" + metric.name + "_total" * counts
+        name = "sglang:flexkv_" + metric.name + endings[metric.kind]
         for values in metric.combinations:
             own = zip(metric.label_names, values, strict=True)
             labels = frozenset({("model_name", "m"), *own})
-            assert ((name, labels) in found) == (counts or leads), name
+            assert ((name, labels) in found) == (metric.kind is not Kind.GAUGE or leads), name

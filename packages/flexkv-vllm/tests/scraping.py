@@ -32,7 +32,7 @@ def metrics(
     types: Any = {
         Counter: functools.partial(Counter, registry=registry),
         Gauge: functools.partial(Gauge, registry=registry),
-        Histogram: None,  # vLLM gives all three
+        Histogram: functools.partial(Histogram, registry=registry),
     }
     values: dict[int, list[object]] = {i: ["model", str(i)] for i in range(engines)}
     transfer = SimpleNamespace(kv_connector_extra_config=settings or {})

@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 from patience import PATIENCE_SECONDS
 from prometheus_client import CollectorRegistry
 from scraping import metrics, scrape
 
-from flexkv.adapter.metrics import METRICS, Kind, sample
+from flexkv.adapter.metrics import METRICS, Kind, bucket, sample
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.metrics import FlexKVStats
 
@@ -68,7 +69,11 @@ def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
     infos = {key: values.pop(key) for key in list(values) if key[0] == "vllm:flexkv_info"}
     assert set(infos.values()) == {1.0}
     assert len(infos) == 2
-    assert len(values) == 2 * sum(len(metric.combinations) for metric in METRICS)
+    # Of a histogram: a value for each bound, one beyond, the count and the sum.
+    each_has = {metric: len(metric.bounds) + 3 if metric.bounds else 1 for metric in METRICS}
+    assert len(values) == 2 * sum(
+        len(metric.combinations) * count for metric, count in each_has.items()
+    )
     assert set(values.values()) == {0.0}
     made.observe({HITS: 16, BLOCKS: 7}, 1)
     made.observe({HITS: 16, BLOCKS: 5}, 1)
@@ -79,6 +84,26 @@ def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
     assert values["vllm:flexkv_hit_tokens_total", host] == 32
     assert values["vllm:flexkv_blocks", host] == 5
     assert values["vllm:flexkv_hit_tokens_total", (("engine", "0"), ("tier", "host"))] == 0
+
+
+def test_ranks_and_steps_add_up_in_a_histogram() -> None:
+    registry = CollectorRegistry()
+    made = metrics(registry)
+    short, beyond = bucket("load_seconds", 1), bucket("load_seconds", 13)
+    disk = bucket("fetch_seconds", 0, "disk")
+    total = FlexKVStats(data={short[0]: 2, short[1]: 0.003})
+    total.aggregate(FlexKVStats(data={short[0]: 1, short[1]: 0.002, disk[0]: 1, disk[1]: 0.0001}))
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(total.data))
+    made.observe(data)
+    made.observe({beyond[0]: 1, beyond[1]: 20.0})
+    values = scrape(registry)
+    own = ("engine", "0")
+    for bound, count in (("0.001", 0), ("0.0025", 3), ("10.0", 3), ("+Inf", 4)):
+        assert values["vllm:flexkv_load_seconds_bucket", (own, ("le", bound))] == count
+    assert values["vllm:flexkv_load_seconds_sum", (own,)] == pytest.approx(20.005)
+    assert values["vllm:flexkv_load_seconds_count", (own,)] == 4
+    assert values["vllm:flexkv_fetch_seconds_count", (own, ("tier", "disk"))] == 1
+    assert values["vllm:flexkv_fetch_seconds_count", (own, ("tier", "objects"))] == 0
 
 
 def test_each_link_has_its_own_directions() -> None:

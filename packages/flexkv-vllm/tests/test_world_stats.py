@@ -15,7 +15,7 @@ from scraping import metrics, scrape
 from traffic import Traffic, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv.adapter.metrics import INTERNAL_FAILURES, sample
+from flexkv.adapter.metrics import INTERNAL_FAILURES, METRICS, bucket, sample
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""
@@ -32,6 +32,12 @@ def collected(world: World) -> Counter[str]:
     return total
 
 
+def count_of(total: Counter[str], name: str, *labels: str) -> int:
+    """How many values a histogram got."""
+    (metric,) = (each for each in METRICS if each.name == name)
+    return sum(total[bucket(name, place, *labels)[0]] for place in range(len(metric.bounds) + 1))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_host_hit(make_world: MakeWorld, ranks: int) -> None:
     world = make_world(ranks=ranks)
@@ -46,6 +52,11 @@ def test_a_host_hit(make_world: MakeWorld, ranks: int) -> None:
     assert total[sample("copied_bytes", "device", "load")] == 192 * TOKEN_BYTES
     assert total[sample("copy_seconds", "device", "load")] > 0
     assert total[sample("stored_blocks", "host")] == 12
+    assert count_of(total, "load_seconds") == world.cache.counters.loads == 1
+    assert count_of(total, "store_seconds") == world.cache.counters.stores
+    assert total[bucket("hit_blocks", 4)[0]] == 1  # 12 blocks: more than 8, at most 16
+    assert total[bucket("hit_blocks", 4)[1]] == 12
+    assert total["saved_prefill_seconds"] > 0
     assert world.stats[-1][sample("blocks", "host")] == 12
     assert world.stats[-1][sample("capacity_blocks", "host")] == 64
     assert world.stats[-1][sample("queue_length", "device")] == 0
@@ -89,6 +100,8 @@ def test_a_disk_hit(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> N
     assert total[sample("hit_tokens", "host")] == tokens
     assert total[sample("copied_bytes", "disk", "read")] == PROMPT_BLOCKS * slot
     assert total[sample("copy_seconds", "disk", "read")] > 0
+    assert count_of(total, "fetch_seconds", "disk") == 1
+    assert count_of(total, "hit_blocks") == 2
     length = len(texts[0])
     assert total[sample("query_tokens", "host")] == 4 * length + 2 * length
     assert total[sample("query_tokens", "disk")] == 4 * length + length + length - tokens
@@ -191,3 +204,6 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
         labels = (("engine", "0"), ("tier", tier))
         assert values["vllm:flexkv_hit_tokens_total", labels] == total[sample("hit_tokens", tier)]
         assert values["vllm:flexkv_blocks", labels] == ready
+    done = counters.loads - counters.failed_loads
+    assert values["vllm:flexkv_load_seconds_count", (("engine", "0"),)] == done > 0
+    assert values["vllm:flexkv_saved_prefill_seconds_total", (("engine", "0"),)] > 0

@@ -38,12 +38,13 @@ class Metrics:
         if labels is None:
             return
         # Imported late: it looks at once for the folder that SGLang names in the environment.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         self._exposition = Exposition(
             PREFIX,
             Counter,
             functools.partial(Gauge, multiprocess_mode="mostrecent"),
+            Histogram,
             label_names=list(labels),
             engines={_THIS: list(labels.values())},
             config=config,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexkv.adapter.cost import Span
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.load_choice import Left
 from flexkv.changes import Medium
@@ -68,5 +69,8 @@ class Queries:
         size = self._page_tokens
         tokens = {medium: count * size for medium, count in fetched.items()}
         self._figures.asked(query.pages * size, hits * size, tokens)
+        if hits:
+            # Where in the prompt they lie is not known here. Further back they would cost more.
+            self._figures.hit(hits, Span(0, hits * size))
         if query.left is not None:
             self._figures.left(query.left, query.left_pages * size)

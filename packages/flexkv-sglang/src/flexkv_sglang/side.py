@@ -83,7 +83,11 @@ class RankSide:
         self._step = 0
         self._awaited = None if cache is None else AwaitedPrefixes(cache, chooser, page_size)
         # The worker's figures count this rank's errors, which must not count twice.
-        self._figures = figures = None if cache is None else CacheFigures(cache, Edge(), lambda: 0)
+        self._figures = figures = (
+            None
+            if cache is None
+            else CacheFigures(cache, Edge(), lambda: 0, lambda: chooser.prefill_cost)
+        )
         self._queries = None if figures is None else Queries(figures, page_size)
 
     @property

@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -61,6 +61,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
             PREFIX,
             metric_types[Counter],
             functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent"),
+            metric_types[Histogram],
             label_names=labelnames,
             engines=per_engine_labelvalues,
             config=load_config(transfer.kv_connector_extra_config if transfer else None),

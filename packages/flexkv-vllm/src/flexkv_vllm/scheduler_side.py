@@ -64,7 +64,9 @@ class SchedulerSide:
         self._orders = StepMetadata()
         self._requests = Requests(self._cache, self._abandon)
         options = self._requests.options
-        self.figures = CacheFigures(self._cache, engine.edge, lambda: options.ignored)
+        self.figures = CacheFigures(
+            self._cache, engine.edge, lambda: options.ignored, lambda: chooser.prefill_cost
+        )
         self._loads = PrefixLoads(engine, chooser, self.figures, load_ahead)
         self._fills = StepStores(engine, store_time)
         self._stores = self._fills.stores

@@ -15,7 +15,7 @@ import time
 from collections.abc import Container, Hashable, Iterable, Sequence
 
 from flexkv.changes import Change, Medium, take_newest
-from flexkv.counters import Counters, TierCounters
+from flexkv.counters import Counters, Latencies, TierCounters
 from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.host.arena import Arena
 from flexkv.index import Block, BlockIndex
@@ -68,6 +68,9 @@ class KVCache:
         policy: decides what leaves when the arena is full.
         tiers: lower tiers, the fastest first; owned.
         pin_seconds: how long a pin lasts of which nothing else is said.
+
+    Attributes:
+        latencies: of what has ended.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class KVCache:
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         self._counters = Counters()
+        self.latencies = Latencies()
         self._off = False
         self._stopped = False
-        self._device = DeviceLink(arena.board)
-        self._below = LowerTiers(self._index, arena.slot_view, tiers)
+        self._device = DeviceLink(arena.board, self.latencies)
+        self._below = LowerTiers(self._index, arena.slot_view, tiers, self.latencies)
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
     @property

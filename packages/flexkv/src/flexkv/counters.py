@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+
+from flexkv.changes import BELOW, Medium
+from flexkv.histogram import SECONDS_BOUNDS, Histogram
 
 
 @dataclass(slots=True)
@@ -64,3 +67,17 @@ class Counters(TierCounters):
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Seconds that loads, stores and fetches took, those that succeeded. One reader takes them."""
+
+    load: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
+    """From the order of a load to the poll that finds it done on all ranks."""
+    store: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
+    """From the order of a store to the poll that makes its blocks loadable."""
+    fetch: dict[Medium, Histogram] = field(
+        default_factory=lambda: {medium: Histogram(SECONDS_BOUNDS) for medium in BELOW}
+    )
+    """From the beginning of a fetch to the last block that the tier gave it."""

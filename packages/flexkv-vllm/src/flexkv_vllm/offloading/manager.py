@@ -216,7 +216,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             undo.callback(self._cache.cancel, transfer)
             self._request(context).settle()
             self._cache.record(prefix_of(context, keys))
-            self._figures.note_activity()
+            self._figures.hit(len(transfer.blocks))
             self._loading[transfer.id] = context.req_id
             undo.pop_all()
         return ArenaBlocks(transfer.cell, transfer.slots)

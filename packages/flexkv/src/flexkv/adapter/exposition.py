@@ -4,14 +4,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from flexkv.adapter import info
-from flexkv.adapter.metrics import GAUGES, METRICS, Kind, Samples, sample
+from flexkv.adapter.metrics import GAUGES, METRICS, Kind, Metric, Samples, bucket, sample
 from flexkv.config import CacheConfig
+from flexkv.histogram import representative
 
-Make: TypeAlias = Callable[[str, str, Sequence[str]], Any]
-"""Makes a metric of a name, a text and the names of its labels, as prometheus_client does."""
+Make: TypeAlias = Callable[..., Any]
+"""Makes a metric of a name, a text and the names of its labels, as prometheus_client does; of a
+histogram, also of `buckets`, its bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """One range of a histogram.
+
+    Attributes:
+        histogram: with all labels.
+        sum_name: of the sample with the sum of its values.
+        bounds: of all ranges.
+        place: of this one.
+    """
+
+    histogram: Any
+    sum_name: str
+    bounds: Sequence[float]
+    place: int
+
+    def observe(self, count: int, samples: Samples) -> None:
+        """Add so many values, the sum of which is in `samples`."""
+        if count > 0:
+            total = samples.get(self.sum_name, 0.0)
+            value = representative(self.bounds, self.place, count, total)
+            for _ in range(count):
+                self.histogram.observe(value)
 
 
 class Exposition:
@@ -22,6 +50,7 @@ class Exposition:
         prefix: of all names, the engine's own.
         counter: makes what only grows.
         gauge: makes what has a last value.
+        histogram: makes what counts values by size.
         label_names: of the engine's own labels.
         engines: values of these labels, by engine.
         config: of the engines.
@@ -32,20 +61,23 @@ class Exposition:
         prefix: str,
         counter: Make,
         gauge: Make,
+        histogram: Make,
         *,
         label_names: Sequence[str],
         engines: Mapping[Any, Sequence[object]],
         config: CacheConfig,
     ) -> None:
         self._values: dict[tuple[Hashable, str], Any] = {}
+        self._ranges: dict[tuple[Hashable, str], _Range] = {}
         own = list(label_names)
+        makers = {Kind.COUNTER: counter, Kind.GAUGE: gauge, Kind.HISTOGRAM: histogram}
         for metric in METRICS:
-            make = counter if metric.kind is Kind.COUNTER else gauge
-            made = make(prefix + metric.name, metric.text, [*own, *metric.label_names])
+            more = {"buckets": list(metric.bounds)} if metric.bounds else {}
+            labelled = [*own, *metric.label_names]
+            made = makers[metric.kind](prefix + metric.name, metric.text, labelled, **more)
             for engine, values in engines.items():
                 for labels in metric.combinations:
-                    name = sample(metric.name, *labels)
-                    self._values[engine, name] = made.labels(*values, *labels)
+                    self._add(metric, made.labels(*values, *labels), engine, labels)
         about = gauge(prefix + info.NAME, info.TEXT, [*own, *info.LABELS])
         for values in engines.values():
             about.labels(*values, *info.info_labels(config)).set(1)
@@ -55,8 +87,20 @@ class Exposition:
         for name, value in samples.items():
             metric = self._values.get((engine, name))
             if metric is None:
+                found = self._ranges.get((engine, name))
+                if found is not None:
+                    found.observe(int(value), samples)
                 continue
             if name in GAUGES:
                 metric.set(value)
             else:
                 metric.inc(value)
+
+    def _add(self, metric: Metric, made: Any, engine: Hashable, labels: Sequence[str]) -> None:
+        """Find `made`, which has all its labels, by the names of its samples."""
+        if metric.kind is not Kind.HISTOGRAM:
+            self._values[engine, sample(metric.name, *labels)] = made
+            return
+        for place in range(len(metric.bounds) + 1):
+            count_name, sum_name = bucket(metric.name, place, *labels)
+            self._ranges[engine, count_name] = _Range(made, sum_name, metric.bounds, place)

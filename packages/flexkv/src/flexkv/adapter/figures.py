@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from flexkv.adapter.cost import Span
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import Left
-from flexkv.adapter.metrics import INTERNAL_FAILURES, Samples, sample
+from flexkv.adapter.metrics import INTERNAL_FAILURES, Samples, bucket, sample
 from flexkv.cache import KVCache
 from flexkv.changes import Medium
+from flexkv.histogram import BLOCKS_BOUNDS, Histogram
 from flexkv.mover import FALLBACK, Direction, Status
 from flexkv.tiers.circuit import CircuitState
 
@@ -123,19 +125,31 @@ class CacheFigures:
         cache: of the engine.
         edge: of the process.
         ignored_parameters: how many parameters of requests were not understood so far.
+        prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
 
     Attributes:
         active: whether `take` may have something.
     """
 
-    def __init__(self, cache: KVCache, edge: Edge, ignored_parameters: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        edge: Edge,
+        ignored_parameters: Callable[[], int],
+        prefill: Callable[[], tuple[float, float] | None] = lambda: None,
+    ) -> None:
         self._cache = cache
         self._edge = edge
         self._ignored_parameters = ignored_parameters
+        self._prefill = prefill
         media = [Medium.HOST, *(medium for medium, _, _ in cache.tier_figures)]
         self._queries = dict.fromkeys(media, 0)
         self._hits = dict.fromkeys(media, 0)
         self._left = dict.fromkeys(Left, 0)
+        self._hit_blocks = Histogram(BLOCKS_BOUNDS)
+        # Tokens and pairs of tokens that were loaded and have no price in seconds yet.
+        self._loaded = (0, 0.0)
+        self._saved_seconds = 0.0
         self._told: Samples = {}
         self._told_gauges: Samples = {}
         self.active = True
@@ -160,6 +174,19 @@ class CacheFigures:
             self._hits[medium] += hits.get(medium, 0)
             tokens -= hits.get(medium, 0)
 
+    def hit(self, blocks: int, span: Span | None = None) -> None:
+        """A request is given blocks to load.
+
+        Args:
+            blocks: of the load.
+            span: tokens that need not be computed; None where that is not known.
+        """
+        self.active = True
+        self._hit_blocks.observe(blocks)
+        if span is not None:
+            tokens, pairs = self._loaded
+            self._loaded = tokens + span.tokens, pairs + span.pairs
+
     def left(self, reason: Left, tokens: int) -> None:
         """So many tokens of a request that got its blocks are computed, not loaded."""
         self._left[reason] += tokens
@@ -170,6 +197,7 @@ class CacheFigures:
         told, self._told = self._told, totals
         new = {name: value - told.get(name, 0) for name, value in totals.items()}
         samples = {name: value for name, value in new.items() if value > 0}
+        self._take_histograms(samples)
         gauges = self._gauges()
         if samples or gauges != self._told_gauges:
             self._told_gauges = gauges
@@ -177,6 +205,30 @@ class CacheFigures:
         # A rank may report a copy one step after its end was seen here.
         self.active = bool(samples)
         return samples
+
+    def _take_histograms(self, samples: Samples) -> None:
+        latencies = self._cache.latencies
+        self._take(samples, "load_seconds", latencies.load)
+        self._take(samples, "store_seconds", latencies.store)
+        self._take(samples, "hit_blocks", self._hit_blocks)
+        for medium, histogram in latencies.fetch.items():
+            self._take(samples, "fetch_seconds", histogram, medium.value)
+
+    @staticmethod
+    def _take(samples: Samples, name: str, histogram: Histogram, *labels: str) -> None:
+        for each in histogram.take():
+            count_name, sum_name = bucket(name, each.place, *labels)
+            samples[count_name], samples[sum_name] = each.count, each.total
+
+    def _price(self) -> float:
+        """Seconds of computing that loads have saved so far. What was loaded before the first
+        measurement is priced by that one."""
+        tokens, pairs = self._loaded
+        cost = self._prefill() if tokens else None
+        if cost is not None:
+            self._loaded = (0, 0.0)
+            self._saved_seconds += cost[0] * tokens + cost[1] * pairs
+        return self._saved_seconds
 
     def _totals(self) -> Samples:
         counters = self._cache.counters
@@ -190,6 +242,7 @@ class CacheFigures:
             "resets": counters.resets,
             "ignored_parameters": self._ignored_parameters(),
             "refused_pin_blocks": counters.refused_pins,
+            "saved_prefill_seconds": self._price(),
         }
         totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
         for medium, queries in self._queries.items():

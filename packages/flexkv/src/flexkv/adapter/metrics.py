@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexkv.changes import BELOW, Medium
+from flexkv.histogram import BLOCKS_BOUNDS, SECONDS_BOUNDS
 from flexkv.mover import WAYS
 from flexkv.tiers.circuit import CircuitState
 
@@ -22,6 +23,8 @@ class Kind(enum.Enum):
     """Only grows."""
     GAUGE = "gauge"
     """The last value counts."""
+    HISTOGRAM = "histogram"
+    """Values by size. Each range has two samples that only grow: how many values, and their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Metric:
         labels: label name to its values, beside the engine's own labels; all combinations, or
             those of `only`.
         only: the combinations that exist, if not all.
+        bounds: of a histogram's ranges; see `flexkv.histogram`.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Metric:
     text: str
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     only: tuple[tuple[str, ...], ...] = ()
+    bounds: tuple[float, ...] = ()
 
     @property
     def label_names(self) -> list[str]:
@@ -56,6 +61,12 @@ class Metric:
 def sample(name: str, *labels: str) -> str:
     """The name of one value of a metric, for instance "hit_tokens:disk"."""
     return ":".join((name, *labels))
+
+
+@functools.cache
+def bucket(name: str, place: int, *labels: str) -> tuple[str, str]:
+    """The names of a histogram's samples for one range: how many values, and their sum."""
+    return sample(name, *labels, str(place)), sample(name, *labels, str(place), "sum")
 
 
 TIERS = tuple(medium.value for medium in Medium)
@@ -102,6 +113,11 @@ METRICS = (
         Kind.COUNTER,
         "Tokens that could have been loaded and were computed, by reason.",
         (("reason", REASONS),),
+    ),
+    Metric(
+        "saved_prefill_seconds",
+        Kind.COUNTER,
+        "Seconds that computing the loaded tokens would have taken, by the measured pace.",
     ),
     Metric(
         "copied_bytes",
@@ -184,6 +200,31 @@ METRICS = (
         "Drives of the tier, or the store, whose reads or writes are in the state.",
         (*_BELOW, ("direction", _DIRECTIONS), ("state", STATES)),
     ),
+    Metric(
+        "load_seconds",
+        Kind.HISTOGRAM,
+        "Seconds from the order of a load to the step that finds it done on all ranks.",
+        bounds=SECONDS_BOUNDS,
+    ),
+    Metric(
+        "store_seconds",
+        Kind.HISTOGRAM,
+        "Seconds from the order of a store to the step that makes its blocks loadable.",
+        bounds=SECONDS_BOUNDS,
+    ),
+    Metric(
+        "fetch_seconds",
+        Kind.HISTOGRAM,
+        "Seconds from the beginning of a fetch to the last block that the tier gave it.",
+        _BELOW,
+        bounds=SECONDS_BOUNDS,
+    ),
+    Metric(
+        "hit_blocks",
+        Kind.HISTOGRAM,
+        "FlexKV blocks that were loaded for a request that had a hit.",
+        bounds=BLOCKS_BOUNDS,
+    ),
 )
 GAUGES = frozenset(
     sample(metric.name, *labels)
@@ -213,6 +254,7 @@ def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
         line["FlexKV hit rate (%)"] = round(100 * hits / queries, 1)
     for tier in TIERS:
         _put(line, f"{tier} hits (tokens)", total("hit_tokens", tier))
+    _put(line, "saved prefill (s)", round(total("saved_prefill_seconds"), 1))
     _put(line, "left hits (tokens)", sum(total("left_tokens", why) for why in REASONS))
     for way in _WAYS:
         size, seconds = total("copied_bytes", *way), total("copy_seconds", *way)

@@ -98,6 +98,8 @@ class PrefixLoads:
                 self._recorder.scheduled(tracked.id, prompt, own, tokens, context.session)
             asked = request.num_tokens - match.local_tokens
             self._figures.asked(asked, tokens, tracked.fetched)
+            if tokens:
+                self._figures.hit(self._blocks(tokens), Span(match.local_tokens, hit_tokens))
             for reason, left in match.left:
                 self._figures.left(reason, left)
                 self._chooser.left(reason)
@@ -199,5 +201,9 @@ class PrefixLoads:
         """Whether so many tokens are loaded beside the forward of this step."""
         if self._fetches.is_waiting(tracked):
             return False
-        blocks = -(-tokens // self._groups.members[0].block_tokens)
+        blocks = self._blocks(tokens)
         return self._chooser.is_layerwise(blocks, self._running, tracked.options.load_mode)
+
+    def _blocks(self, tokens: int) -> int:
+        """How many blocks of the first group hold so many tokens."""
+        return -(-tokens // self._groups.members[0].block_tokens)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flexkv.admission import ADMISSIONS
+from flexkv.counters import Latencies
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.index import BlockIndex
 from flexkv.plan.model_tier import ModelTier
@@ -129,7 +130,7 @@ class _Cache:
         self._below: LowerTiers | None = None
         if self._disk is not None:
             tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
-            self._below = LowerTiers(self._index, lambda slot: _NO_BYTES, [tier])
+            self._below = LowerTiers(self._index, lambda slot: _NO_BYTES, [tier], Latencies())
 
     @property
     def written_blocks(self) -> int:

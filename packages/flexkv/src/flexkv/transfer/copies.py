@@ -6,8 +6,10 @@ The engine's workers copy; here is only what has been ordered and what they have
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
+from flexkv.counters import Latencies
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.index import Block
 from flexkv.mover import Direction, Status
@@ -26,6 +28,7 @@ class Transfer:
         cell: where the ranks report on the completion board.
         blocks: in the order of the prefix; the slot of each is what the workers copy from or to.
         status: PENDING until `KVCache.poll` returned it.
+        begun: time.monotonic() when it was made.
     """
 
     id: int
@@ -33,6 +36,7 @@ class Transfer:
     cell: int
     blocks: list[Block] = field(repr=False)
     status: Status = Status.PENDING
+    begun: float = field(default_factory=time.monotonic, repr=False)
 
     @property
     def slots(self) -> list[int]:
@@ -40,10 +44,16 @@ class Transfer:
 
 
 class DeviceLink:
-    """Transfers under way between the arena and the engine. Bounded by the board's cells."""
+    """Transfers under way between the arena and the engine. Bounded by the board's cells.
 
-    def __init__(self, board: CompletionBoard) -> None:
+    Args:
+        board: where ranks report.
+        latencies: get the times of transfers that succeed.
+    """
+
+    def __init__(self, board: CompletionBoard, latencies: Latencies) -> None:
         self._board = board
+        self._seconds = {Direction.LOAD: latencies.load, Direction.STORE: latencies.store}
         self._pending: dict[int, Transfer] = {}
         self._next_id = 1
 
@@ -88,4 +98,7 @@ class DeviceLink:
         for transfer in finished:
             del self._pending[transfer.id]
             self._board.give_back(transfer.cell)
+            if transfer.status is Status.DONE:
+                seconds = time.monotonic() - transfer.begun
+                self._seconds[transfer.direction].observe(seconds)
         return finished

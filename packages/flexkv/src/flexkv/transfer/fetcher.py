@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flexkv.changes import Medium
+from flexkv.histogram import Histogram
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.job import Priority
 from flexkv.transfer.fetch import Fetch
@@ -27,6 +28,7 @@ class Fetcher:
             tier may stall takes the next block from the tiers behind it, or ends with what it has,
             if the tier of that block gives nothing to others either, or says that it cannot be
             read.
+        seconds: get the time of each fetch that a tier gave blocks, by tier.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class Fetcher:
         index: BlockIndex,
         slot_view: Callable[[int], memoryview],
         sources: Sequence[Source],
+        seconds: Mapping[Medium, Histogram],
     ) -> None:
         self._index = index
         self._sources = sources
+        self._seconds = seconds
         self._came: dict[Fetch, int] = {}
         self._reads = Reads(index, slot_view, sources, self._priority_of, self.settle)
         self._fetches: dict[Fetch, None] = {}
@@ -107,6 +111,8 @@ class Fetcher:
         if fetch not in self._fetches:
             return
         del self._fetches[fetch]
+        for medium, (_, last) in fetch.gave.items():
+            self._seconds[medium].observe(last - fetch.begun)
         self._index.release([block for block in fetch.blocks if block is not None])
         missing = self._missing(fetch)
         for key in missing:

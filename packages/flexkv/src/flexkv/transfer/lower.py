@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from flexkv.changes import Change, Medium
-from flexkv.counters import TierCounters
+from flexkv.counters import Latencies, TierCounters
 from flexkv.eviction import RequestContext
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier, TierFigures
@@ -28,6 +28,7 @@ class LowerTiers:
         index: of the arena; blocks are leased in it, reserved and published.
         slot_view: memory of an arena slot.
         tiers: the fastest first; owned.
+        latencies: get the times of fetches.
 
     Attributes:
         fetcher: what comes into the arena.
@@ -39,10 +40,11 @@ class LowerTiers:
         index: BlockIndex,
         slot_view: Callable[[int], memoryview],
         tiers: Sequence[AttachedTier],
+        latencies: Latencies,
     ) -> None:
         self.tiers: list[AnyTier] = [each.tier for each in tiers]
         self._sources = sources_of(tiers)
-        self.fetcher = Fetcher(index, slot_view, self._sources)
+        self.fetcher = Fetcher(index, slot_view, self._sources, latencies.fetch)
         self._demoters = [
             Demoter(index, slot_view, source, each.admission)
             for source, each in zip(self._sources, tiers, strict=True)
