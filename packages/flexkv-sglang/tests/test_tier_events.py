@@ -161,6 +161,13 @@ def test_other_weights_end_all_pages(subscribe: Callable[..., Subscriber]) -> No
     assert [each.stored for each in subscriber.listen()] == [True] * 3
 
 
+def test_pages_of_old_weights_are_not_told(subscribe: Callable[..., Subscriber]) -> None:
+    subscriber = subscribe()
+    subscriber.offload("a", 3)
+    subscriber.rank.side.weights_changed()
+    assert subscriber.listen() == []
+
+
 def test_pages_of_new_weights_are_told_on_disk_too(
     subscribe: Callable[..., Subscriber], disk: dict[str, Any]
 ) -> None:

@@ -65,6 +65,15 @@ def test_the_keys_of_an_adapter_end_with_its_stamp() -> None:
     assert several.of(request(adapter), WINDOW, stop=1) == [HASHES[3] + b"\3" + stamp]
 
 
+def test_a_key_without_a_stamp_says_its_group_and_hash() -> None:
+    for groups in ((FULL,), (WINDOW, OTHER, FULL), (WINDOW,)):
+        keys = BlockKeys(Groups(groups, 16), request_stamp)
+        for group in groups:
+            (key,) = keys.of(request(), group, stop=1)
+            last = group.block_tokens // 16 - 1
+            assert keys.origin(key) == (group.index, HASHES[last])
+
+
 def test_keys_are_made_once() -> None:
     keys, tracked = BlockKeys(Groups((FULL, OTHER), 16), request_stamp), request()
     first = keys.of(tracked, OTHER, stop=2)

@@ -118,6 +118,44 @@ def test_what_the_disk_held_at_the_start_is_told(make_world: MakeWorld) -> None:
     assert len(subscriber.told[DISK]) == 6 + 6
 
 
+def test_the_blocks_of_all_groups_on_disk_are_told_at_the_start(make_world: MakeWorld) -> None:
+    options: dict[str, Any] = {"windows": (40,), "num_blocks": 128, "slots": 40, "disk_slots": 100}
+    first = make_world(**options)
+    first.generate(random_prompt(random.Random(9), 200))
+    first.settle()
+    written = loadable(first, whole=False)[DISK]
+    assert {group for group, _ in written} == {0, 1}
+    first.close()
+    world = make_world(**options, events=True)
+    subscriber = Subscriber(world)
+    world.step()
+    subscriber.listen()
+    assert subscriber.told == {HOST: set(), DISK: written}
+
+
+def test_blocks_of_adapters_on_disk_are_told_once_they_are_asked_for(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
+    adapter = LoRARequest("name", 7, str(tmp_path / "adapter"))
+    prompt = random_prompt(random.Random(6), 101)
+    for restarted in (False, True):
+        world = make_world(events=True, slots=14, disk_slots=100)
+        world.side._events._has_stamps = True
+        subscriber = Subscriber(world)
+        world.step()
+        subscriber.listen()
+        assert subscriber.told == {HOST: set(), DISK: set()}
+        assert len(world.cache._below.tiers[0].drives[0].index) == (6 if restarted else 0)
+        world.add(prompt, adapter=adapter)
+        world.run()
+        drain(subscriber)
+        assert len(subscriber.told[DISK]) == 6
+        assert subscriber.told == loadable(world)
+        world.close()
+
+
 def test_a_reset_removes_all_that_was_told(make_world: MakeWorld) -> None:
     world = make_world(events=True, slots=30, disk_slots=100)
     subscriber = Subscriber(world)
@@ -135,7 +173,7 @@ def test_blocks_of_adapters_are_told_by_vllms_hashes(make_world: MakeWorld, tmp_
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
     adapter = LoRARequest("name", 7, str(tmp_path / "adapter"))
     world = make_world(events=True, slots=14, disk_slots=100)
-    world.side._events._has_own_names = True
+    world.side._events._has_stamps = True
     subscriber = Subscriber(world)
     world.add(random_prompt(random.Random(6), 101), adapter=adapter)
     world.run()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a full disk store of 1,000,000 slots takes to open, and what its index weighs.
 
-`python packages/flexkv/bench/disk_index.py` prints the rows. Only the table is read, as `DiskStore`
-reads it: the slabs are opened, whatever their size, in no time.
+`python packages/flexkv/bench/disk_index.py [KEY_BYTES]` prints the rows. Only the table is read, as
+`DiskStore` reads it: the slabs are opened, whatever their size, in no time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -23,20 +24,22 @@ from flexkv.tiers.disk.index import SlotIndex
 SLOTS = 1_000_000
 HEADER = table.Header(2 << 20, SLOTS, 1, "f" * 64, 1)
 REPEATS = 5
+KEY_BYTES = 32
+"""Of one of vLLM's or SGLang's hashes. Keys of further groups and of adapters have up to 49."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def run() -> list[dict[str, Any]]:
+def run(key_bytes: int = KEY_BYTES) -> list[dict[str, Any]]:
     """Median seconds from a table on disk to its index, and bytes of the index for each slot:
     what the process grew by, and what Python's allocator was asked for, both once the store was
     opened and once every block was replaced by another."""
     with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
         path = Path(folder, "table")
-        _write_table(path)
+        _write_table(path, key_bytes)
         # Before all else: memory that was used and freed once would hide what the index takes.
-        resident = _weigh(path, _resident)
+        resident = _weigh(path, key_bytes, _resident)
         tracemalloc.start()
-        traced = _weigh(path, lambda: tracemalloc.get_traced_memory()[0])
+        traced = _weigh(path, key_bytes, lambda: tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         seconds = [_seconds_to_open(path) for _ in range(REPEATS)]
     return [
@@ -47,11 +50,11 @@ def run() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _write_table(path: Path) -> None:
+def _write_table(path: Path, key_bytes: int) -> None:
     with path.open("wb") as file:
         file.write(HEADER.encode() * len(table.HEADER_OFFSETS))
         for slot in range(SLOTS):
-            key = os.urandom(table.KEY_BYTES)
+            key = os.urandom(key_bytes)
             checksum = os.urandom(table.CHECKSUM_BYTES)
             file.write(table.encode_record(slot, HEADER.seal, key, checksum, SLOTS - slot))
         file.flush()
@@ -86,7 +89,7 @@ def _seconds_to_open(path: Path) -> float:
     return time.perf_counter() - began
 
 
-def _weigh(path: Path, measure: Any) -> dict[str, int]:
+def _weigh(path: Path, key_bytes: int, measure: Any) -> dict[str, int]:
     """Bytes of an index, by `measure`, which tells the bytes of the whole process."""
     gc.collect()
     before = measure()
@@ -95,7 +98,7 @@ def _weigh(path: Path, measure: Any) -> dict[str, int]:
     opened = measure() - before
     checksum = bytes(table.CHECKSUM_BYTES)
     for _ in range(SLOTS):
-        slot = index.reserve(os.urandom(table.KEY_BYTES))
+        slot = index.reserve(os.urandom(key_bytes))
         if slot is None:
             raise RuntimeError("no slot to replace")
         index.publish(slot, checksum)
@@ -108,5 +111,5 @@ def _resident() -> int:
 
 
 if __name__ == "__main__":
-    for row in run():
+    for row in run(*map(int, sys.argv[1:])):
         print(row)

@@ -83,9 +83,6 @@ class MemoryTier:
         (task,) = (task for task in self.tasks if task.key == key)
         return task
 
-    def name_of(self, key: bytes) -> bytes:
-        return key
-
     def watch(self) -> None:
         pass
 

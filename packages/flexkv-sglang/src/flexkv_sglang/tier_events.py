@@ -58,8 +58,6 @@ class TierEvents:
         self._learned = 0
         self._present: dict[Medium, set[int]] = {medium: set() for medium in Medium}
         self._told: dict[Medium, dict[int, Page]] = {medium: {} for medium in Medium}
-        self._numbers: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}
         self._changed: dict[tuple[Medium, int], None] = {}
         self._left: set[int] = set()
         self._unsure: set[int] = set()
@@ -89,8 +87,7 @@ class TierEvents:
     def take(self) -> list[Told]:
         """The events of changes since the last call: removals, then pages in the order in which
         SGLang told of them."""
-        # A block is in host memory before it has a name elsewhere.
-        for change in sorted(self._cache.take_changes(), key=lambda each: _order(each.medium)):
+        for change in self._cache.take_changes():
             self._note(change)
         changed, self._changed = self._changed, {}
         removed: list[Told] = []
@@ -118,12 +115,10 @@ class TierEvents:
         for medium, told in self._told.items():
             self._changed |= dict.fromkeys((medium, number) for number in told)
             self._present[medium].clear()
-        self._numbers.clear()
-        self._names.clear()
         self._unsure |= self._left
 
     def _note(self, change: Change) -> None:
-        number = self._number(change.name)
+        number = self._number(change.key)
         if number is None:
             return
         present = self._present[change.medium]
@@ -133,19 +128,12 @@ class TierEvents:
             self._unsure.add(number)
             return
         present.add(number)
-        if change.medium is Medium.HOST and self._epoch:
-            # Longer keys have names on disk that say nothing.
-            name = self._cache.name_of(change.name, Medium.DISK)
-            self._numbers[name], self._names[number] = number, name
 
-    def _number(self, name: bytes) -> int | None:
-        """The number of the page that a tier calls so; None if no engine of these weights has it,
-        or nobody knows."""
-        if name in self._numbers:
-            return self._numbers[name]
-        if len(name) < _HASH_BYTES or name[_HASH_BYTES:] != self._epoch:
+    def _number(self, key: bytes) -> int | None:
+        """The number of the page of `key`; None if the page is of other weights."""
+        if key[_HASH_BYTES:] != self._epoch:
             return None
-        return int.from_bytes(name[:_NUMBER_BYTES], "big", signed=True)
+        return int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True)
 
     def _leave(self, numbers: Iterable[int]) -> None:
         self._left.update(numbers)
@@ -158,9 +146,4 @@ class TierEvents:
             if not any(number in present for present in self._present.values()):
                 self._left.discard(number)
                 self._pages.pop(number, None)
-                self._numbers.pop(self._names.pop(number, b""), None)
         self._unsure.clear()
-
-
-def _order(medium: Medium) -> bool:
-    return medium is not Medium.HOST

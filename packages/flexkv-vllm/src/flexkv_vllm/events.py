@@ -70,8 +70,8 @@ class BlockEvents:
     Args:
         cache: the cache of the engine; watched from now on.
         keys: makes the keys of blocks.
-        has_own_names: whether keys are more than vLLM's hashes, as with LoRA adapters or several
-            groups. On disk such blocks have names without a readable hash, so they are not reported
+        has_stamps: whether keys may end with the stamp of a LoRA adapter. Blocks that are on disk
+            at the start may then be those of an adapter that has changed, so they are not reported
             until a request asks for them.
         traits: more fields of a `BlockStored`, by vLLM's number of the KV cache group.
     """
@@ -80,12 +80,12 @@ class BlockEvents:
         self,
         cache: KVCache,
         keys: BlockKeys,
-        has_own_names: bool,
+        has_stamps: bool,
         traits: Mapping[int, dict[str, Any]],
     ) -> None:
         self._cache = cache
         self._keys = keys
-        self._has_own_names = has_own_names
+        self._has_stamps = has_stamps
         self._traits = traits
         self._described: dict[bytes, Description] = {}
         self._told: dict[Medium, dict[bytes, Sequence[bytes]]] = {m: {} for m in Medium}
@@ -107,11 +107,8 @@ class BlockEvents:
             if key in self._described or self._cache.missing((key,)):
                 continue
             self._described[key] = self._description(request, group, position)
-            name = self._cache.name_of(key, Medium.DISK)
-            if name != key:
-                self._described[name] = self._described[key]
-            if name in self._told[Medium.DISK]:
-                self._again.append(name)
+            if key in self._told[Medium.DISK]:
+                self._again.append(key)
 
     def take(self) -> list[KVCacheEvent]:
         """The events of changes since the last call, removals first."""
@@ -121,46 +118,49 @@ class BlockEvents:
         again, self._again = self._again, []
         on_disk = self._told[Medium.DISK]
         # Looked at after the changes: one of them may be that it has gone.
-        still_there = (Change(Medium.DISK, name, True) for name in again if name in on_disk)
+        still_there = (Change(Medium.DISK, key, True) for key in again if key in on_disk)
         removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         stored: list[tuple[int, KVCacheEvent]] = []
         gone, self._leaving = list(self._leaving), set()
-        for medium, name, loadable in itertools.chain(changes, still_there):
-            told_group = self._groups.pop((medium, name), 0)
+        for medium, key, loadable in itertools.chain(changes, still_there):
+            told_group = self._groups.pop((medium, key), 0)
             if not loadable:
-                removed[medium, told_group] += self._remove(medium, name)
+                removed[medium, told_group] += self._remove(medium, key)
                 if medium is Medium.HOST:
-                    gone.append(name)
+                    gone.append(key)
                 continue
-            description = self._described.get(name)
-            group = 0 if description is None else description.group
-            self._groups[medium, name] = group
-            hashes = self._hashes(name, description)
-            if self._told[medium].get(name) == hashes:
+            description = self._described.get(key)
+            group, hashes = self._known(key, description)
+            self._groups[medium, key] = group
+            if self._told[medium].get(key) == hashes:
                 continue
             # Told before, but without all that is known now.
-            removed[medium, told_group] += self._remove(medium, name)
-            new = self._add(medium, name, hashes)
+            removed[medium, told_group] += self._remove(medium, key)
+            new = self._add(medium, key, hashes)
             if hashes:
                 position = -1 if description is None else description.position
                 stored.append((position, self._stored(medium, group, hashes[-new:], description)))
-        for name in gone:
-            if self._cache.missing((name,)):
-                self._forget(name)
+        for key in gone:
+            if self._cache.missing((key,)):
+                self._forget(key)
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
         return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes] + [
             event for _, event in stored
         ]
 
-    def _hashes(self, name: bytes, description: Description | None) -> Sequence[bytes]:
+    def _known(self, key: bytes, description: Description | None) -> tuple[int, Sequence[bytes]]:
+        """The group of a block and the hashes to report of it."""
         if description is not None:
-            return description.hashes
-        return () if self._has_own_names else (name,)
+            return description.group, description.hashes
+        if self._has_stamps:
+            return 0, ()
+        group, last_hash = self._keys.origin(key)
+        return group, (last_hash,)
 
-    def _add(self, medium: Medium, name: bytes, hashes: Sequence[bytes]) -> int:
+    def _add(self, medium: Medium, key: bytes, hashes: Sequence[bytes]) -> int:
         """Record a block as reported; returns how many of its last hashes are new."""
-        self._told[medium][name] = hashes
+        self._told[medium][key] = hashes
         shared = self._shared[medium]
         known = 0
         # The last one is the block's own.
@@ -169,9 +169,9 @@ class BlockEvents:
             known += shared[each] > 1
         return len(hashes) - known
 
-    def _remove(self, medium: Medium, name: bytes) -> list[bytes]:
+    def _remove(self, medium: Medium, key: bytes) -> list[bytes]:
         """Record a block as removed; returns the hashes that no other block has."""
-        hashes = self._told[medium].pop(name, ())
+        hashes = self._told[medium].pop(key, ())
         shared = self._shared[medium]
         gone = []
         for each in hashes[:-1]:
@@ -186,8 +186,7 @@ class BlockEvents:
         if self._cache.is_demoting(key):
             self._leaving.add(key)
             return
-        if self._described.pop(key, None) is not None:
-            self._described.pop(self._cache.name_of(key, Medium.DISK), None)
+        self._described.pop(key, None)
 
     def _description(self, request: Request, group: Group, position: int) -> Description:
         size, hash_tokens = group.engine_block_tokens, self._keys.hash_tokens
@@ -268,6 +267,6 @@ def make_events(
     return BlockEvents(
         cache,
         keys,
-        has_own_names=vllm_config.lora_config is not None or not keys.are_hashes,
+        has_stamps=vllm_config.lora_config is not None,
         traits=group_traits(kv_cache_config),
     )

@@ -352,10 +352,6 @@ class KVCache:
         changes += self._below.take_changes(_CHANGES)
         return changes
 
-    def name_of(self, key: bytes, medium: Medium) -> bytes:
-        """What changes in the tier of `medium` call the block of `key`."""
-        return self._below.name_of(key, medium)
-
     def suspend(self) -> None:
         """Find, load and store nothing until a `clear` succeeds: all blocks may be outdated."""
         self._off = True

@@ -34,12 +34,12 @@ class Change(NamedTuple):
 
     Attributes:
         medium: the medium of the tier.
-        name: the tier's name of the block; see `KVCache.name_of`.
+        key: the key of the block.
         loadable: whether the tier has the complete block.
     """
 
     medium: Medium
-    name: bytes
+    key: bytes
     loadable: bool
 
 

@@ -18,6 +18,7 @@ from flexkv.host.session import Session
 from flexkv.layout import KVLayout
 from flexkv.mover import Mover
 from flexkv.page_copies import Copier, PageCopy, PageLoad, PageStore
+from flexkv.tiers.base import MAX_KEY_BYTES
 
 _FLUSH_PAUSE_SECONDS = 0.001
 
@@ -228,6 +229,10 @@ def _checked_keys(keys: Iterable[object]) -> list[bytes]:
     for number, key in enumerate(keys):
         if not isinstance(key, bytes) or not key:
             raise TypeError(f"key {number} is {key!r}; allowed: bytes, at least one")
+        if len(key) > MAX_KEY_BYTES:
+            raise ValueError(
+                f"key {number} has {len(key)} bytes; allowed: up to {MAX_KEY_BYTES}: a hash of it"
+            )
         if key in checked:
             raise ValueError(f"key {number}, {key!r}, is a duplicate; allowed: each key once")
         checked[key] = None

@@ -57,7 +57,8 @@ class Victims:
 @contextmanager
 def victims(root: Path) -> Iterator[Victims]:
     command = [sys.executable, str(Path(__file__).with_name("victim.py")), str(root), str(SLOTS)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(disk_blocks.__file__).parent)}
+    paths = [str(Path(disk_blocks.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         yield Victims(process)

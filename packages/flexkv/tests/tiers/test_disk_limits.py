@@ -19,6 +19,7 @@ from faults.faulty_files import Fault, FaultyFiles, HangingFiles
 from faults.test_runs import BadPlaces
 
 from flexkv.tiers import circuit
+from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import drive
 from flexkv.tiers.disk.inspect import folder_state
@@ -41,6 +42,20 @@ def test_the_write_budget_holds_over_a_restart(tmp_path: Path) -> None:
         assert client.read(found) == [DONE] * 10
     with opened(tmp_path) as client:
         assert client.write([b"more"]) == [DONE]
+
+
+def test_a_key_that_no_record_can_hold_is_refused_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    longest, too_long = b"k" * MAX_KEY_BYTES, b"k" * (MAX_KEY_BYTES + 1)
+    with opened(tmp_path) as client:
+        assert client.write([longest, too_long, b"behind"]) == [DONE, *[Outcome.DROPPED] * 2]
+        assert client.write([too_long]) == [Outcome.DROPPED]
+        assert client.found([longest, too_long]) == [longest]
+    assert caplog.text.count("a block's key has 97 bytes") == 1
+    with opened(tmp_path) as client:
+        assert client.found([longest, too_long, longest[:-1]]) == [longest]
+        assert client.read([longest]) == [DONE]
 
 
 def test_what_is_dropped_does_not_count_as_written(tmp_path: Path) -> None:

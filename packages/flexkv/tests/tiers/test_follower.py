@@ -16,6 +16,7 @@ from disk_blocks import FINGERPRINT, SLOT, buffers, bytes_of, names, opened
 from flexkv.tiers.disk import follower
 from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.follower import FollowerTier
+from flexkv.tiers.disk.table import record_offset
 from flexkv.tiers.job import Outcome, Priority
 
 PATIENCE = 60.0
@@ -120,7 +121,7 @@ def test_a_damaged_block_is_missing_and_the_owner_keeps_it_to_find_out(
         owner.write(keys)
         slot = owner.slots_of(keys)[keys[1]]
         name, place = (
-            ("slab-00000", slot * SLOT) if damage == "data" else ("table", 8192 + slot * 64)
+            ("slab-00000", slot * SLOT) if damage == "data" else ("table", record_offset(slot))
         )
         path = folder_of(tmp_path) / name
         before = path.read_bytes()

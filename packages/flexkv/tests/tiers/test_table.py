@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.table import Header
 
-KEYS = st.binary(min_size=1, max_size=table.KEY_BYTES)
+KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 CHECKSUMS = st.binary(min_size=table.CHECKSUM_BYTES, max_size=table.CHECKSUM_BYTES)
 NUMBERS = st.integers(1, (1 << 64) - 1)
 SLOTS = st.integers(0, 40)
@@ -173,14 +174,6 @@ def test_a_table_that_ends_within_a_record_has_those_before_it() -> None:
     assert [slot for slot, *_ in table.decode_records(records[:-1], 7)] == [0, 1]
 
 
-@given(st.lists(st.binary(max_size=80), unique=True))
-def test_keys_of_any_length_stay_apart(keys: list[bytes]) -> None:
-    short = [table.disk_key(key) for key in keys]
-    assert len(set(short)) == len(keys)
-    assert all(len(key) <= table.KEY_BYTES for key in short)
-    assert all(s == key for s, key in zip(short, keys, strict=True) if len(key) <= 32)
-
-
 @given(st.binary(min_size=1, max_size=200), NUMBERS, KEYS, KEYS, st.data())
 def test_a_checksum_is_of_all_bytes_of_the_seal_and_of_the_key(
     block: bytes, seal: int, key: bytes, other: bytes, data: st.DataObject
@@ -204,11 +197,11 @@ def test_a_seal_is_of_epoch_and_fingerprint(one: Header, other: Header) -> None:
     assert replace(one, epoch=one.epoch ^ 1).seal != one.seal
 
 
-def test_the_format_is_that_of_version_2() -> None:
+def test_the_format_is_that_of_version_3() -> None:
     """What stores on disk were written in. A change of it needs another version number."""
     header = Header(slot_bytes=1 << 20, num_slots=3, epoch=1 << 63, fingerprint="0f" * 32, serial=7)
-    key = table.disk_key(b"k" * 33)
+    key = bytes(range(MAX_KEY_BYTES))
     checksum = table.checksum_of(b"block", header.seal, key)
     record = table.encode_record(2, header.seal, key, checksum, 5)
     digest = hashlib.sha256(header.encode() + record).hexdigest()
-    assert digest == "c4709a2eb2dc12ae52d20d8648c5e6f58cbd1aca08d4b5fcd7b343e456d582da"
+    assert digest == "a7e9050058274a66690bbac5a954297df883ffa379d67e47a121fc33648cecd0"

@@ -81,6 +81,16 @@ class BlockKeys:
         wanted = hashes[(start + 1) * step - 1 : end : step]
         return [each + ending for each in wanted] if ending else wanted
 
+    def origin(self, key: bytes) -> tuple[int, bytes]:
+        """The group and the engine's hash of a block whose request has no stamp.
+
+        The engine's hashes have an even number of bytes, so a key of an odd length ends with the
+        number of its group.
+        """
+        if self.are_hashes or len(key) % 2 == 0:
+            return self._unnumbered or 0, key
+        return key[-1], key[:-1]
+
     def _made(self, tracked: HasKeys, group: Group, step: int, ending: bytes) -> MadeKeys:
         """All keys of a request in a group of full attention, which are needed repeatedly. Of other
         groups only the last keys are needed."""

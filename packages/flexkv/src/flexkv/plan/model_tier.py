@@ -90,9 +90,6 @@ class ModelTier:
     def take_changes(self, limit: int) -> list[Change]:
         return []
 
-    def name_of(self, key: bytes) -> bytes:
-        return key
-
     def begin_close(self, flush_seconds: float) -> None:
         """Nothing waits."""
 

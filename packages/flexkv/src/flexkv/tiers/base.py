@@ -21,6 +21,10 @@ from flexkv.changes import Change, Medium
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
 
+MAX_KEY_BYTES = 96
+"""The longest key of a block. A record of 128 bytes on disk has room for so much. Keys of vLLM and
+SGLang have up to 49 bytes: a hash, the number of a group, the stamp of an adapter."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
@@ -195,10 +199,6 @@ class IndexedTier(LowerTier, Protocol):
         """About `limit` blocks that came or went since `watch`, the latest first, each once.
 
         That a stalled tier cannot be read now is no change."""
-        ...
-
-    def name_of(self, key: bytes) -> bytes:
-        """What changes call the block of `key`."""
         ...
 
 

@@ -140,11 +140,6 @@ class LowerTiers:
         """See `IndexedTier.take_changes`; `limit` is for each tier."""
         return [change for tier in self._indexed for change in tier.take_changes(limit)]
 
-    def name_of(self, key: bytes, medium: Medium) -> bytes:
-        """What changes in the tier of `medium` call the block of `key`."""
-        tier = next((tier for tier in self._indexed if tier.medium is medium), None)
-        return key if tier is None else tier.name_of(key)
-
     def clear(self) -> None:
         """The cache was cleared: the tiers too, and what is on its way arrives nowhere."""
         self.fetcher.clear()

@@ -17,7 +17,6 @@ from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
 from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.inspect import Record
-from flexkv.tiers.disk.table import disk_key
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
 
@@ -128,9 +127,8 @@ class FollowerTier:
         return ended
 
     def _find(self, key: bytes) -> tuple[FollowedFolder, Record] | None:
-        name = disk_key(key)
         for folder in self._folders.values():
-            record = folder.find(name)
+            record = folder.find(key)
             if record is not None:
                 return folder, record
         return None

@@ -14,12 +14,11 @@ Layout, little-endian, no padding:
     header (4,096 bytes, two of them)
                           magic 8s | version I | serial I | slot_bytes Q | num_slots Q |
                           epoch Q | fingerprint 64s | crc32 I | zeros
-    record (64 bytes)     key 32s | checksum 16s | generation Q | key_length B | zeros 3s | crc32 I
+    record (128 bytes)    key 96s | checksum 16s | generation Q | key_length B | zeros 3s | crc32 I
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from collections.abc import Iterator
@@ -27,21 +26,22 @@ from dataclasses import dataclass
 
 import xxhash
 
+from flexkv.tiers.base import MAX_KEY_BYTES
+
 PAGE_BYTES = 4096
 HEADER_OFFSETS = (0, PAGE_BYTES)
 """Of the copies of the header."""
 HEADER_BYTES = len(HEADER_OFFSETS) * PAGE_BYTES
-RECORD_BYTES = 64
-KEY_BYTES = 32
+RECORD_BYTES = 128
 CHECKSUM_BYTES = 16
 _MAGIC = b"FLEXKVTB"
-VERSION = 2
+VERSION = 3
 MAX_SLOT_BYTES = 1 << 32
 MAX_SLOTS = 1 << 31
 """What a header can say and mean it: blocks of 4 GiB, and slots that an index can number."""
 _HEADER = struct.Struct("<8sIIQQQ64s")
-_BODY = struct.Struct("<32s16sQB3s")
-_RECORD = struct.Struct("<32s16sQB3sI")
+_BODY = struct.Struct(f"<{MAX_KEY_BYTES}s16sQB3s")
+_RECORD = struct.Struct(_BODY.format + "I")
 _SEAL = struct.Struct("<Q")
 _VERSION = struct.Struct("<8xI")
 _CRC = struct.Struct("<I")
@@ -134,7 +134,7 @@ def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation:
     Args:
         slot: where the block lies.
         seal: the header's.
-        key: of the block, at most 32 bytes (see `disk_key`).
+        key: of the block, at most `MAX_KEY_BYTES` long.
         checksum: of the slot's bytes, 16 bytes (see `checksum_of`).
         generation: 1 or more, and more with every write to the store, over restarts too: of two
             records of the same key the greater is the later.
@@ -176,13 +176,6 @@ def table_bytes(num_slots: int) -> int:
 def record_offset(slot: int) -> int:
     """Where the record of `slot` lies in the table, in bytes."""
     return HEADER_BYTES + slot * RECORD_BYTES
-
-
-def disk_key(key: bytes) -> bytes:
-    """`key` as a record can hold it: longer keys become their blake2b of 32 bytes."""
-    if len(key) <= KEY_BYTES:
-        return key
-    return hashlib.blake2b(key, digest_size=KEY_BYTES).digest()
 
 
 def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from flexkv.changes import Change, Medium, take_newest
-from flexkv.tiers.base import BlockResult, TierFigures, Traffic
+from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import count_states
 from flexkv.tiers.disk.drive import Begun, Drive
-from flexkv.tiers.disk.table import disk_key
 from flexkv.tiers.job import Job, Outcome, Priority
+
+logger = logging.getLogger(__name__)
 
 
 class DiskTier:
@@ -33,6 +35,7 @@ class DiskTier:
         self._queued_blocks = 0
         self._results: list[BlockResult] = []
         self._closing = 0.0
+        self._told_long_key = False
 
     @property
     def drives(self) -> Sequence[Drive]:
@@ -60,58 +63,54 @@ class DiskTier:
             traffic=traffic,
         )
 
-    def name_of(self, key: bytes) -> bytes:
-        return disk_key(key)
-
     def watch(self) -> None:
         for drive in self._drives:
             drive.index.watch()
 
     def take_changes(self, limit: int) -> list[Change]:
-        names: dict[bytes, None] = {}
+        keys: dict[bytes, None] = {}
         for drive in self._drives:
-            names |= dict.fromkeys(take_newest(drive.index.changed, limit))
+            keys |= dict.fromkeys(take_newest(drive.index.changed, limit))
         # A directory that was added or removed may have left a block on two drives.
         return [
-            Change(self.medium, name, any(name in drive.index for drive in self._drives))
-            for name in names
+            Change(self.medium, key, any(key in drive.index for drive in self._drives))
+            for key in keys
         ]
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
-        names = [disk_key(key) for key in keys]
-        answers = [drive.index.present(names) for drive in self._readable()]
-        return [any(answer) for answer in zip(*answers, strict=True)] or [False] * len(names)
+        wanted = list(keys)
+        answers = [drive.index.present(wanted) for drive in self._readable()]
+        return [any(answer) for answer in zip(*answers, strict=True)] or [False] * len(wanted)
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
         self.touch(keys)
         ticket = next(self._tickets)
-        names = [disk_key(key) for key in keys]
         readable = self._readable()
         wanted: dict[Drive, list[int]] = {}
-        for position, name in enumerate(names):
-            drive = next((drive for drive in readable if name in drive.index), None)
+        for position, key in enumerate(keys):
+            drive = next((drive for drive in readable if key in drive.index), None)
             if drive is None:
                 self._results.append(BlockResult(ticket, position, Outcome.MISSING))
             else:
                 wanted.setdefault(drive, []).append(position)
         for drive, positions in wanted.items():
             begun = drive.read(
-                [names[i] for i in positions], [buffers[i] for i in positions], priority
+                [keys[i] for i in positions], [buffers[i] for i in positions], priority
             )
             self._track(ticket, positions, drive, begun)
         return ticket
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         ticket = next(self._tickets)
-        names = [disk_key(key) for key in keys]
         wanted: dict[Drive, dict[int, int]] = {}
         last: dict[Drive, int] = {}
         refused = False
-        for position, name in enumerate(names):
-            if any(drive.index.has(name) for drive in self._drives):
+        for position, key in enumerate(keys):
+            if any(drive.index.has(key) for drive in self._drives):
                 self._results.append(BlockResult(ticket, position, Outcome.DONE))
                 continue
-            place = None if refused else self._reserve(name, len(buffers[position]), last)
+            refused = refused or self._is_too_long(key)
+            place = None if refused else self._reserve(key, len(buffers[position]), last)
             if place is None:
                 refused = True
                 self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
@@ -121,20 +120,19 @@ class DiskTier:
         for drive, slots in wanted.items():
             positions = list(slots)
             begun = drive.write(
-                list(slots.values()), [names[i] for i in positions], [buffers[i] for i in positions]
+                list(slots.values()), [keys[i] for i in positions], [buffers[i] for i in positions]
             )
             self._track(ticket, positions, drive, begun)
         return ticket
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        names = [disk_key(key) for key in keys]
         for drive in self._drives:
-            drive.touch(names)
+            drive.touch(keys)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             for drive in self._drives:
-                drive.delete(disk_key(key))
+                drive.delete(key)
 
     def clear(self) -> None:
         for drive in self._drives:
@@ -198,19 +196,33 @@ class DiskTier:
     def _readable(self) -> list[Drive]:
         return [drive for drive in self._drives if drive.readable]
 
+    def _is_too_long(self, key: bytes) -> bool:
+        """Whether no record can hold `key`; logs it, once."""
+        if len(key) <= MAX_KEY_BYTES:
+            return False
+        if not self._told_long_key:
+            logger.error(
+                "a block's key has %d bytes; neither it nor the blocks behind it are written to "
+                "disk (logged once); allowed: keys of up to %d bytes",
+                len(key),
+                MAX_KEY_BYTES,
+            )
+        self._told_long_key = True
+        return True
+
     def _reserve(
-        self, name: bytes, size: int, last: Mapping[Drive, int]
+        self, key: bytes, size: int, last: Mapping[Drive, int]
     ) -> tuple[Drive, int] | None:
         """A slot on the drive that would have written `size` bytes first, of those that have one.
 
         Args:
-            name: of the block.
-            size: of the block.
+            key: of the block.
+            size: of the block, in bytes.
             last: the slot of the nearest block before it in its batch, by drive.
         """
         writable = [drive for drive in self._drives if drive.may_write(size)]
         for drive in sorted(writable, key=partial(Drive.write_delay, size=size)):
-            slot = drive.reserve(name, last.get(drive))
+            slot = drive.reserve(key, last.get(drive))
             if slot is not None:
                 return drive, slot
         return None
