@@ -106,10 +106,7 @@ class Router:
         self.endpoint = f"ipc://{self._folder.name}/events"
         self.told: dict[str, dict[int, tuple[int, ...]]] = {HOST: {}, DISK: {}}
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.set_hwm(0)  # nothing is dropped until a test reads it
-        self._socket.subscribe(b"")
-        self._socket.connect(self.endpoint)
+        self._socket = self._connect()
 
     def listen(self) -> None:
         """Take in all that has been told."""
@@ -130,8 +127,13 @@ class Router:
         return [number for number, page in enumerate(pages) if page not in known]
 
     def forget(self) -> None:
-        """Another server starts."""
-        self.listen()
+        """Another server starts.
+
+        A socket that has lost a server subscribes again only when it is next read: until then it
+        would miss what the new server tells.
+        """
+        self._socket.close(linger=0)
+        self._socket = self._connect()
         for told in self.told.values():
             told.clear()
 
@@ -139,6 +141,13 @@ class Router:
         self._socket.close(linger=0)
         self._context.term()
         self._folder.cleanup()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.SUB)
+        socket.set_hwm(0)  # nothing is dropped until a test reads it
+        socket.subscribe(b"")
+        socket.connect(self.endpoint)
+        return socket
 
     def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
