@@ -1,10 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import threading
+import time
+from pathlib import Path
 
+import pytest
+
+from flexkv.adapter.lower_tiers import open_shared_tiers
+from flexkv.config_sources import load_config
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.tiers import circuit
 from flexkv.tiers.disk.directory import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
+from flexkv.tiers.remote import RemoteTier
+from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import FINGERPRINT, OTHER_FINGERPRINT, Cache, Flexkv
 
 
@@ -102,3 +114,43 @@ def test_an_engine_can_always_start_beside_stat(cache: Cache) -> None:
     finally:
         ended.set()
         asking.join()
+
+
+def test_stat_names_running_engines_and_whether_their_stores_answer(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    for name, value in {
+        "FLEXKV_RUNTIME_DIR": str(tmp_path / "run"),
+        "FLEXKV_OBJECTS_URL": "s3://bucket/cache",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "no-secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert flexkv("stat").out == "no engine with shared stores runs\n"
+
+    spec = ArenaSpec(BlockFormat(1, (1 << 16,)), 4)
+    (attached,) = open_shared_tiers(load_config(), FINGERPRINT, spec)
+    assert isinstance(attached.tier, RemoteTier)
+    assert "  circuits     reads closed, writes closed\n" in flexkv("stat").out
+    for _ in range(circuit.FAILURES):
+        attached.tier.ask([b"key"])
+    late = time.monotonic() + PATIENCE_SECONDS
+    while attached.tier.readable:
+        attached.tier.take_answers()
+        assert time.monotonic() < late
+    while (store := flexkv("stat", "--json").json["stores"][0])["reads"] == "closed":
+        assert time.monotonic() < late
+    assert store.pop("reads") in ("open", "probing")
+    assert store == {
+        "store": "s3://bucket/cache",
+        "tier": "objects",
+        "fingerprint": FINGERPRINT,
+        "owner": os.getpid(),
+        "writes": "closed",
+    }
+    assert attached.tier.close()
+    assert flexkv("stat").out == "no engine with shared stores runs\n"

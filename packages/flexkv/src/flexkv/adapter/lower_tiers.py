@@ -8,10 +8,12 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from flexkv.admission import ADMISSIONS
+from flexkv.changes import Medium
 from flexkv.config import GIB, CacheConfig
 from flexkv.errors import ConfigError
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import Session
+from flexkv.host.session.store_states import StoreStates
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.remote import RemoteLimits
@@ -120,7 +122,8 @@ def _open_mooncake(
         batch_bytes=_MOONCAKE_BATCH_BYTES,
         queue_bytes=_queue_bytes(spec),
     )
-    tier = open_mooncake_tier(settings, fingerprint, spec.format.slot_bytes, limits)
+    states = _states(config, Medium.MOONCAKE, master, fingerprint)
+    tier = open_mooncake_tier(settings, fingerprint, spec.format.slot_bytes, limits, states)
     if tier is None:
         return []
     admission = ADMISSIONS[config.mooncake_admission]
@@ -137,9 +140,15 @@ def _open_objects(config: CacheConfig, url: str, fingerprint: str, spec: ArenaSp
         config.objects_timeout_seconds,
         queue_bytes=_queue_bytes(spec),
     )
-    tier = open_object_tier(url, fingerprint, spec.format.slot_bytes, limits)
+    states = _states(config, Medium.OBJECTS, url, fingerprint)
+    tier = open_object_tier(url, fingerprint, spec.format.slot_bytes, limits, states)
     admission = ADMISSIONS[config.objects_admission]
     return AttachedTier(tier, admission, config.objects_timeout_seconds)
+
+
+def _states(config: CacheConfig, medium: Medium, store: str, fingerprint: str) -> StoreStates:
+    about = {"tier": medium.value, "store": store, "fingerprint": fingerprint}
+    return StoreStates(config.session_root, about)
 
 
 def _lacks(setting: str, value: str, extra: str, error: ImportError) -> ConfigError:

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the contents and counters of each folder of a cache directory. The command changes nothing
-and works beside running engines; their counters are at most some seconds old. Exit code 0, or 1 if
-a folder cannot be read."""
+"""Print the contents and counters of each folder of a cache directory. Without DIR, also whether
+the running engines of this user read from and write to their shared stores. The command changes
+nothing and works beside running engines; their counters are at most some seconds old. Exit code 0,
+or 1 if a folder cannot be read."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, fields
 
 from flexkv.cli.common import add_directory, add_json, blocks, cache_folders, print_json, size
-from flexkv.errors import DiskError
+from flexkv.config_sources import load_config
+from flexkv.errors import ArenaError, ConfigError, DiskError
+from flexkv.host.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 
 NAME = "stat"
-HELP = "print the contents and counters of a cache directory"
+HELP = "print contents and counters of caches, and the state of shared stores"
 
 
 @dataclass(slots=True)
@@ -32,14 +36,46 @@ class Totals:
     written_bytes_day: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """A shared store of a running engine.
+
+    Attributes:
+        store: its address, as in the settings.
+        tier: mooncake or objects.
+        fingerprint: of the engine's blocks.
+        owner: process id of the engine, in its own PID namespace.
+        reads: state of the circuit of the engine's questions and reads: closed, open or probing.
+        writes: the same of its writes.
+    """
+
+    store: str
+    tier: str
+    fingerprint: str
+    owner: int
+    reads: str
+    writes: str
+
+    @classmethod
+    def of(cls, reported: Mapping[str, object]) -> StoreState:
+        """As `read_states` returns it; what another version leaves out is unknown."""
+        text = {name: str(reported.get(name, "unknown")) for name in _TEXTS}
+        owner = reported.get("pid")
+        return cls(**text, owner=owner if isinstance(owner, int) else 0)
+
+
+_TEXTS = ("store", "tier", "fingerprint", "reads", "writes")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_directory(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    folders, stores = _chosen(args.directory)
     states, unreadable = [], 0
-    for path in cache_folders(args.directory):
+    for path in folders:
         try:
             states.append(folder_state(path))
         except DiskError as error:
@@ -48,8 +84,24 @@ def run(args: argparse.Namespace) -> int:
     code = 1 if unreadable else 0
     totals = _total(states)
     if args.json:
-        content = {"folders": [asdict(state) for state in states], "totals": asdict(totals)}
+        content: dict[str, object] = {
+            "folders": [asdict(state) for state in states],
+            "totals": asdict(totals),
+        }
+        if args.directory is None:
+            content["stores"] = [asdict(store) for store in stores]
         print_json(content)
+        return code
+    for store in stores:
+        print(store.store)
+        _print_line("tier", store.tier)
+        _print_line("fingerprint", store.fingerprint)
+        _print_line("in use", f"by process {store.owner}")
+        _print_line("circuits", f"reads {store.reads}, writes {store.writes}")
+        print()
+    if not folders:
+        if not stores:
+            print("no engine with shared stores runs")
         return code
     for state in states:
         owner = "no" if state.owner is None else f"by process {state.owner}"
@@ -64,6 +116,26 @@ def run(args: argparse.Namespace) -> int:
     print("1 folder in total" if len(states) == 1 else f"{len(states)} folders in total")
     _print_figures(totals)
     return code
+
+
+def _chosen(directory: str | None) -> tuple[list[str], list[StoreState]]:
+    """The folders, and what running engines report of their stores.
+
+    Raises:
+        ConfigError, DiskError: wrong usage.
+    """
+    if directory is not None:
+        return cache_folders(directory), []
+    config = load_config()
+    try:
+        found = read_states(config.session_root)
+    except ArenaError as error:
+        raise ConfigError(str(error)) from None
+    stores = sorted((StoreState.of(each) for each in found), key=astuple)
+    has_store = stores or config.objects_url or config.mooncake_master
+    if has_store and not config.ssd_cache_dir:
+        return [], stores
+    return cache_folders(None), stores
 
 
 def _total(states: list[FolderState]) -> Totals:

@@ -19,7 +19,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -89,6 +89,18 @@ class BlockStore(Protocol):
         ...
 
 
+class States(Protocol):
+    """Reports the states of a tier's circuits to other processes."""
+
+    def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
+        """Report what `read` returns, by name, until `close`; another thread calls it."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteLimits:
     """What a remote tier may cost.
@@ -130,6 +142,7 @@ class RemoteTier:
         epoch: of the store when it was opened.
         slot_bytes: bytes of a block.
         limits: see there.
+        states: told whether the tier reads and writes; owned. None if nobody is.
     """
 
     def __init__(
@@ -139,6 +152,8 @@ class RemoteTier:
         epoch: str,
         slot_bytes: int,
         limits: RemoteLimits,
+        *,
+        states: States | None = None,
     ) -> None:
         self.medium = medium
         self.question_seconds = limits.question_seconds
@@ -164,6 +179,10 @@ class RemoteTier:
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
         self._renewal = Renewal(name, store.renew_epoch)
+        self._states = states
+        if states is not None:
+            circuits = {"reads": self._reads, "writes": self._writes}
+            states.begin(lambda: {what: each.state.value for what, each in circuits.items()})
 
     @property
     def figures(self) -> TierFigures:
@@ -257,6 +276,8 @@ class RemoteTier:
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         self.begin_close(flush_seconds)
+        if self._states is not None:
+            self._states.close()
         bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
         end = time.monotonic() + bound
         links = [self._link.close(bound)]

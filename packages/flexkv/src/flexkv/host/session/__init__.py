@@ -12,7 +12,7 @@ while it lives or dies the workers may still copy as it ordered: a scheduler tha
 new workers, which make a new arena.
 
 `meet` is what processes call; `server` is rank 0's end; `directory` holds the sockets; `wire` has
-the messages.
+the messages. `store_states` has what engines report of their shared stores.
 """
 
 from flexkv.host.session.meet import MEET_SECONDS, Session, alone, attach, join, lead

@@ -3,6 +3,7 @@
 
     <digest of the engine's id>.sock    an engine listens here while it lives
     lock                                held while sockets are made and removed
+    <16 hex digits>.store               see `flexkv.host.session.store_states`
 
 A user who can write to the directory could replace a socket and get an engine's blocks. The
 directory must therefore belong to this user alone, and everything in it is opened relative to the
@@ -78,6 +79,11 @@ class RuntimeDirectory:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def descriptor(self) -> int:
+        """Of the open directory, valid until `close`."""
+        return self._fd
 
     def listen(self, name: str) -> socket.socket:
         """Become the one process that listens for the engine `name`, and remove the sockets of

@@ -14,7 +14,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from flexkv.changes import Medium
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks
-from flexkv.tiers.remote import RemoteLimits, RemoteTier
+from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,11 @@ class MooncakeSettings:
 
 
 def open_mooncake_tier(
-    settings: MooncakeSettings, fingerprint: str, slot_bytes: int, limits: RemoteLimits
+    settings: MooncakeSettings,
+    fingerprint: str,
+    slot_bytes: int,
+    limits: RemoteLimits,
+    states: States | None = None,
 ) -> RemoteTier | None:
     """The tier of a Mooncake Store, to which this process lends a segment of memory.
 
@@ -52,6 +56,7 @@ def open_mooncake_tier(
         fingerprint: of the blocks.
         slot_bytes: of a block.
         limits: of the tier.
+        states: see `RemoteTier`.
 
     Returns:
         None if the store cannot be reached: then the engine runs without it.
@@ -93,7 +98,7 @@ def open_mooncake_tier(
         blocks=together,
         transfers=TRANSFERS[settings.protocol],
     )
-    return RemoteTier(Medium.MOONCAKE, blocks, epoch, slot_bytes, limits)
+    return RemoteTier(Medium.MOONCAKE, blocks, epoch, slot_bytes, limits, states=states)
 
 
 def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | None:

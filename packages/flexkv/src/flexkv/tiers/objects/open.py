@@ -14,7 +14,7 @@ from obstore.store import ObjectStore, from_url
 from flexkv.changes import Medium
 from flexkv.errors import StoreSettingError
 from flexkv.tiers.objects.store import ObjectBlocks
-from flexkv.tiers.remote import RemoteLimits, RemoteTier
+from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,11 @@ _RETRIES = 2
 
 
 def open_object_tier(
-    url: str, fingerprint: str, slot_bytes: int, limits: RemoteLimits
+    url: str,
+    fingerprint: str,
+    slot_bytes: int,
+    limits: RemoteLimits,
+    states: States | None = None,
 ) -> RemoteTier:
     """The tier of a bucket. If the bucket does not answer, the tier shares nothing with others
     until the engine is started again: it cannot know whether keys still mean the same.
@@ -37,6 +41,7 @@ def open_object_tier(
         fingerprint: of the blocks.
         slot_bytes: of a block.
         limits: of the tier.
+        states: see `RemoteTier`.
 
     Raises:
         StoreSettingError: the URL, or a variable that belongs to it, cannot be used.
@@ -53,7 +58,7 @@ def open_object_tier(
             url,
             error,
         )
-    return RemoteTier(Medium.OBJECTS, blocks, epoch, slot_bytes, limits)
+    return RemoteTier(Medium.OBJECTS, blocks, epoch, slot_bytes, limits, states=states)
 
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:
