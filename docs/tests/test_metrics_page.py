@@ -9,7 +9,9 @@ from pathlib import Path
 from flexkv.adapter import info
 from flexkv.adapter.metrics import METRICS, Kind
 
-PAGE = (Path(__file__).parents[1] / "pages" / "reference" / "metrics.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "pages" / "reference" / "metrics.md").read_text(
+    encoding="utf-8"
+)
 TABLES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 
 

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a page looks for at `/metrics` is there under that name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flexkv.adapter import info
+from flexkv.adapter.metrics import METRICS, Kind
+
+PAGES = Path(__file__).parents[1] / "pages"
+ENDINGS = {
+    Kind.COUNTER: ("_total",),
+    Kind.GAUGE: ("",),
+    Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum"),
+}
+NAMES = {metric.name + end for metric in METRICS for end in ENDINGS[metric.kind]} | {info.NAME}
+NAME = re.compile(r"\b(?:vllm|sglang):flexkv_([a-z_]+)\b(?!\.\.\.)")
+WITH_NAMES = [page for page in sorted(PAGES.rglob("*.md")) if NAME.search(page.read_text())]
+
+
+@pytest.mark.parametrize("page", WITH_NAMES, ids=lambda page: str(page.relative_to(PAGES)))
+def test_metrics_on_pages_exist(page: Path) -> None:
+    assert set(NAME.findall(page.read_text(encoding="utf-8"))) - NAMES == set()
+
+
+def test_pages_name_metrics() -> None:
+    assert PAGES / "guides" / "observe.md" in WITH_NAMES
+    assert NAME.findall("vllm:flexkv_nothing_total") == ["nothing_total"]
