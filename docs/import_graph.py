@@ -24,6 +24,7 @@ SOURCES = (
 PICTURE = ROOT / "docs" / "pages" / "assets" / "imports.svg"
 
 VLLM, SGLANG, CORE = "flexkv_vllm", "flexkv_sglang", "flexkv"
+_KERNELS = "flexkv_kernels."
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,12 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
 )
 
 
+_LOADERS = frozenset({"import_module", "find_spec", "__import__"})
+
+
 def read_imports() -> dict[str, set[str]]:
     """Each of our modules, and those of them that it imports; also what is only imported for
-    types, or in a function."""
+    types, in a function, or by name."""
     files = {
         ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
         for source in map(ROOT.joinpath, SOURCES)
@@ -124,7 +128,9 @@ def read_imports() -> dict[str, set[str]]:
 
 
 def _imports(file: Path, own: str, files: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    yield from (name for name in _loaded_by_name(tree, own) if name in files and name != own)
+    for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names):
                 found = [f"{module}.{each.name}" for each in names]
@@ -134,6 +140,28 @@ def _imports(file: Path, own: str, files: Mapping[str, Path]) -> Iterator[str]:
             case _:
                 continue
         yield from (name for name in named if name in files and name != own)
+
+
+def _loaded_by_name(tree: ast.Module, own: str) -> Iterator[str]:
+    """Names of modules that the module `own` may import by name: all its strings, if it calls a
+    loader at all.
+
+    The core runs without the kernels: it may load them by name, and only so.
+    """
+    if not any(map(_is_loader, ast.walk(tree))):
+        return
+    in_core = own.partition(".")[0] == CORE
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(name)) if not (in_core and name.startswith(_KERNELS)):
+                yield name
+
+
+def _is_loader(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in _LOADERS
+    return False
 
 
 def rooms() -> dict[str, tuple[int, Room]]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from docs import import_graph
@@ -60,6 +62,24 @@ def test_a_cycle_of_files_in_one_room_is_found() -> None:
     imports = read_imports()
     imports["flexkv.tiers.disk.files"].add("flexkv.tiers.disk.store")
     assert any(fault.startswith("cycle of files") for fault in faults(imports))
+
+
+@pytest.mark.parametrize(
+    ("own", "code", "found"),
+    [
+        ("flexkv_vllm.a", "importlib.import_module('flexkv_vllm.connector')", True),
+        ("flexkv_vllm.a", "NAME = 'flexkv_vllm.connector'\nimport_module(NAME)", True),
+        ("flexkv_vllm.a", "__import__('flexkv_vllm.connector')", True),
+        ("flexkv_vllm.a", "register('flexkv_vllm.connector')", False),
+        ("flexkv_vllm.a", "import_module('flexkv_kernels.hazard')", True),
+        ("flexkv.eviction.a", "import_module('flexkv_kernels.hazard')", False),
+    ],
+)
+def test_an_import_by_name_is_seen(tmp_path: Path, own: str, code: str, found: bool) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(code)
+    ours = {"flexkv_vllm.connector": file, "flexkv_kernels.hazard": file}
+    assert bool(list(import_graph._imports(file, own, ours))) == found
 
 
 def test_a_new_module_of_the_core_needs_a_room() -> None:

@@ -59,6 +59,7 @@ from world_config import (
 from flexkv.adapter.fills import StoreTime
 from flexkv.host.board import CELLS
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.stages import Place
 
@@ -192,7 +193,7 @@ class World(StagedWorkers):
                 ranks,
                 self.windows,
                 self._make_pages(ranks, stage),
-                adapter=Adapter(self.vllm_config, StoreTime.STEP),
+                adapter=Adapter(self.vllm_config, StoreTime.STEP, FlexKVConnectorV1),
                 defers_saves=self.guesses is not None,
                 stage=stage,
                 stages=self.stages,

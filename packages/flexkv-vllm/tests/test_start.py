@@ -23,6 +23,7 @@ from flexkv.adapter.load_choice import LoadMode
 from flexkv.tiers.disk.directory import claim
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
+from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.groups import read_groups
 from flexkv_vllm.load_mode import load_mode_of, steps_behind
 from flexkv_vllm.stages import Place
@@ -57,7 +58,7 @@ def start(
     pages: dict[str, Any] | None = None,
     kv_cache_config: KVCacheConfig | None = None,
 ) -> None:
-    adapter = Adapter(vllm_config, StoreTime.STEP)
+    adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
     try:
         adapter.start_worker(
             make_pages(BLOCKS) if pages is None else pages,
@@ -97,7 +98,7 @@ def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
 ) -> None:
     allowed = os.sched_getaffinity(os.getppid())
     pinned = {min(allowed)}
-    adapter = Adapter(vllm_config, StoreTime.STEP)
+    adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
     os.sched_setaffinity(0, pinned)
     try:
         adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
@@ -171,7 +172,7 @@ def test_more_memory_than_there_is(vllm_config: VllmConfig) -> None:
 
 
 def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
-    adapter = Adapter(vllm_config, StoreTime.STEP)
+    adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
     adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
     try:
         with pytest.raises(ArenaError, match="is owned by the living process"):
@@ -201,12 +202,12 @@ def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
 ) -> None:
     folder = tmp_path / "blocks"
     extra(vllm_config).update(load_mode="layerwise", ssd_cache_dir=str(folder), ssd_cache_gb=1e-3)
-    worker = Adapter(vllm_config, StoreTime.STEP)
+    worker = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
     worker.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
     before = mapped_arenas()
     try:
         vllm_config.scheduler_config.async_scheduling = True
-        scheduler = Adapter(vllm_config, StoreTime.STEP)
+        scheduler = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
         with pytest.raises(ConfigError, match="load_mode is 'layerwise'") as raised:
             scheduler.start_scheduler(make_kv_cache_config(BLOCKS))
         assert mapped_arenas() == before  # though the traceback keeps the arena's object
@@ -234,7 +235,9 @@ def test_a_second_scheduler_of_an_engine_is_refused(make_world: MakeWorld) -> No
     """It would hand out the same slots."""
     world = make_world()
     with pytest.raises(ArenaError, match="handed to scheduler process"):
-        Adapter(world.vllm_config, StoreTime.STEP).start_scheduler(make_kv_cache_config(64))
+        Adapter(world.vllm_config, StoreTime.STEP, FlexKVConnectorV1).start_scheduler(
+            make_kv_cache_config(64)
+        )
     prompt = list(range(100))
     world.generate(prompt)
     world.forget()

@@ -41,13 +41,21 @@ class Adapter:
 
     `start_*` raise a `FlexKVError` with one clear message. All other methods return: a failure is
     logged once, counted, and a miss.
+
+    Args:
+        vllm_config: of the engine.
+        store_time: when blocks are stored.
+        connector: the class that uses this adapter, whose methods vLLM calls.
+
+    Raises:
+        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
     """
 
-    def __init__(self, vllm_config: VllmConfig, store_time: StoreTime) -> None:
+    def __init__(self, vllm_config: VllmConfig, store_time: StoreTime, connector: type) -> None:
         self._vllm_config = vllm_config
         self._store_time = store_time
         self._edge = Edge()
-        self._config = read_settings(vllm_config)
+        self._config = read_settings(vllm_config, connector)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if not self._config.enable:

@@ -49,7 +49,7 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         time = StoreTime.STEP if fences_get_through() else StoreTime.FINISH
-        self._adapter = Adapter(vllm_config, time)
+        self._adapter = Adapter(vllm_config, time, FlexKVConnectorV1)
         if role is KVConnectorRole.SCHEDULER:
             self._adapter.start_scheduler(kv_cache_config)
 

@@ -44,7 +44,7 @@ class FlexKVConnectorV1Impl(SchedulerCalls):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         self._vllm_config = vllm_config
-        self._adapter = Adapter(vllm_config, StoreTime.FINISH)
+        self._adapter = Adapter(vllm_config, StoreTime.FINISH, FlexKVConnectorV1Impl)
         self._connector: KVConnectorBase_V1 | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._adapter.start_scheduler(None)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexkv import load_config
-from flexkv_vllm.compat.core import CONNECTOR_NAME, check_version
+from flexkv_vllm.compat.core import CONNECTOR_NAME
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -37,13 +37,14 @@ def _check(connector: str | None, extra: Mapping[str, Any]) -> None:
         for child in extra.get("connectors", ()):
             _check(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
         return
+    # Imported now, not with the plugin, which all of vLLM's processes load.
     if connector == CONNECTOR_NAME:
-        config = load_config(extra)
-    elif connector == _OFFLOADING_CONNECTOR and extra.get("spec_name") == _OFFLOADING_SPEC:
-        from flexkv_vllm.offloading.settings import load_settings
+        from flexkv_vllm.connector import FlexKVConnectorV1
+        from flexkv_vllm.settings import check_engine
 
-        config = load_settings(extra)
-    else:
-        return
-    if config.enable:
-        check_version(config.allow_untested_engine)
+        check_engine(load_config(extra), FlexKVConnectorV1)
+    elif connector == _OFFLOADING_CONNECTOR and extra.get("spec_name") == _OFFLOADING_SPEC:
+        from flexkv_vllm.offloading import settings
+        from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
+
+        settings.check_engine(settings.load_settings(extra), FlexKVOffloadingManager)

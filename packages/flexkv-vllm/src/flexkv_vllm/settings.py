@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from flexkv import CacheConfig, LayoutError, load_config
 from flexkv.config import configure_logging
 from flexkv.config_sources import log_ignored_variables
@@ -15,8 +17,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def read_settings(vllm_config: VllmConfig) -> CacheConfig:
+def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
     """FlexKV's settings for this engine.
+
+    Args:
+        vllm_config: of the engine.
+        connector: FlexKV's class that vLLM, or its own connector, calls.
 
     Raises:
         FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
@@ -25,11 +31,17 @@ def read_settings(vllm_config: VllmConfig) -> CacheConfig:
     config = load_config(transfer.kv_connector_extra_config if transfer else None)
     configure_logging(config)
     log_ignored_variables()
+    check_engine(config, connector)
     if config.enable:
-        check_version(config.allow_untested_engine)
         check_parallelism(vllm_config)
         check_attention(vllm_config)
     return config
+
+
+def check_engine(config: CacheConfig, connector: type) -> None:
+    """Check vLLM's version, unless FlexKV is turned off; see `check_version`."""
+    if config.enable:
+        check_version(config.allow_untested_engine, connector, KVConnectorBase_V1)
 
 
 def flush_seconds(vllm_config: VllmConfig) -> float:

@@ -11,25 +11,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import EngineVersionError
 from flexkv_vllm.compat.core import check_version, fences_get_through, warn_if_newer
+from flexkv_vllm.connector import FlexKVConnectorV1
+
+
+def check(allow_untested: bool, version: str) -> None:
+    check_version(allow_untested, FlexKVConnectorV1, KVConnectorBase_V1, version)
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.33.0", "0.32.9", "0.30.0+cpu", "0.31.0rc1"])
 def test_supported_versions(version: str) -> None:
-    check_version(False, version)
+    check(False, version)
 
 
 @pytest.mark.parametrize("version", ["0.19.9", "0.9.2", "0.0.0", "dev"])
 def test_older_versions_are_refused_unless_allowed(version: str) -> None:
     with pytest.raises(EngineVersionError, match=r"vLLM .* is installed; allowed: 0\.20 to 0\.33"):
-        check_version(False, version)
-    check_version(True, version)
+        check(False, version)
+    check(True, version)
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.40.1rc1", "1.0.0"])
 def test_newer_versions_with_all_features_start_with_one_warning(
     version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_version(False, version)
+    check(False, version)
     assert not caplog.records
     warn_if_newer(version)
     (record,) = caplog.records
@@ -42,9 +47,9 @@ def test_newer_versions_that_lack_a_feature_are_refused_unless_allowed(
     monkeypatch.delattr(KVConnectorBase_V1, "reset_cache")
     lacking = r"vLLM 0\.34\.0 is installed; allowed.*; it lacks .*reset_cache"
     with pytest.raises(EngineVersionError, match=lacking):
-        check_version(False, "0.34.0")
-    check_version(True, "0.34.0")
-    check_version(False, "0.33.0")
+        check(False, "0.34.0")
+    check(True, "0.34.0")
+    check(False, "0.33.0")
 
 
 def test_tested_versions_start_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,7 +58,7 @@ def test_tested_versions_start_without_a_warning(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_installed_version_is_supported() -> None:
-    check_version(False, vllm.__version__)
+    check(False, vllm.__version__)
 
 
 def test_vllms_plugins_bring_our_connector_however_often_they_run() -> None:

@@ -7,16 +7,31 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_offload.base import OffloadingManager
 
 import flexkv_vllm
 from flexkv_vllm.compat.features import CALLS, FIELDS, missing_features
 from flexkv_vllm.connector import FlexKVConnectorV1
+from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 
 OWNERS = sorted(FIELDS)
 
 
-def test_the_installed_vllm_lacks_nothing() -> None:
-    assert missing_features() == []
+def lacking() -> list[str]:
+    return missing_features(FlexKVConnectorV1, KVConnectorBase_V1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (FlexKVConnectorV1, KVConnectorBase_V1),
+        (FlexKVConnectorV1Impl, KVConnectorBase_V1),
+        (FlexKVOffloadingManager, OffloadingManager),
+    ],
+)
+def test_the_installed_vllm_lacks_nothing(ours: type, theirs: type) -> None:
+    assert missing_features(ours, theirs) == []
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=[name for _, name in OWNERS])
@@ -25,7 +40,7 @@ def test_fields_that_are_gone_are_named(
 ) -> None:
     module, name = owner
     monkeypatch.setattr(importlib.import_module(module), name, type(name, (), {}))
-    missing = missing_features()
+    missing = lacking()
     assert {f"{module}.{name}.{field}" for field in FIELDS[owner]} <= set(missing)
 
 
@@ -35,7 +50,7 @@ def test_a_class_that_is_gone_is_named(
 ) -> None:
     module, name = owner
     monkeypatch.delattr(importlib.import_module(module), name)
-    assert f"{module}.{name}" in missing_features()
+    assert f"{module}.{name}" in lacking()
 
 
 @pytest.mark.parametrize("call", sorted(CALLS), ids=[name for _, name in sorted(CALLS)])
@@ -48,20 +63,29 @@ def test_a_call_that_takes_more_is_named(
     for part in classes:
         owner = getattr(owner, part)
     monkeypatch.setattr(owner, function, lambda a, b, c, d: None)
-    assert any(each.startswith(f"{module}.{name} with") for each in missing_features())
+    assert any(each.startswith(f"{module}.{name} with") for each in lacking())
 
 
 def test_a_method_that_passes_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_future(self: object, finished_req_ids: set[str], more: int) -> None: ...
 
     monkeypatch.setattr(KVConnectorBase_V1, "get_finished", in_future)
-    (missing,) = missing_features()
+    (missing,) = lacking()
     assert missing.startswith("KVConnectorBase_V1.get_finished(self")
+
+
+def test_a_call_of_the_manager_that_passes_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_future(self: object, key: bytes, req_context: object, more: int) -> None: ...
+
+    monkeypatch.setattr(OffloadingManager, "lookup", in_future)
+    (missing,) = missing_features(FlexKVOffloadingManager, OffloadingManager)
+    assert missing.startswith("OffloadingManager.lookup(self")
+    assert lacking() == []
 
 
 def test_a_method_that_must_be_answered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlexKVConnectorV1, "__abstractmethods__", frozenset({"in_future"}))
-    assert missing_features() == ["an answer to in_future"]
+    assert lacking() == ["an answer to in_future"]
 
 
 def test_every_field_is_one_that_the_adapter_reads() -> None:

@@ -34,11 +34,15 @@ NEWEST = (0, 33)
 compat-ci/versions.toml above the static level."""
 
 
-def check_version(allow_untested: bool, version: str = vllm.__version__) -> None:
+def check_version(
+    allow_untested: bool, ours: type, theirs: type, version: str = vllm.__version__
+) -> None:
     """Refuse a vLLM that is too old, or newer than tested and without a feature that FlexKV uses.
 
     Args:
         allow_untested: the setting `allow_untested_engine`.
+        ours: FlexKV's class that vLLM calls.
+        theirs: vLLM's class whose calls it answers.
         version: vLLM's own version string. A development build without a number (0.0.0 or
             "dev") is taken for too old.
 
@@ -47,7 +51,7 @@ def check_version(allow_untested: bool, version: str = vllm.__version__) -> None
     """
     if allow_untested or OLDEST <= _release(version) <= NEWEST:
         return
-    missing = missing_features() if _release(version) > NEWEST else []
+    missing = missing_features(ours, theirs) if _release(version) > NEWEST else []
     if _release(version) > NEWEST and not missing:
         return
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""

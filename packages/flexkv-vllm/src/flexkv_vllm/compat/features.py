@@ -60,10 +60,15 @@ CALLS = {
 """Functions and methods that the adapter calls, and with how many positional arguments."""
 
 
-def missing_features() -> list[str]:
+def missing_features(ours: type, theirs: type) -> list[str]:
     """Features that the adapter uses and the installed vLLM lacks, or has with another signature;
-    empty if vLLM has all."""
-    return [*_missing_fields(), *_misfit_calls(), *_misfit_methods()]
+    empty if vLLM has all.
+
+    Args:
+        ours: FlexKV's class that vLLM calls.
+        theirs: vLLM's class, or protocol, whose calls it answers.
+    """
+    return [*_missing_fields(), *_misfit_calls(), *_misfit_methods(ours, theirs)]
 
 
 def _missing_fields() -> Iterator[str]:
@@ -97,21 +102,20 @@ def _misfit_calls() -> Iterator[str]:
             yield f"{module}.{name} with {count} arguments ({error})"
 
 
-def _misfit_methods() -> Iterator[str]:
-    """Methods of FlexKV's connector that do not accept vLLM's calls."""
-    # By name, as vLLM does it: the connector's module imports this one by way of the start.
-    connector = importlib.import_module("flexkv_vllm.connector").FlexKVConnectorV1
-    yield from (f"an answer to {name}" for name in sorted(connector.__abstractmethods__))
-    own = [each for each in connector.__mro__ if each.__module__.startswith("flexkv_vllm.")]
-    bases = [each for each in connector.__mro__ if each not in own]
-    for name, ours in chain.from_iterable(vars(each).items() for each in own):
-        if name.startswith("_") or not inspect.isfunction(ours):
+def _misfit_methods(ours: type, theirs: type) -> Iterator[str]:
+    """Methods of `ours` that do not accept vLLM's calls of `theirs`."""
+    abstract: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
+    yield from (f"an answer to {name}" for name in sorted(abstract))
+    own = [each for each in ours.__mro__ if each.__module__.startswith("flexkv_vllm.")]
+    bases = [each for each in (*ours.__mro__, *theirs.__mro__) if each not in own]
+    for name, answer in chain.from_iterable(vars(each).items() for each in own):
+        if name.startswith("_") or not inspect.isfunction(answer):
             continue
-        theirs = next((vars(base)[name] for base in bases if name in vars(base)), None)
-        if theirs is None:
-            yield f"KVConnectorBase_V1.{name}"
-        elif inspect.isfunction(theirs) and not _answers(ours, theirs):
-            yield f"KVConnectorBase_V1.{name}{inspect.signature(theirs)}"
+        call = next((vars(base)[name] for base in bases if name in vars(base)), None)
+        if call is None:
+            yield f"{theirs.__name__}.{name}"
+        elif inspect.isfunction(call) and not _answers(answer, call):
+            yield f"{theirs.__name__}.{name}{inspect.signature(call)}"
 
 
 def _answers(ours: Callable[..., object], theirs: Callable[..., object]) -> bool:

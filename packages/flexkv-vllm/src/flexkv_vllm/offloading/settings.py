@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import vllm
+from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
@@ -26,8 +27,12 @@ _VLLMS = frozenset(
 """Keys of `kv_connector_extra_config` that vLLM reads itself."""
 
 
-def read_settings(config: OffloadingConfig) -> CacheConfig:
+def read_settings(config: OffloadingConfig, manager: type) -> CacheConfig:
     """FlexKV's settings for this engine.
+
+    Args:
+        config: of the engine.
+        manager: FlexKV's class that vLLM's connector calls.
 
     Raises:
         FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
@@ -35,12 +40,18 @@ def read_settings(config: OffloadingConfig) -> CacheConfig:
     settings = load_settings(config.extra_config)
     configure_logging(settings)
     log_ignored_variables()
+    check_engine(settings, manager)
     if settings.enable:
-        check_version(settings.allow_untested_engine)
         _check_parallelism(config)
         _check_groups(config)
         _check_blocks(config, settings)
     return settings
+
+
+def check_engine(settings: CacheConfig, manager: type) -> None:
+    """Check vLLM's version, unless FlexKV is turned off; see `check_version`."""
+    if settings.enable:
+        check_version(settings.allow_untested_engine, manager, OffloadingManager)
 
 
 def load_settings(extra_config: Mapping[str, object]) -> CacheConfig:

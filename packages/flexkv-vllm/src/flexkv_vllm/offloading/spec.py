@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.recorder import warn_unrecorded
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.settings import read_settings
 from flexkv_vllm.offloading.start import make_manager, make_worker
 from flexkv_vllm.offloading.stats import metric_definitions
@@ -31,7 +32,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._settings = read_settings(config)
+        self._settings = read_settings(config, FlexKVOffloadingManager)
         self._edge = Edge()
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
