@@ -42,6 +42,7 @@ TOOLS = [
     "obstore>=0.9,<0.13",  # what the extra `flexkv[objects]` installs
     *("moto[s3]>=5.1,<6", "flask>=3,<4", "flask-cors>=5,<7"),  # an S3 server for its tests
     "mooncake-transfer-engine-non-cuda>=0.3.13.post1,<0.4",  # of `flexkv[mooncake]`
+    "grafana-foundation-sdk==1769699379!11.6.0",  # makes the dashboard; for Grafana 11.6 or newer
     *STATIC_TOOLS,
 ]
 LINTERS = [
@@ -72,6 +73,7 @@ TYPED = [
     "integration",
     "docs",
     "deploy",
+    "dashboards",
     "compat-ci",
     "mutants",
     "noxfile.py",
