@@ -73,7 +73,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("kernels", "native copies", ("flexkv_kernels",)),
     ),
     (
-        Room("cache", "KVCache, the facade", _of(CORE, "cache")),
+        Room("cache", "KVCache, the facade", _of(CORE, "cache", "presence")),
         Room("plan", "traces, replays, sizing", _of(CORE, "plan")),
     ),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
@@ -87,7 +87,18 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     ),
     (
         Room("index", "key to slot, states, leases, pins", _of(CORE, "index", "pins")),
-        Room("config", "settings", _of(CORE, "config", "config_sources", "setting_values")),
+        Room(
+            "config",
+            "settings",
+            _of(
+                CORE,
+                "config",
+                "config_sources",
+                "setting_field",
+                "setting_values",
+                "tier_settings",
+            ),
+        ),
     ),
     (
         Room("eviction", "one policy a file", _of(CORE, "eviction")),

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from integration.bench.rows import Goal, Row, ratio_row
 from integration.bench.setup import LENGTHS, Bench
 from integration.harness import connector
-from integration.harness.engine import Completion, Engine
+from integration.harness.answers import Completion
+from integration.harness.engine import Engine
 
 COLD_LENGTHS = (4096, 8192)
 EXAMPLE_LENGTH = 4096

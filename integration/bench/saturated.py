@@ -24,8 +24,9 @@ from typing import Any
 
 from integration.bench.rows import Goal, Row, milliseconds, ratio_row
 from integration.bench.setup import Bench
+from integration.harness.answers import Completion, Generation
 from integration.harness.checkpoint import BENCH
-from integration.harness.engine import Completion, Engine, Generation
+from integration.harness.engine import Engine
 from integration.harness.prompts import random_tokens
 
 QUEUED = 3

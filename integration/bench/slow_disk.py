@@ -14,7 +14,8 @@ from collections.abc import Callable
 from integration.bench.rows import Goal, Row, milliseconds
 from integration.bench.setup import Bench
 from integration.harness import connector
-from integration.harness.engine import Completion, Engine
+from integration.harness.answers import Completion
+from integration.harness.engine import Engine
 
 LENGTHS = (2048, 8192)
 MEGABYTES_PER_SECOND = (50, 4)

@@ -19,7 +19,7 @@ from integration.campaign.injector import Injector
 from integration.campaign.prompts import Question
 from integration.campaign.report import ENGINE_LIVES, Report
 from integration.campaign.verdict import Check, check_counters, check_requests
-from integration.harness.engine import EngineError
+from integration.harness.answers import EngineError
 from integration.harness.server import Server
 
 Say = Callable[[str], None]

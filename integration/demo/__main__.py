@@ -23,7 +23,7 @@ from integration.demo.options import OptionError, Options
 from integration.demo.plan import PlanError, make_plan
 from integration.demo.text import Text, TextError, load_text
 from integration.demo.verdict import Pair, Results, judge
-from integration.harness.engine import EngineError, EngineStartError
+from integration.harness.answers import EngineError, EngineStartError
 
 # 6,000 tokens take the random model about 3 s on two cores; a GPU does far more in that time.
 TEXT_TOKENS_CPU, TEXT_TOKENS_GPU = 6_000, 20_000

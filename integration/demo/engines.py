@@ -18,11 +18,12 @@ from integration.demo.chat import Chat, HubChat, MistralChat
 from integration.demo.plan import Plan
 from integration.demo.serving import Serving, SglangServing, VllmServing
 from integration.harness import connector
+from integration.harness.answers import EngineStartError
 from integration.harness.checkpoint import ModelSpec, write_checkpoint
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.cores import cores_of_ranks
-from integration.harness.engine import Engine, EngineStartError
+from integration.harness.engine import Engine
 from integration.sglang import environment
 from integration.sglang.server import ServerConfig, SglangServer
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from integration.harness.engine import Completion, Engine
+from integration.harness.answers import Completion
+from integration.harness.engine import Engine
 from integration.sglang.server import SglangServer
 
 WRITE_SECONDS = 120.0

@@ -22,10 +22,11 @@ from integration.gpu import goals
 from integration.gpu.results import Log
 from integration.gpu.timing import median_row
 from integration.harness import connector
+from integration.harness.answers import Completion, EngineError
 from integration.harness.checkpoint import ModelSpec, write_config
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
-from integration.harness.engine import Completion, Engine, EngineError
+from integration.harness.engine import Engine
 from integration.harness.prompts import random_tokens
 
 NONE, NATIVE, FLEXKV, LMCACHE = "no connector", "OffloadingConnector", "FlexKV", "LMCache"

@@ -24,9 +24,10 @@ from integration.bench.rows import Goal, Row
 from integration.gpu import goals
 from integration.gpu.results import Log
 from integration.harness import connector, processes
+from integration.harness.answers import Completion
 from integration.harness.checkpoint import ModelSpec, write_checkpoint
 from integration.harness.config import EngineConfig
-from integration.harness.engine import Completion, Engine
+from integration.harness.engine import Engine
 from integration.harness.prompts import random_tokens
 
 MODES = ("async", "layerwise")

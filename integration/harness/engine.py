@@ -18,12 +18,20 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from integration.harness import processes
+from integration.harness.answers import (
+    CALL_TIMEOUT,
+    Completion,
+    EngineError,
+    EngineStartError,
+    Generation,
+    await_answer,
+)
 from integration.harness.config import EngineConfig
 from integration.harness.fork_server import ForkedProcess, fork_server
 
@@ -31,86 +39,12 @@ if TYPE_CHECKING:
     from integration.harness.adapter import Adapter
 
 _DRIVER = Path(__file__).with_name("driver.py")
-_LOG_TAIL_LINES = 60
 # A tiny model starts in seconds (forked) to 45 s on two cores of its own. These bounds are for what
 # hangs, and leave room for a machine that is many times slower or stands still for a while.
 START_TIMEOUT = 900.0
-CALL_TIMEOUT = 600.0
 STOP_TIMEOUT = 180.0
 # vLLM's processes catch SIGTERM and give back their shared memory.
 _TERM_SECONDS = 5.0
-
-
-class EngineError(RuntimeError):
-    """The engine answered with an error, died, or did not answer in time."""
-
-
-class EngineStartError(EngineError):
-    """The engine did not start.
-
-    ``log`` is all it wrote, ``killed`` the pids that did not end by themselves.
-    """
-
-    def __init__(self, message: str, log: str, killed: list[int]) -> None:
-        tail = "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
-        super().__init__(f"{message}\n--- last lines of the engine's log ---\n{tail}")
-        self.log = log
-        self.killed = killed
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Outcome of one request.
-
-    ``times`` holds, in seconds since the request was handed to vLLM, when each token arrived.
-    ``cached_tokens`` counts prompt tokens that were not computed, from whichever cache they came.
-    ``logprobs`` is empty unless asked for.
-    """
-
-    tokens: list[int]
-    finish_reason: str | None
-    cached_tokens: int | None = None
-    times: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first token."""
-        return self.times[0]
-
-    @property
-    def tpot(self) -> float:
-        """Mean seconds per token after the first."""
-        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
-
-
-class Generation:
-    """A request under way."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self.request_id = request_id
-        self._engine = engine
-        self._first_token = threading.Event()
-        self.future: Future[Any] = Future()
-        # A request that ends without a token must not keep a waiter waiting.
-        self.future.add_done_callback(lambda _: self._first_token.set())
-
-    def note_first_token(self) -> None:
-        """Called by the engine's reader."""
-        self._first_token.set()
-
-    def wait_first_token(self, timeout: float = CALL_TIMEOUT) -> None:
-        """Wait until a token is there or the request has ended; EngineError after ``timeout``."""
-        if not self._first_token.wait(timeout):
-            raise EngineError(f"no token of {self.request_id} within {timeout:.0f} s")
-
-    def abort(self) -> bool:
-        """Abort it; False when it had ended already."""
-        return bool(self._engine.call("abort", target=self.request_id))
-
-    def result(self, timeout: float = CALL_TIMEOUT) -> Completion:
-        """Wait for the end; EngineError when the engine fails or ``timeout`` passes."""
-        return Completion(**await_answer(self.future, f"generate {self.request_id}", timeout))
 
 
 class Engine:
@@ -187,7 +121,8 @@ class Engine:
         """
         with self._lock:
             number = next(self._numbers)
-            generation = Generation(self, f"request-{number}-")
+            request_id = f"request-{number}-"
+            generation = Generation(request_id, partial(self._abort, request_id))
             self._generations[number] = generation
         self._send(
             number,
@@ -204,6 +139,9 @@ class Engine:
             transfer_params=None if transfer_params is None else dict(transfer_params),
         )
         return generation
+
+    def _abort(self, request_id: str) -> bool:
+        return bool(self.call("abort", target=request_id))
 
     def generate(self, prompt: Sequence[int], **options: Any) -> Completion:
         """Generate for one prompt and wait; options as in ``submit``."""
@@ -424,11 +362,3 @@ class Engine:
             self._started.set_exception(error)
         for future in pending:
             future.set_exception(error)
-
-
-def await_answer(future: Future[Any], what: str, timeout: float) -> Any:
-    """Wait for an answer; EngineError says what was waited for."""
-    try:
-        return future.result(timeout)
-    except TimeoutError as error:
-        raise EngineError(f"no answer to {what} within {timeout:.0f} s") from error

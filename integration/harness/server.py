@@ -18,13 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from integration.harness import processes
+from integration.harness.answers import CALL_TIMEOUT, EngineError
 from integration.harness.config import EngineConfig
-from integration.harness.engine import (
-    CALL_TIMEOUT,
-    START_TIMEOUT,
-    STOP_TIMEOUT,
-    EngineError,
-)
+from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
 
 
 def reserve_port() -> socket.socket:

@@ -18,15 +18,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from integration.harness import processes
+from integration.harness.answers import CALL_TIMEOUT, Completion, EngineError
 from integration.harness.checkpoint import ModelSpec
 from integration.harness.cores import cores_of_ranks
-from integration.harness.engine import (
-    CALL_TIMEOUT,
-    START_TIMEOUT,
-    STOP_TIMEOUT,
-    Completion,
-    EngineError,
-)
+from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
 from integration.harness.server import reserve_port
 from integration.sglang import environment
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.harness.answers import Completion
 from integration.harness.checkpoint import TINY
-from integration.harness.engine import Completion, Engine
+from integration.harness.engine import Engine
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, FLEXKV_BLOCK, Tokens
 from integration.tests.steps import ask, have_told, whole_blocks
 

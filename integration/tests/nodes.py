@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from integration.harness import connector
+from integration.harness.answers import Completion, Generation
 from integration.harness.config import EngineConfig
-from integration.harness.engine import Completion, Engine, Generation
+from integration.harness.engine import Engine
 from integration.tests import disks
 from integration.tests.corpus import FLEXKV_BLOCK, NEW_TOKENS, Tokens
 from integration.tests.steps import ask, ask_each, have_told, whole_blocks

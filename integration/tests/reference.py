@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from integration.harness.answers import Completion
 from integration.harness.checkpoint import TINY
 from integration.harness.config import EngineConfig
-from integration.harness.engine import Completion, Engine
+from integration.harness.engine import Engine
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
 

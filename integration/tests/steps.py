@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from integration.harness.engine import Completion, Engine, EngineStartError
+from integration.harness.answers import Completion, EngineStartError
+from integration.harness.engine import Engine
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
 

@@ -12,8 +12,9 @@ import pytest
 
 from flexkv.host.board import board_bytes
 from integration.harness import connector, processes
+from integration.harness.answers import Completion
 from integration.harness.config import EngineConfig
-from integration.harness.engine import Completion, Engine
+from integration.harness.engine import Engine
 from integration.harness.families import VOCAB, write_family
 from integration.harness.host import EngineHost
 from integration.harness.prompts import random_tokens

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from integration.harness import connector
+from integration.harness.answers import Completion
 from integration.harness.config import EngineConfig
-from integration.harness.engine import Completion
 from integration.harness.host import EngineHost
 from integration.harness.server import Server
 from integration.tests.corpus import (

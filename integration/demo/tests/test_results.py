@@ -15,7 +15,7 @@ from integration.demo.conversation import Turn
 from integration.demo.engines import root_cause
 from integration.demo.options import OptionError
 from integration.demo.verdict import Pair, Results, Spread, judge
-from integration.harness.engine import EngineStartError
+from integration.harness.answers import EngineStartError
 
 FACTS = {"engine": "vLLM", "model": "a model", "talk": "two users"}
 

@@ -26,8 +26,8 @@ from engine_world import BLOCK_TOKENS, World, random_prompt
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from flexkv.cache import Presence
 from flexkv.mover import Status
+from flexkv.presence import Presence
 
 PROMPT_BLOCKS = 1312
 PRESENCE_BLOCKS = 8000

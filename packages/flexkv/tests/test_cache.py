@@ -14,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
-from flexkv.cache import Presence
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
+from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.copies import LOAD_RESERVE, Transfer
 from packages.conftest import Clock

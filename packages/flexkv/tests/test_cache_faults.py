@@ -25,12 +25,12 @@ from memory_tier import AskedMemoryTier, MemoryTier, Task
 
 from flexkv import KVCache
 from flexkv.admission import ADMISSIONS
-from flexkv.cache import Presence
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
+from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer import demote, fetch, reads, sources

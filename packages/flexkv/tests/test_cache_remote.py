@@ -12,8 +12,8 @@ import pytest
 from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
-from flexkv.cache import Presence
 from flexkv.changes import Medium
+from flexkv.presence import Presence
 from flexkv.tiers import remote
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Priority

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
 from flexkv.admission import ADMISSIONS
-from flexkv.cache import Presence
 from flexkv.changes import Change, Medium
 from flexkv.mover import Status
+from flexkv.presence import Presence
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch

@@ -9,7 +9,6 @@ loaded from there.
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Container, Hashable, Iterable, Sequence
@@ -21,6 +20,7 @@ from flexkv.host.arena import Arena
 from flexkv.index import Block, BlockIndex
 from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
+from flexkv.presence import Presence, presence_below
 from flexkv.tiers.base import AttachedTier, TierFigures
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceLink, Transfer
@@ -36,26 +36,6 @@ and what is worth keeping of all others."""
 _CHANGES = 2048
 """Changes of a tier told at once: more than a step makes, and for some milliseconds' work. Only
 what a disk held at the start, or a reset, takes several calls."""
-
-
-class Presence(enum.Enum):
-    """Where the block of a key can be had from now."""
-
-    HOST = "host"
-    """It can be loaded."""
-    BELOW = "below"
-    """A lower tier has it: it can be fetched."""
-    UNKNOWN = "unknown"
-    """A lower tier has to be asked: `KVCache.ask` does, and so does a fetch."""
-    ABSENT = "absent"
-
-
-_BELOW: dict[bool | None, Presence] = {
-    True: Presence.BELOW,
-    None: Presence.UNKNOWN,
-    False: Presence.ABSENT,
-}
-"""By what lower tiers say."""
 
 
 class KVCache:
@@ -162,7 +142,7 @@ class KVCache:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
         below = iter(self._below.look(absent) if absent else ())
-        return [Presence.HOST if each else _BELOW[next(below)] for each in there]
+        return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
     def ask(self, keys: Sequence[bytes]) -> bool:
         """Have lower tiers find out which of these blocks they have, those that do not know.

@@ -8,54 +8,29 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from flexkv.admission import ADMISSIONS
-from flexkv.eviction import POLICIES
+from flexkv.setting_field import LEAST_GIB, MOST_GIB, SIZE, setting
 from flexkv.setting_values import (
     LOAD_MODES,
     LOG_LEVELS,
     parse_bool,
-    parse_bucket_url,
-    parse_devices,
-    parse_directories,
     parse_directory,
-    parse_host_port,
-    parse_http_url,
     parse_log_level,
     parse_name,
     parse_number,
     parse_whole,
 )
+from flexkv.tier_settings import DiskSettings, HostSettings, StoreSettings
 
 GIB = 1 << 30
 
-_LEAST_GIB = 1e-6
-"""About one memory page; tests use caches of some KiB."""
-_MOST_GIB = float(1 << 20)
-"""1 PiB, more than one machine has: a larger number is a mistake, perhaps in bytes."""
-_SIZE = f"a number from {_LEAST_GIB} to {_MOST_GIB:.0f}"
 _MOST_TOKENS = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_THREADS = 1024
-_MOST_REPLICAS = 16
-_DAY_SECONDS = 86400.0
-
-
-def _setting(
-    default: Any,
-    *,
-    env: str,
-    unit: str,
-    help: str,
-    parse: Callable[[object], Any],
-    allowed: str,
-) -> Any:
-    metadata = {"env": env, "unit": unit, "help": help, "parse": parse, "allowed": allowed}
-    return field(default=default, metadata=metadata)
 
 
 def default_runtime_dir() -> str:
@@ -79,263 +54,14 @@ def _is_private(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and mode == stat.S_IRWXU
 
 
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """All settings. `load_config` builds it from all sources and checks every value."""
+@dataclass(frozen=True)
+class CacheConfig(StoreSettings, DiskSettings, HostSettings):
+    """All settings. `load_config` builds it from all sources and checks every value.
 
-    enable: bool = _setting(
-        True,
-        env="ENABLE_FLEXKV",
-        unit="boolean",
-        help="Turns FlexKV off without touching the engine's command line.",
-        parse=parse_bool,
-        allowed="1, 0, true, false, yes, no, on, off",
-    )
-    cpu_cache_gb: float | None = _setting(
-        None,
-        env="FLEXKV_CPU_CACHE_GB",
-        unit="GiB",
-        help=(
-            "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
-            "allocates and fills it at start. Default: 16, or half of the memory that is "
-            "available at start if that is less."
-        ),
-        parse=parse_number(_LEAST_GIB, _MOST_GIB),
-        allowed=f"{_SIZE}, at most the memory that is available at start",
-    )
-    eviction_policy: str = _setting(
-        "lru",
-        env="FLEXKV_EVICTION_POLICY",
-        unit="name",
-        help=(
-            "Which blocks are evicted first when host memory is full. `lru`: those used longest "
-            "ago. `s3fifo`: those that no other request has found, so that many prompts used once "
-            "do not evict prompts used often. `arc`: a balance of the two, which it finds itself. "
-            "`hazard`: those with the fewest hits to expect for the time of keeping them, which it "
-            "learns from the requests: the turn of a conversation, its length, its age."
-        ),
-        parse=parse_name(POLICIES),
-        allowed=", ".join(sorted(POLICIES)),
-    )
-    ssd_cache_gb: float | None = _setting(
-        None,
-        env="FLEXKV_SSD_CACHE_GB",
-        unit="GiB",
-        help=(
-            "Disk space for cached blocks, in GiB, of all directories in `ssd_cache_dir` together. "
-            "It is a hard bound on the bytes on disk, and allocated at start. Blocks on disk "
-            "survive the engine. Default: no disk is used."
-        ),
-        parse=parse_number(_LEAST_GIB, _MOST_GIB),
-        allowed=f"{_SIZE}, at most the free space of the file systems, and ssd_cache_dir",
-    )
-    ssd_cache_dir: tuple[str, ...] = _setting(
-        (),
-        env="FLEXKV_SSD_CACHE_DIR",
-        unit="absolute paths",
-        help=(
-            "Directories for cached blocks, several separated by `;`. Put each on a local NVMe "
-            "drive of its own; FlexKV distributes blocks over them. Default: none."
-        ),
-        parse=parse_directories,
-        allowed="absolute paths separated by `;` (not `,` or `:`), none twice, and ssd_cache_gb",
-    )
-    ssd_admission: str = _setting(
-        "write_through",
-        env="FLEXKV_SSD_ADMISSION",
-        unit="name",
-        help=(
-            "Which blocks are written to disk. `write_through`: all, once they are in host memory. "
-            "`second_hit`: those that a request finds. `on_evict`: those about to be evicted from "
-            "host memory."
-        ),
-        parse=parse_name(ADMISSIONS),
-        allowed=", ".join(ADMISSIONS),
-    )
-    ssd_write_gb_per_day: float | None = _setting(
-        None,
-        env="FLEXKV_SSD_WRITE_GB_PER_DAY",
-        unit="GiB per 24 hours",
-        help=(
-            "The most to write to all directories together in any 24 hours, restarts included, to "
-            "spare the drives. Blocks beyond the limit stay in host memory only. Default: no limit."
-        ),
-        parse=parse_number(_LEAST_GIB, _MOST_GIB),
-        allowed=_SIZE,
-    )
-    ssd_in_use: str = _setting(
-        "error",
-        env="FLEXKV_SSD_IN_USE",
-        unit="name",
-        help=(
-            "How a second engine with the same model starts if a directory is in use. `error`: it "
-            "refuses to start. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`; "
-            "data-parallel engines need this."
-        ),
-        parse=parse_name(("error", "own")),
-        allowed="error, own",
-    )
-    ssd_other_models: str = _setting(
-        "keep",
-        env="FLEXKV_SSD_OTHER_MODELS",
-        unit="name",
-        help=(
-            "How a start treats folders of other models in `ssd_cache_dir` that no engine uses. "
-            "`keep`: it removes them only if the file system lacks room for this model's folder, "
-            "those used longest ago first. `remove`: it removes all of them, so that a directory "
-            "never has more than `ssd_cache_gb`."
-        ),
-        parse=parse_name(("keep", "remove")),
-        allowed="keep, remove",
-    )
-    ssd_timeout_seconds: float = _setting(
-        1.0,
-        env="FLEXKV_SSD_TIMEOUT_SECONDS",
-        unit="seconds",
-        help=(
-            "The time limit for one read or write on disk. Blocks that a disk has not delivered by "
-            "then are computed, and FlexKV skips the disk until it answers again."
-        ),
-        parse=parse_number(0.001, _DAY_SECONDS),
-        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
-    )
-    mooncake_master: str | None = _setting(
-        None,
-        env="FLEXKV_MOONCAKE_MASTER",
-        unit="HOST:PORT",
-        help=(
-            "The master of a Mooncake Store, host memory that engines on many nodes share. "
-            "Default: no Mooncake Store is used."
-        ),
-        parse=parse_host_port,
-        allowed="HOST:PORT, and mooncake_metadata",
-    )
-    mooncake_metadata: str | None = _setting(
-        None,
-        env="FLEXKV_MOONCAKE_METADATA",
-        unit="URL",
-        help=(
-            "The HTTP metadata server of the Mooncake Store, `http://HOST:PORT/metadata`. "
-            "Default: none."
-        ),
-        parse=parse_http_url,
-        allowed="http://HOST:PORT/metadata, and mooncake_master",
-    )
-    mooncake_protocol: str = _setting(
-        "tcp",
-        env="FLEXKV_MOONCAKE_PROTOCOL",
-        unit="name",
-        help="How nodes send blocks to each other.",
-        parse=parse_name(("rdma", "tcp")),
-        allowed="rdma, tcp",
-    )
-    mooncake_device: str = _setting(
-        "",
-        env="FLEXKV_MOONCAKE_DEVICE",
-        unit="names",
-        help="RDMA devices, separated by commas; empty for those that Mooncake finds.",
-        parse=parse_devices,
-        allowed="names of devices, separated by commas",
-    )
-    mooncake_segment_gb: float = _setting(
-        1.0,
-        env="FLEXKV_MOONCAKE_SEGMENT_GB",
-        unit="GiB",
-        help=(
-            "Host memory that this engine lends to the Mooncake Store, beside `cpu_cache_gb`. "
-            "The blocks in it are lost when the engine ends."
-        ),
-        parse=parse_number(0.0, _MOST_GIB),
-        allowed=f"a number from 0 to {_MOST_GIB:.0f}",
-    )
-    mooncake_replicas: int = _setting(
-        1,
-        env="FLEXKV_MOONCAKE_REPLICAS",
-        unit="copies",
-        help="On how many nodes the Mooncake Store keeps each block.",
-        parse=parse_whole(1, _MOST_REPLICAS),
-        allowed=f"a whole number from 1 to {_MOST_REPLICAS}",
-    )
-    mooncake_admission: str = _setting(
-        "write_through",
-        env="FLEXKV_MOONCAKE_ADMISSION",
-        unit="name",
-        help=(
-            "Which blocks are written to the Mooncake Store; the names are those of "
-            "`ssd_admission`."
-        ),
-        parse=parse_name(ADMISSIONS),
-        allowed=", ".join(ADMISSIONS),
-    )
-    mooncake_question_seconds: float = _setting(
-        0.005,
-        env="FLEXKV_MOONCAKE_QUESTION_SECONDS",
-        unit="seconds",
-        help=(
-            "How long a request waits for the Mooncake Store to say which of its blocks are "
-            "there. Blocks that it has not answered for by then are computed."
-        ),
-        parse=parse_number(0.0001, _DAY_SECONDS),
-        allowed=f"a number from 0.0001 to {_DAY_SECONDS:.0f}",
-    )
-    mooncake_timeout_seconds: float = _setting(
-        1.0,
-        env="FLEXKV_MOONCAKE_TIMEOUT_SECONDS",
-        unit="seconds",
-        help=(
-            "How long the Mooncake Store may take for one read or write. Blocks that do not come "
-            "by then are computed, and the store is left out until it answers again."
-        ),
-        parse=parse_number(0.001, _DAY_SECONDS),
-        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
-    )
-    objects_url: str | None = _setting(
-        None,
-        env="FLEXKV_OBJECTS_URL",
-        unit="URL",
-        help=(
-            "A bucket that engines on many nodes share blocks in: `s3://BUCKET/PATH`, "
-            "`gs://BUCKET/PATH`, `az://CONTAINER/PATH`. Credentials, region and endpoint come from "
-            "the environment (`AWS_...`, `GOOGLE_...`, `AZURE_...`), or from the machine's role. "
-            "Default: no bucket is used."
-        ),
-        parse=parse_bucket_url,
-        allowed=(
-            "s3://, gs://, az:// or abfss://CONTAINER@HOST, a bucket and a path; without "
-            "credentials, `?` and `#`"
-        ),
-    )
-    objects_admission: str = _setting(
-        "write_through",
-        env="FLEXKV_OBJECTS_ADMISSION",
-        unit="name",
-        help="Which blocks are written to the bucket; the names are those of `ssd_admission`.",
-        parse=parse_name(ADMISSIONS),
-        allowed=", ".join(ADMISSIONS),
-    )
-    objects_question_seconds: float = _setting(
-        0.05,
-        env="FLEXKV_OBJECTS_QUESTION_SECONDS",
-        unit="seconds",
-        help=(
-            "How long a request waits for the bucket to say which of its blocks are there. Blocks "
-            "that the bucket has not answered for by then are computed."
-        ),
-        parse=parse_number(0.001, _DAY_SECONDS),
-        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
-    )
-    objects_timeout_seconds: float = _setting(
-        5.0,
-        env="FLEXKV_OBJECTS_TIMEOUT_SECONDS",
-        unit="seconds",
-        help=(
-            "How long the bucket may take for one read or write. Blocks that do not come by then "
-            "are computed, and the bucket is left out until it answers again."
-        ),
-        parse=parse_number(0.001, _DAY_SECONDS),
-        allowed=f"a number from 0.001 to {_DAY_SECONDS:.0f}",
-    )
-    block_tokens: int | None = _setting(
+    The fields of the last base come first, here as on the settings page.
+    """
+
+    block_tokens: int | None = setting(
         None,
         env="FLEXKV_BLOCK_TOKENS",
         unit="tokens",
@@ -350,7 +76,7 @@ class CacheConfig:
             f"a whole number from 1 to {_MOST_BLOCK_TOKENS}, a multiple of the engine's block size"
         ),
     )
-    load_mode: str = _setting(
+    load_mode: str = setting(
         "async",
         env="FLEXKV_LOAD_MODE",
         unit="name",
@@ -366,7 +92,7 @@ class CacheConfig:
         parse=parse_name(LOAD_MODES),
         allowed=", ".join(LOAD_MODES),
     )
-    min_load_tokens: int = _setting(
+    min_load_tokens: int = setting(
         0,
         env="FLEXKV_MIN_LOAD_TOKENS",
         unit="tokens",
@@ -377,7 +103,7 @@ class CacheConfig:
         parse=parse_whole(0, _MOST_TOKENS),
         allowed=f"a whole number from 0 to {_MOST_TOKENS}",
     )
-    pin_seconds: int = _setting(
+    pin_seconds: int = setting(
         3600,
         env="FLEXKV_PIN_SECONDS",
         unit="seconds",
@@ -388,7 +114,7 @@ class CacheConfig:
         parse=parse_whole(1, MOST_PIN_SECONDS),
         allowed=f"a whole number from 1 to {MOST_PIN_SECONDS}",
     )
-    always_load: bool = _setting(
+    always_load: bool = setting(
         False,
         env="FLEXKV_ALWAYS_LOAD",
         unit="boolean",
@@ -399,7 +125,7 @@ class CacheConfig:
         parse=parse_bool,
         allowed="1, 0, true, false, yes, no, on, off",
     )
-    copy_threads: int | None = _setting(
+    copy_threads: int | None = setting(
         None,
         env="FLEXKV_COPY_THREADS",
         unit="threads",
@@ -411,7 +137,7 @@ class CacheConfig:
         parse=parse_whole(1, _MOST_THREADS),
         allowed=f"a whole number from 1 to {_MOST_THREADS}",
     )
-    runtime_dir: str | None = _setting(
+    runtime_dir: str | None = setting(
         None,
         env="FLEXKV_RUNTIME_DIR",
         unit="absolute path",
@@ -426,7 +152,7 @@ class CacheConfig:
         parse=parse_directory,
         allowed="an absolute path of a directory that only this user can write to",
     )
-    trace: str | None = _setting(
+    trace: str | None = setting(
         None,
         env="FLEXKV_TRACE",
         unit="absolute path",
@@ -438,7 +164,7 @@ class CacheConfig:
         parse=parse_directory,
         allowed="an absolute path of a new file, or of a recording of this user",
     )
-    trace_gb: float = _setting(
+    trace_gb: float = setting(
         1.0,
         env="FLEXKV_TRACE_GB",
         unit="GiB",
@@ -446,10 +172,10 @@ class CacheConfig:
             "How large the file of `trace` may become; then recording ends. A request takes about "
             "100 bytes, and 16 for each of its blocks."
         ),
-        parse=parse_number(_LEAST_GIB, _MOST_GIB),
-        allowed=_SIZE,
+        parse=parse_number(LEAST_GIB, MOST_GIB),
+        allowed=SIZE,
     )
-    log_level: str = _setting(
+    log_level: str = setting(
         "INFO",
         env="FLEXKV_LOG_LEVEL",
         unit="name",
@@ -457,7 +183,7 @@ class CacheConfig:
         parse=parse_log_level,
         allowed=", ".join(LOG_LEVELS),
     )
-    allow_untested_engine: bool = _setting(
+    allow_untested_engine: bool = setting(
         False,
         env="FLEXKV_ALLOW_UNTESTED_ENGINE",
         unit="boolean",

@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import SupportsIndex
 
 from flexkv.adapter.pages import Device
-from flexkv.cache import KVCache, Presence
+from flexkv.cache import KVCache
 from flexkv.forks import close_in_children
 from flexkv.host.session import Session
 from flexkv.layout import KVLayout
 from flexkv.mover import Mover
 from flexkv.page_copies import Copier, PageCopy, PageLoad, PageStore
+from flexkv.presence import Presence
 from flexkv.tiers.base import MAX_KEY_BYTES
 
 _FLUSH_PAUSE_SECONDS = 0.001

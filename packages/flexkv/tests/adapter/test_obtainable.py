@@ -17,7 +17,7 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.obtainable import Obtainable
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.request_options import RequestOptions
-from flexkv.cache import Presence
+from flexkv.presence import Presence
 
 FULL = Group(0, Reach.ALL, 0, 16, 1)
 WINDOW = Group(1, Reach.WINDOW, 64, 16, 1)

@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import (
 from flexkv import KVCache
 from flexkv.adapter.hit_sources import Awaited
 from flexkv.adapter.request_options import RequestOptions
-from flexkv.cache import Presence
 from flexkv.changes import Medium
+from flexkv.presence import Presence
 from flexkv.transfer.fetch import Fetch
 from flexkv_vllm.compat.offloading import may_load_from
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from flexkv.adapter.groups import Group
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.request import TrackedRequest
-from flexkv.cache import KVCache, Presence
+from flexkv.cache import KVCache
+from flexkv.presence import Presence
 
 _FIRST_ASK = 16
 """Blocks in the first question to lower tiers. The number doubles each time that they have all: a
