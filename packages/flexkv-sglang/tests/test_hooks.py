@@ -64,12 +64,24 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     return made
 
 
-def scheduler_of(side: Side, *rids: str) -> Any:
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each rest would have been."""
+    made: list[float] = []
+    monkeypatch.setattr(hooks, "time", SimpleNamespace(sleep=made.append))
+    return made
+
+
+def scheduler_of(side: Any, *rids: str) -> Any:
     queue = [Request(rid, side) for rid in rids]
-    return SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu")
+    return SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu", last_batch=None)
 
 
-NOTHING = (None, "running")
+def running(*rids: str) -> Any:
+    return SimpleNamespace(is_empty=lambda: not rids)
+
+
+NOTHING = (None, running())
 
 
 def rids(queue: Sequence[Request]) -> list[str]:
@@ -80,7 +92,7 @@ def test_a_request_that_waits_is_out_of_sight_and_keeps_its_place(side: Side) ->
     scheduler = scheduler_of(side, "a", "b", "c", "d", "e")
     seen: list[list[str]] = []
 
-    def take_two(scheduler: Any) -> tuple[None, str]:
+    def take_two(scheduler: Any) -> tuple[None, Any]:
         seen.append(rids(scheduler.waiting_queue))
         retracted = Request("z", side)
         scheduler.waiting_queue = [*scheduler.waiting_queue[2:], retracted]
@@ -100,6 +112,30 @@ def test_requests_come_back_when_sglang_raises(side: Side) -> None:
     with pytest.raises(RuntimeError, match="SGLang's"):
         hooks.schedule(fail, scheduler)
     assert rids(scheduler.waiting_queue) == ["a", "b"]
+
+
+LAST = "a batch whose tokens are to be sent"
+BATCH = SimpleNamespace(reqs=[])
+
+
+@pytest.mark.parametrize(
+    ("queue", "made", "last_batch", "rests"),
+    [
+        ("bd", NOTHING, None, 1),
+        ("ab", (BATCH, running()), None, 0),
+        ("b", (None, running("c")), None, 0),
+        ("b", NOTHING, LAST, 0),
+        ("a", NOTHING, None, 0),
+    ],
+)
+@pytest.mark.usefixtures("side")
+def test_sglang_rests_where_all_wait_for_a_disk(
+    slept: list[float], queue: str, made: tuple[Any, Any], last_batch: Any, rests: int
+) -> None:
+    scheduler = scheduler_of(hooks._sides[0], *queue)
+    scheduler.last_batch = last_batch
+    assert hooks.schedule(lambda scheduler: made, scheduler) == made
+    assert len(slept) == rests
 
 
 def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:

@@ -9,6 +9,7 @@ other requests are scheduled meanwhile. SGLang does the same for its own storage
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,11 @@ logger = logging.getLogger("flexkv.sglang")
 _LOOKAHEAD = 64
 """Waiting requests that are looked up before it is their turn, so that disks read for them while
 others compute: more than a batch of prompts, few enough to cost a step little."""
+
+_REST_SECONDS = 0.001
+"""How long SGLang's loop rests where all that it has waits for a lower tier. Without a rest the
+loop keeps Python's lock, and each step of the threads that read waits 5 ms for it. vLLM's loop
+rests as long."""
 
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 _OFFLOAD = (
@@ -93,7 +99,7 @@ def _schedule_ready(
     waiting = {id(request) for request, waits in zip(queue, held, strict=True) if waits}
     scheduler.waiting_queue = [each for each in queue if id(each) not in waiting]
     try:
-        return original(scheduler, *args, **kwargs)
+        made = original(scheduler, *args, **kwargs)
     finally:
         left = {id(request) for request in scheduler.waiting_queue}
         known = {id(request) for request in queue}
@@ -102,6 +108,10 @@ def _schedule_ready(
             *(each for each in queue if id(each) in waiting or id(each) in left),
             *(each for each in scheduler.waiting_queue if id(each) not in known),
         ]
+    batch, running = made
+    if batch is None and running.is_empty() and scheduler.last_batch is None:
+        time.sleep(_REST_SECONDS)
+    return made
 
 
 def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
