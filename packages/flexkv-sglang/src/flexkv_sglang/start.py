@@ -33,6 +33,10 @@ _ONE_PAGE = 1
 """Pages of a block. SGLang stores and looks up any run of pages and does not say where in the
 prompt it begins, so that larger blocks could not be told apart."""
 _SMALL_BLOCK = 64 << 10
+"""Bytes below which a block costs more by itself than by its bytes. Not tuned."""
+_LARGE_PAGE = 64
+"""Tokens of a page from which no larger one is advised: FlashMLA takes no other, and the MLA
+kernels of TensorRT-LLM take no larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +144,11 @@ def _log_start(session: Session, page_size: int) -> None:
         spec.total_bytes / (1 << 30),
         session.info.fingerprint,
     )
-    if spec.format.slot_bytes < _SMALL_BLOCK:
+    if page_size < _LARGE_PAGE and spec.format.slot_bytes < _SMALL_BLOCK:
         logger.warning(
             "SGLang's pages have %d tokens, and a block of FlexKV %d bytes: each is looked up and "
-            "copied by itself; --page-size 64 makes that cheaper",
+            "copied by itself; --page-size %d makes that cheaper",
             page_size,
             spec.format.slot_bytes,
+            _LARGE_PAGE,
         )

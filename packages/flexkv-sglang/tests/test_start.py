@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from sglang_world import Rank
+
+
+@pytest.mark.parametrize(("page_size", "advised"), [(4, True), (64, False)])
+def test_larger_pages_are_advised_where_there_are_any(
+    make_rank: Callable[..., Rank],
+    caplog: pytest.LogCaptureFixture,
+    page_size: int,
+    advised: bool,
+) -> None:
+    with caplog.at_level(logging.WARNING, "flexkv.sglang"):
+        make_rank(page_size=page_size)
+    assert ("--page-size 64 makes that cheaper" in caplog.text) is advised
