@@ -71,12 +71,13 @@ class SteeredMover:
         flag_address: int = 0,
         *,
         planes: range | None = None,
+        mark: int = 0,
     ) -> int:
         """As `Mover.submit`; tickets of transfers that it holds back are negative."""
 
         def begin() -> int:
             return self._inner.submit(
-                direction, blocks, offsets, after, flag_address, planes=planes
+                direction, blocks, offsets, after, flag_address, planes=planes, mark=mark
             )
 
         fault = self._steering.draw(_KINDS[direction], len(blocks))
@@ -111,6 +112,9 @@ class SteeredMover:
             return self._inner.wait(ticket, timeout)
         time.sleep(max(0.0, min(timeout, held.due - time.monotonic())))
         return self._advance(held, timeout)
+
+    def mark(self, stream: int) -> int:
+        return self._inner.mark(stream)
 
     def copy_seconds(self, ticket: int) -> float | None:
         held = self._held.get(ticket)

@@ -66,7 +66,7 @@ std::int64_t CudaMover::submit(const Batch& batch) {
   queue.push_back(take_transfer(batch));
   Transfer& transfer = *queue.back();
   try {
-    record_after(transfer, batch.after);
+    transfer.after = followed(batch);
     transfer.ticket = tickets_.issue_pending();
   } catch (...) {
     queue.pop_back();
@@ -97,20 +97,29 @@ TransferPtr CudaMover::take_transfer(const Batch& batch) {
   return transfer;
 }
 
-void CudaMover::record_after(Transfer& transfer, std::uint64_t stream) {
+std::int64_t CudaMover::mark(std::uint64_t stream) {
+  require_own_process();
   if (stream == 0) {
-    return;
+    throw InvalidArgument("stream is 0, which is no stream; 1 is the legacy default stream");
   }
+  const std::lock_guard lock(mutex_);
+  require_working();
+  return marks_.add(record("stream", stream));
+}
+
+SharedEvent CudaMover::followed(const Batch& batch) {
+  if (batch.mark != 0) {
+    return marks_.find(batch.mark);
+  }
+  return batch.after == 0 ? nullptr : record("after", batch.after);
+}
+
+SharedEvent CudaMover::record(const std::string& name, std::uint64_t stream) {
+  SharedEvent event;
   with_device([&] {
-    const Driver& driver = device_side_->driver();
-    CUevent event = device_side_->events.take();
-    const CUresult result = driver.cuEventRecord(event, reinterpret_cast<CUstream>(stream));
-    if (result != CUDA_SUCCESS) {
-      device_side_->events.put(event);
-    }
-    check_stream(driver, result, "after", stream, "cuEventRecord");
-    transfer.after = event;
+    event = record_event(device_side_->driver(), device_side_->events, name, stream);
   });
+  return event;
 }
 
 std::optional<Status> CudaMover::hold(std::int64_t ticket, std::uint64_t stream,
@@ -175,6 +184,7 @@ void CudaMover::close() {
   if (device_side_ == nullptr) {
     return;
   }
+  marks_.clear();  // no other thread looks at them: the mover is closing
   const std::shared_ptr<Device> device = device_side_->device;  // outlives its context's use
   try {
     const CurrentDevice current(*device);
@@ -276,11 +286,11 @@ void CudaMover::begin(Transfer& transfer, const Lane& lane) {
 }
 
 void CudaMover::follow_after(Transfer& transfer, CUstream stream) {
-  const CUresult result = device_side_->driver().cuStreamWaitEvent(stream, transfer.after, 0);
+  const CUresult result = device_side_->driver().cuStreamWaitEvent(stream, transfer.after.get(), 0);
   {
     // The stream waits for what the event holds now: it can be recorded again.
     const std::lock_guard lock(mutex_);
-    device_side_->events.put(std::exchange(transfer.after, nullptr));
+    transfer.after.reset();
   }
   device_side_->driver().check(result, "cuStreamWaitEvent");
 }
@@ -325,6 +335,7 @@ void CudaMover::finish(TransferPtr transfer) {
     device_side_->timed_events.put(transfer->begun);
   }
   const std::lock_guard lock(mutex_);
+  transfer->after.reset();  // still there if the transfer failed at once
   ends_.erase(transfer->ticket);
   if (transfer->failed) {
     raise_failed_flag(transfer->flag);

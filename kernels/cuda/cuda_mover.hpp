@@ -23,6 +23,7 @@
 #include "cuda_tuning.hpp"
 #include "device.hpp"
 #include "layout.hpp"
+#include "marks.hpp"
 #include "ticketed_mover.hpp"
 #include "transfer.hpp"
 #include "ways.hpp"
@@ -44,6 +45,7 @@ class CudaMover final : public TicketedMover {
 
   std::uint64_t block_bytes() const override { return layout_.block_bytes(); }
   std::int64_t submit(const Batch& batch) override;
+  std::int64_t mark(std::uint64_t stream) override;
   std::optional<Status> hold(std::int64_t ticket, std::uint64_t stream,
                              std::int64_t timeout_us) override;
   void close() override;
@@ -54,7 +56,8 @@ class CudaMover final : public TicketedMover {
   // Callers' side, all under mutex_.
   void require_working() const;
   TransferPtr take_transfer(const Batch& batch);
-  void record_after(Transfer& transfer, std::uint64_t stream);
+  SharedEvent followed(const Batch& batch);
+  SharedEvent record(const std::string& name, std::uint64_t stream);
   void follow(std::uint64_t stream, CUevent event);
   template <typename Call>
   void with_device(const Call& call);
@@ -88,6 +91,7 @@ class CudaMover final : public TicketedMover {
   // The events behind pending transfers that are all on the device, by ticket.
   std::unordered_map<std::int64_t, CUevent> ends_;
   std::vector<TransferPtr> spare_;                 // done with, their memory is used again
+  Marks marks_;
   std::string error_;                              // of the last failure
   bool broken_ = false;                            // the device's context has failed
   bool closing_ = false;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "geometry.hpp"
+#include "marks.hpp"
 #include "mover.hpp"
 
 namespace flexkv::cuda {
@@ -35,7 +36,7 @@ struct Transfer {
   std::vector<std::uint64_t> offsets;
   std::uint32_t* flag = nullptr;
   std::int64_t ticket = 0;
-  CUevent after = nullptr;  // what the stream must wait for first; nullptr: nothing
+  SharedEvent after;  // what the stream must wait for first; nullptr: nothing
 
   // Where the copying thread stands.
   std::optional<Path> path;  // none: not begun

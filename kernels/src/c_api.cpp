@@ -79,11 +79,11 @@ uint64_t fkv_mover_block_bytes(const fkv_mover* mover) { return mover->mover->bl
 
 int64_t fkv_mover_submit(fkv_mover* mover, int direction, const uint64_t* blocks,
                          const uint64_t* offsets, uint64_t n, uint32_t first_plane,
-                         uint32_t n_planes, uint64_t after, uint32_t* flag, char* err,
+                         uint32_t n_planes, uint64_t after, int64_t mark, uint32_t* flag, char* err,
                          size_t err_len) {
   try {
     return mover->mover->submit({checked_direction(direction), blocks, offsets, n, first_plane,
-                                 n_planes, after, flag});
+                                 n_planes, after, mark, flag});
   } catch (const flexkv::InvalidArgument& error) {
     write_message(err, err_len, error.what());
     return FKV_EINVAL;
@@ -92,6 +92,21 @@ int64_t fkv_mover_submit(fkv_mover* mover, int direction, const uint64_t* blocks
     return FKV_ECLOSED;
   } catch (const std::bad_alloc&) {
     write_message(err, err_len, "no memory for the transfer");
+    return FKV_ENOMEM;
+  }
+}
+
+int64_t fkv_mover_mark(fkv_mover* mover, uint64_t stream, char* err, size_t err_len) {
+  try {
+    return mover->mover->mark(stream);
+  } catch (const flexkv::InvalidArgument& error) {
+    write_message(err, err_len, error.what());
+    return FKV_EINVAL;
+  } catch (const flexkv::Closed& error) {
+    write_message(err, err_len, error.what());
+    return FKV_ECLOSED;
+  } catch (const std::bad_alloc&) {
+    write_message(err, err_len, "no memory for the mark");
     return FKV_ENOMEM;
   }
 }

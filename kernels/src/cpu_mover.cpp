@@ -77,6 +77,10 @@ std::int64_t CpuMover::submit(const Batch& batch) {
     throw InvalidArgument("after is " + std::to_string(batch.after) +
                           ", the CPU mover has no streams and takes only 0");
   }
+  if (batch.mark != 0) {
+    throw InvalidArgument("mark is " + std::to_string(batch.mark) +
+                          ", the CPU mover makes none and takes only 0");
+  }
   require_aligned(batch.flag);
   layout_.check(batch);
   TransferPtr transfer = make_transfer(batch);
@@ -98,6 +102,10 @@ std::int64_t CpuMover::submit(const Batch& batch) {
   }
   wake_workers(*transfer);
   return transfer->ticket;
+}
+
+std::int64_t CpuMover::mark(std::uint64_t stream) {
+  throw InvalidArgument("stream is " + std::to_string(stream) + ", the CPU mover has none to mark");
 }
 
 std::optional<Status> CpuMover::hold(std::int64_t ticket, std::uint64_t stream,

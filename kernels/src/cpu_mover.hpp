@@ -42,6 +42,7 @@ class CpuMover final : public TicketedMover {
 
   std::uint64_t block_bytes() const override { return layout_.block_bytes(); }
   std::int64_t submit(const Batch& batch) override;
+  std::int64_t mark(std::uint64_t stream) override;
   std::optional<Status> hold(std::int64_t ticket, std::uint64_t stream,
                              std::int64_t timeout_us) override;
   void close() override;

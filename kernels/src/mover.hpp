@@ -38,6 +38,7 @@ struct Batch {
   std::uint32_t first_plane;
   std::uint32_t n_planes;
   std::uint64_t after;
+  std::int64_t mark;
   std::uint32_t* flag;
 };
 
@@ -51,6 +52,8 @@ class Mover {
   virtual std::uint64_t block_bytes() const = 0;
   // Returns the ticket. Throws InvalidArgument, Closed or std::bad_alloc.
   virtual std::int64_t submit(const Batch& batch) = 0;
+  // See fkv_mover_mark. Throws InvalidArgument, Closed or std::bad_alloc.
+  virtual std::int64_t mark(std::uint64_t stream) = 0;
   // Throws InvalidArgument for a number that was never a ticket, Closed in a forked child.
   virtual Status wait(std::int64_t ticket, std::int64_t timeout_us) = 0;
   // See fkv_mover_copy_ns; throws as wait does.

@@ -52,7 +52,7 @@ extern "C" {
 
 // Raised whenever a declaration below changes incompatibly. Callers compare it with
 // fkv_abi_version() before any other call.
-#define FKV_ABI_VERSION 6
+#define FKV_ABI_VERSION 7
 
 // Directions of a transfer.
 enum { FKV_LOAD = 0 /* arena -> pages */, FKV_STORE = 1 /* pages -> arena */ };
@@ -199,6 +199,8 @@ FKV_API uint64_t fkv_mover_block_bytes(const fkv_mover* mover);
 //        (CUstream) of the device's primary context: the copies follow all work that is in the stream
 //        when this is called. 1 is the legacy default stream. 0 is nothing: the only value that a
 //        CPU mover takes. The stream must exist and not be captured.
+// mark   0, or what fkv_mover_mark returned: the copies follow the work that was marked instead, and
+//        `after` is not used.
 // flag   NULL, or the address of a 4-aligned uint32_t, also in shared memory, which becomes FKV_DONE
 //        or FKV_FAILED with release order once every byte is in place. The caller sets it to
 //        FKV_PENDING before the call. It must stay mapped until the ticket is no longer pending; it
@@ -209,8 +211,17 @@ FKV_API uint64_t fkv_mover_block_bytes(const fkv_mover* mover);
 // blocks and offsets are checked before anything is queued.
 FKV_API int64_t fkv_mover_submit(fkv_mover* mover, int direction, const uint64_t* blocks,
                                  const uint64_t* offsets, uint64_t n, uint32_t first_plane,
-                                 uint32_t n_planes, uint64_t after, uint32_t* flag, char* err,
-                                 size_t err_len);
+                                 uint32_t n_planes, uint64_t after, int64_t mark, uint32_t* flag,
+                                 char* err, size_t err_len);
+
+// How many marks a mover keeps.
+#define FKV_MARKS 32
+
+// Marks the work that is in a stream now, so that later transfers can follow it and no work that is put
+// into the stream meanwhile. `stream` is as `after` of fkv_mover_submit, but not 0. Takes an event's
+// record: a microsecond. Returns a number >= 1 that grows by 1; the last FKV_MARKS can be used. Or
+// FKV_EINVAL (a CPU mover has no streams), FKV_ECLOSED or FKV_ENOMEM with a message in err.
+FKV_API int64_t fkv_mover_mark(fkv_mover* mover, uint64_t stream, char* err, size_t err_len);
 
 // FKV_PENDING, FKV_DONE or FKV_FAILED; FKV_EINVAL for a number that was never a ticket. Asking again
 // gives the same answer: nothing has to be released, since only pending and failed tickets take

@@ -26,7 +26,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -229,10 +229,13 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
         c_uint32,
         c_uint32,
         c_uint64,
+        c_int64,
         address,
         c_char_p,
         c_size_t,
     )
+    lib.fkv_mover_mark.restype = c_int64
+    lib.fkv_mover_mark.argtypes = (address, c_uint64, c_char_p, c_size_t)
     lib.fkv_mover_path_bytes.restype = None
     lib.fkv_mover_path_bytes.argtypes = (address, POINTER(c_uint64))
     lib.fkv_mover_poll.restype = c_int

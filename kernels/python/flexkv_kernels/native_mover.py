@@ -72,6 +72,7 @@ class NativeMover:
         flag_address: int = 0,
         *,
         planes: range | None = None,
+        mark: int = 0,
     ) -> int:
         """Queues the copies of ``blocks[i]`` from or to arena bytes ``offsets[i]`` onward.
 
@@ -88,10 +89,12 @@ class NativeMover:
         planes: numbers of the planes to copy, with a step of 1; None: all. Each goes from or to its
             usual place, and ``offsets`` mean the same as without. A store copies those of them that
             are in the mover's share (``store``), perhaps none. What has nothing to copy is DONE.
+        mark: 0, or a number that :meth:`mark` returned: the copies follow the work that was marked
+            and not that of ``after``.
 
-        Returns the ticket, at least 1. ValueError names the planes, or the first block or offset,
-        out of range; then no byte is touched. RuntimeError if the mover is closed or its device has
-        failed, MemoryError if memory for the bookkeeping is short.
+        Returns the ticket, at least 1. ValueError names the planes, the first block or offset, or
+        the mark, out of range; then no byte is touched. RuntimeError if the mover is closed or its
+        device has failed, MemoryError if memory for the bookkeeping is short.
         """
         if len(blocks) != len(offsets):
             raise ValueError(f"{len(blocks)} blocks but {len(offsets)} offsets")
@@ -108,6 +111,7 @@ class NativeMover:
             first_plane,
             n_planes,
             unsigned("after", after),
+            unsigned("mark", mark, bits=63),
             unsigned("flag_address", flag_address),
             message,
             MESSAGE_BYTES,
@@ -115,6 +119,24 @@ class NativeMover:
         if ticket < 0:
             raise _error(ticket, message.value.decode(errors="replace"))
         return ticket
+
+    def mark(self, stream: int) -> int:
+        """Marks the work that is in a stream now, for :meth:`submit`. It takes a microsecond.
+
+        stream: the handle of a stream of the CUDA mover's device, as ``after`` of :meth:`submit`,
+            but not 0.
+
+        Returns a number, at least 1 and greater by 1 each time. The last 32 can be used. ValueError
+        if ``stream`` is none of this device; a CPU mover has none. RuntimeError if the mover is
+        closed or its device has failed.
+        """
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        mark: int = LIBRARY.brief.fkv_mover_mark(
+            self._handle, unsigned("stream", stream), message, MESSAGE_BYTES
+        )
+        if mark < 0:
+            raise _error(mark, message.value.decode(errors="replace"))
+        return mark
 
     def poll(self, ticket: int) -> Status:
         """The state of a transfer, without waiting; may be asked any number of times.

@@ -99,6 +99,7 @@ class InstantMover:
         flag_address: int = 0,
         *,
         planes: Any = None,
+        mark: int = 0,
     ) -> int:
         if flag_address:
             ctypes.c_uint32.from_address(flag_address).value = Status.DONE

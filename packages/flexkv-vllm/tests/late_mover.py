@@ -67,6 +67,7 @@ class LateMover:
         flag_address: int = 0,
         *,
         planes: range | None = None,
+        mark: int = 0,
     ) -> int:
         if self._closed:
             raise RuntimeError("the mover is closed")
@@ -103,6 +104,9 @@ class LateMover:
                 planes=waiting.planes,
             )
         return self._inner.wait(self._tickets[ticket], timeout)
+
+    def mark(self, stream: int) -> int:
+        raise ValueError("the test's pages are in CPU memory")
 
     def copy_seconds(self, ticket: int) -> float | None:
         inner = self._tickets.get(ticket)

@@ -31,6 +31,9 @@ engines to a ring on the GPU with a kernel behind it."""
 
 FALLBACK = "fallback"
 
+MARKS = 32
+"""How many marks a mover keeps."""
+
 
 class Mover(Protocol):
     """Copies engine blocks of one rank to and from the arena. One per worker process.
@@ -51,6 +54,7 @@ class Mover(Protocol):
         flag_address: int = 0,
         *,
         planes: range | None = None,
+        mark: int = 0,
     ) -> int:
         """Start one transfer and return its ticket.
 
@@ -66,9 +70,26 @@ class Mover(Protocol):
                 and with a step of 1; None: all. Their bytes lie at their usual places, and
                 `offsets` are those of a whole block. A store copies those of them that are in this
                 rank's share, perhaps none. Parts that together are all planes make a whole copy.
+            mark: 0, or what `mark` has returned: the copies follow the work that was marked, and
+                `after` is not used.
 
         Raises:
-            ValueError: planes, a block or an offset are out of range; nothing was copied.
+            ValueError: planes, a block, an offset or the mark are out of range; nothing was copied.
+        """
+        ...
+
+    def mark(self, stream: int) -> int:
+        """Mark the work that a stream has now, for `submit`.
+
+        Args:
+            stream: a CUDA stream's handle, as `after` of `submit`, but not 0.
+
+        Returns:
+            A number, at least 1 and greater by 1 each time. The last `MARKS` can be used.
+
+        Raises:
+            ValueError: this is not a stream of the mover's device.
+            RuntimeError: the mover is closed, or the device has failed.
         """
         ...
 
