@@ -207,6 +207,7 @@ class World(StagedWorkers):
                     rank.pages,
                     config_of_stage(kv_cache_config, rank.stage, rank.stages),
                     Place(rank.number, rank.stage),
+                    alone=True,
                 )
                 for rank in made
             ]

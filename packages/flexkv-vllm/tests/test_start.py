@@ -64,6 +64,7 @@ def start(
             make_pages(BLOCKS) if pages is None else pages,
             kv_cache_config or make_kv_cache_config(BLOCKS),
             Place(0),
+            alone=True,
         )
     finally:
         adapter.shutdown()
@@ -101,7 +102,7 @@ def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
     adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
     os.sched_setaffinity(0, pinned)
     try:
-        adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
+        adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0), alone=True)
         assert os.sched_getaffinity(0) == pinned
         movers = threads_named("flexkv-mover")
         assert movers
@@ -173,7 +174,7 @@ def test_more_memory_than_there_is(vllm_config: VllmConfig) -> None:
 
 def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
     adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
-    adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
+    adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0), alone=True)
     try:
         with pytest.raises(ArenaError, match="is owned by the living process"):
             start(vllm_config)
@@ -203,7 +204,7 @@ def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
     folder = tmp_path / "blocks"
     extra(vllm_config).update(load_mode="layerwise", ssd_cache_dir=str(folder), ssd_cache_gb=1e-3)
     worker = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
-    worker.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0))
+    worker.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0), alone=True)
     before = mapped_arenas()
     try:
         vllm_config.scheduler_config.async_scheduling = True

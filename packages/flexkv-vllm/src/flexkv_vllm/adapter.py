@@ -77,7 +77,10 @@ class Adapter:
         kv_caches: Mapping[str, torch.Tensor],
         kv_cache_config: KVCacheConfig | None,
         place: Place,
+        *,
+        alone: bool,
     ) -> None:
+        """`alone`: whether no other connector copies into the engine's blocks or out of them."""
         if self._config.enable:
             self._worker = make_worker_side(
                 self._config,
@@ -86,6 +89,7 @@ class Adapter:
                 kv_caches,
                 place=place,
                 edge=self._edge,
+                alone=alone,
             )
 
     def shutdown(self) -> None:

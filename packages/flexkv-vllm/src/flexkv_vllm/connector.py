@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.core import HybridConnector, fences_get_through, transfer_results
+from flexkv_vllm.compat.patches import connectors_here
 from flexkv_vllm.load_mode import may_load_layerwise
 from flexkv_vllm.metrics import FlexKVPromMetrics, FlexKVStats
 from flexkv_vllm.scheduler_calls import SchedulerCalls
@@ -61,7 +62,8 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._adapter.start_worker(kv_caches, self._kv_cache_config, Place.here())
+        alone = connectors_here() == [self]
+        self._adapter.start_worker(kv_caches, self._kv_cache_config, Place.here(), alone=alone)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._adapter.fence(kv_connector_metadata)

@@ -77,7 +77,8 @@ class FlexKVConnectorV1Impl(SchedulerCalls):
         self._connector = self._find_connector()
         kv_cache_config = kv_cache_config_of(self._connector)
         check_groups_behind_shim(self._vllm_config, kv_cache_config)
-        self._adapter.start_worker(kv_caches, kv_cache_config, Place.here())
+        alone = connectors_here() == [self._connector]
+        self._adapter.start_worker(kv_caches, kv_cache_config, Place.here(), alone=alone)
 
     def get_kv_connector_stats(self) -> None:
         """None: vLLM's own connector could neither log nor serve what this returned."""

@@ -22,6 +22,7 @@ from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.pool import Pool
+from flexkv_vllm.step_uses import StepUses
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -42,6 +43,7 @@ class SchedulerSide:
         store_time: when to store.
         load_ahead: see `Fetches`.
         events: reports the loadable blocks; None when nobody listens.
+        uses: says which steps a load follows; None if each follows everything.
 
     Attributes:
         figures: figures of the cache.
@@ -55,12 +57,14 @@ class SchedulerSide:
         *,
         load_ahead: bool,
         events: BlockEvents | None = None,
+        uses: StepUses | None = None,
     ) -> None:
         self._engine = engine
         self._cache = engine.cache
         self._groups = engine.groups
         self._keys = engine.keys
         self._events = events
+        self._uses = uses
         self._orders = StepMetadata()
         self._requests = Requests(self._cache, self._abandon)
         options = self._requests.options
@@ -152,6 +156,8 @@ class SchedulerSide:
         self._poll()
         self._tables.follow(output, self._orders)
         self._loads.continue_all(self._orders)
+        if self._uses is not None:
+            self._uses.order(output, self._orders)
         states = self._tables.states_after(output)
         if self._fills.step(scheduled, states, requests, self._orders):
             self.figures.note_activity()
@@ -167,6 +173,8 @@ class SchedulerSide:
             self._loads.fail_rest(tracked, self._orders)
             tracked.lose_blocks()
         self._stores.fence_all(self._orders)
+        if self._uses is not None:
+            self._uses.lose(self._orders)
 
     def take_orders(self, output: SchedulerOutput) -> StepMetadata:
         """The orders collected for this step so far; the next call begins with none."""

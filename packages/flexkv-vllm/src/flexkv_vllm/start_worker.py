@@ -37,6 +37,7 @@ def make_worker_side(
     *,
     place: Place,
     edge: Edge,
+    alone: bool,
 ) -> WorkerSide:
     """Describe this rank's pages, meet the other ranks, and start the mover.
 
@@ -47,6 +48,7 @@ def make_worker_side(
         kv_caches: the rank's tensors by layer, kept alive by vLLM until shutdown.
         place: this worker's.
         edge: where run-time errors end.
+        alone: see `WorkerSide`.
 
     Raises:
         FlexKVError: the layout cannot be described or the arena cannot be had.
@@ -72,4 +74,5 @@ def make_worker_side(
         identity=[*model_identity(vllm_config), groups.describe(), *stages.describe(cached)],
         edge=edge,
         fails_by_request=not groups.plain,
+        alone=alone,
     )

@@ -11,6 +11,7 @@ from flexkv.adapter.guard import Edge
 from flexkv.adapter.layers import LayerParts
 from flexkv.adapter.orders import CopyOrder
 from flexkv.adapter.rank_copies import RankCopies
+from flexkv.adapter.step_marks import StepMarks
 from flexkv.mover import Direction, Status
 
 
@@ -45,6 +46,7 @@ class LayerwiseLoads:
         copies: the copies of the rank.
         parts: the parts of a block, in the order in which layers need them.
         work_so_far: see `WorkerSide`.
+        marks: behind the last steps.
         edge: catches errors of single loads.
 
     Attributes:
@@ -52,13 +54,19 @@ class LayerwiseLoads:
     """
 
     def __init__(
-        self, copies: RankCopies, parts: LayerParts, work_so_far: Callable[[], int], edge: Edge
+        self,
+        copies: RankCopies,
+        parts: LayerParts,
+        work_so_far: Callable[[], int],
+        marks: StepMarks,
+        edge: Edge,
     ) -> None:
         self.failed: set[int] = set()
         self._bad_blocks: set[int] = set()
         self._copies = copies
         self._parts = parts
         self._work_so_far = work_so_far
+        self._marks = marks
         self._edge = edge
         self._running: list[LayerwiseLoad] = []
 
@@ -67,7 +75,8 @@ class LayerwiseLoads:
         return bool(self._running)
 
     def start(self, orders: Sequence[CopyOrder], after: int) -> None:
-        """Begin the loads of a step."""
+        """Begin the loads of a step, behind `after` where the steps that they follow are not
+        marked."""
         loads = [
             LayerwiseLoad(order, array("Q", order.engine_blocks), self._copies.offsets(order))
             for order in orders
@@ -123,7 +132,12 @@ class LayerwiseLoads:
         with self._edge.guard("load of blocks", "they count as a miss"):
             load.tickets.append(
                 self._copies.mover.submit(
-                    Direction.LOAD, load.blocks, load.offsets, after, planes=planes
+                    Direction.LOAD,
+                    load.blocks,
+                    load.offsets,
+                    after,
+                    planes=planes,
+                    mark=self._marks.behind(load.order.follows),
                 )
             )
             self._copies.begun_part(load.tickets[-1], planes, len(load.blocks))

@@ -6,7 +6,11 @@ The engine carries both in its own messages of a step, so they are ordered with 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+
+EVERYTHING = sys.maxsize
+"""In place of a step's number: all work that the engine has given to its device."""
 
 
 @dataclass(slots=True)
@@ -22,6 +26,8 @@ class CopyOrder:
             FlexKV block because the engine has its beginning itself).
         last: for a load, whether no more blocks of the request follow in later steps.
         built_on: for a store, the layer-wise load that its blocks were computed on; 0 if none.
+        follows: for a load, the number of the last step that may read or write its blocks, as in
+            `StepOrders.step`. The copy waits for no later step.
     """
 
     transfer_id: int
@@ -31,6 +37,7 @@ class CopyOrder:
     skip: int = 0
     last: bool = True
     built_on: int = 0
+    follows: int = EVERYTHING
 
 
 @dataclass(slots=True)
@@ -50,6 +57,7 @@ class StepOrders:
             the blocks until the worker names the request.
         has_forward: whether the step computes anything.
         number: number for the workers' `StepReport` of this step; 0 if no report is needed.
+        step: number of the step, which grows by 1; 0 where loads follow everything.
     """
 
     loads: dict[str, CopyOrder] = field(default_factory=dict)
@@ -61,6 +69,7 @@ class StepOrders:
     releases: dict[str, list[int]] = field(default_factory=dict)
     has_forward: bool = False
     number: int = 0
+    step: int = 0
 
 
 @dataclass(slots=True)

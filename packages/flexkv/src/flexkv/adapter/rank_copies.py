@@ -88,9 +88,11 @@ class RankCopies:
                     self.figures.measured(size, seconds)
             self.figures.begin_counting()
 
-    def submit(self, direction: Direction, order: CopyOrder, after: int) -> int | None:
-        """Begin a copy that the mover reports itself. Returns its ticket, or None if it could not
-        be begun; then it is reported as failed."""
+    def submit(
+        self, direction: Direction, order: CopyOrder, after: int, mark: int = 0
+    ) -> int | None:
+        """Begin a copy that the mover reports itself, behind `after` or `mark`, see `Mover.submit`.
+        Returns its ticket, or None if it could not be begun; then it is reported as failed."""
         place = f"{direction.name.lower()} of blocks"
         with self._edge.guard(place, "they count as a miss"):
             return self.mover.submit(
@@ -99,6 +101,7 @@ class RankCopies:
                 self.offsets(order),
                 after,
                 self._arena.board.flag_address(order.cell, self._rank),
+                mark=mark,
             )
         self.report(order, Status.FAILED)
         return None

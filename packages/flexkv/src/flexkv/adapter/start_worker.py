@@ -24,6 +24,7 @@ def start_worker(
     identity: Sequence[str],
     edge: Edge,
     fails_by_request: bool = False,
+    alone: bool = True,
 ) -> WorkerSide:
     """Meet the other ranks, start the mover, and measure what a load takes.
 
@@ -34,7 +35,7 @@ def start_worker(
         device: that they are on.
         identity: what makes the bytes of a block what they are; see `fingerprint`.
         edge: where run-time errors end.
-        fails_by_request: see `WorkerSide`.
+        fails_by_request, alone: see `WorkerSide`.
 
     Raises:
         ArenaError: the ranks do not come, disagree, or the memory is not there.
@@ -59,6 +60,7 @@ def start_worker(
         work_so_far=device.work_so_far,
         edge=edge,
         fails_by_request=fails_by_request,
+        alone=alone,
     )
     side.calibrate(layout.num_blocks)
     return side

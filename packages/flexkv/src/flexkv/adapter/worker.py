@@ -12,6 +12,7 @@ from flexkv.adapter.layers import LayerParts
 from flexkv.adapter.layerwise import LayerwiseLoads
 from flexkv.adapter.orders import CopyOrder, StepOrders, StepReport
 from flexkv.adapter.rank_copies import RankCopies
+from flexkv.adapter.step_marks import StepMarks
 from flexkv.host.session import Session
 from flexkv.mover import Direction, Mover, Status
 
@@ -54,6 +55,8 @@ class WorkerSide:
         edge: catches errors of single transfers.
         fails_by_request: whether a load that failed in part counts as failed as a whole, because a
             part is of no use; otherwise its failed blocks are reported.
+        alone: whether nothing but the engine and this worker side reads or writes the blocks. If
+            not, every load follows everything.
 
     Attributes:
         figures: of the copies.
@@ -72,6 +75,7 @@ class WorkerSide:
         work_so_far: Callable[[], int],
         edge: Edge,
         fails_by_request: bool = False,
+        alone: bool = True,
     ) -> None:
         self._session = session
         self._work_so_far = work_so_far
@@ -85,7 +89,9 @@ class WorkerSide:
             edge=edge,
         )
         self.figures = self._copies.figures
-        self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, edge)
+        self._marks = StepMarks(self._copies, work_so_far, edge)
+        self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, self._marks, edge)
+        self._alone = alone
         self._begun_loads: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}
         self._received: set[str] = set()
@@ -126,15 +132,16 @@ class WorkerSide:
         self._copies.stop()
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Start this step's loads, behind the engine's work so far: it may still read what the
-        blocks held before."""
+        """Start this step's loads, behind the steps that may still read what the blocks held
+        before. Where these are not marked, loads start behind the engine's work so far."""
         self._begun_loads.clear()
         after = self._work_so_far()
         self._layerwise.start(orders.layerwise, after)
         for request_id, order in orders.loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
             load.complete = order.last
-            ticket = self._copies.submit(Direction.LOAD, order, after)
+            mark = self._marks.behind(order.follows)
+            ticket = self._copies.submit(Direction.LOAD, order, after, mark)
             self._begun_loads.add(order.transfer_id)
             if ticket is None:
                 load.bad_blocks.extend(order.engine_blocks)
@@ -186,6 +193,8 @@ class WorkerSide:
         """Requests whose blocks no store reads any more, and requests whose loads have ended."""
         # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
         self._layerwise.end()
+        if orders.step and self._alone:
+            self._marks.step_ended(orders.step)
         self._releases.update(orders.releases)
         if not orders.has_forward:
             # Up to 0.30 vLLM lets no stores begin in such a step.

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that each of vLLM's steps uses, and which steps a load must follow for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexkv.adapter.block_uses import BlockUses
+from flexkv.adapter.orders import EVERYTHING, StepOrders
+from flexkv_vllm.compat.core import blocks_beside_requests
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class StepUses:
+    """Follows the blocks of all requests, for models of one group of full attention.
+
+    Workers know blocks from `SchedulerOutput` alone, so this is all that a step can use. With
+    asynchronous scheduling vLLM may have made a step with a request before it knew that the request
+    had ended. The request is in `finished_req_ids` of a later step.
+    """
+
+    def __init__(self) -> None:
+        self._uses = BlockUses()
+
+    def order(self, output: SchedulerOutput, orders: StepOrders) -> None:
+        """Number the step that `output` describes, and say which steps its loads follow. Once for
+        each step."""
+        uses = self._uses
+        uses.begin_step([*output.finished_req_ids, *(output.preempted_req_ids or ())])
+        uses.touched(blocks_beside_requests(output))
+        orders.step = uses.step
+        # Before the blocks are given: a layer-wise load fills those of a request of this step.
+        for order in [*orders.loads.values(), *orders.layerwise]:
+            order.follows = uses.last_use(order.engine_blocks)
+        for new in output.scheduled_new_reqs:
+            (blocks,) = new.block_ids
+            uses.give(new.req_id, blocks)
+        cached = output.scheduled_cached_reqs
+        for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if tables is not None:
+                (blocks,) = tables
+                give = uses.give if request_id in cached.resumed_req_ids else uses.add
+                give(request_id, blocks)
+        uses.check(output.num_scheduled_tokens.keys())
+
+    def lose(self, orders: StepOrders) -> None:
+        """After an error: this step's loads follow everything, and so do all later ones."""
+        self._uses.lose()
+        for order in [*orders.loads.values(), *orders.layerwise]:
+            order.follows = EVERYTHING

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step that last used each of the engine's blocks: what a load into them must follow."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+
+from flexkv.adapter.orders import EVERYTHING
+
+
+class BlockUses:
+    """Which blocks the engine's workers know, and until which step they used the others.
+
+    It is told what the workers are told with each step. They compute on these blocks only, so a
+    block that no request has any more was last used by the step before the one that took it away.
+    A block that it was never told of was not used by any step.
+
+    All doubts end the same way: loads follow everything. A block that a request has seemingly kept
+    counts as in use.
+
+    Attributes:
+        step: number of the step that is being made; the first is 1.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._tables: dict[str, list[int]] = {}
+        self._holders: Counter[int] = Counter()
+        self._last: dict[int, int] = {}
+        self._lost = False
+
+    def begin_step(self, ended: Iterable[str]) -> None:
+        """The engine makes the next step. In it the requests `ended` have no blocks any more, or
+        other ones."""
+        self.step += 1
+        for request_id in ended:
+            self._release(request_id)
+
+    def touched(self, blocks: Iterable[int]) -> None:
+        """The workers use these blocks in this step, whoever has them."""
+        self._last.update(dict.fromkeys(blocks, self.step))
+
+    def last_use(self, blocks: Sequence[int]) -> int:
+        """The last step that may use any of the blocks; 0 if none ever did."""
+        if self._lost or not self._holders.keys().isdisjoint(blocks):
+            return EVERYTHING
+        return max(map(self._last.get, blocks, itertools.repeat(0)), default=0)
+
+    def give(self, request_id: str, blocks: Sequence[int]) -> None:
+        """In this step a request has exactly these blocks."""
+        self._release(request_id)
+        self._tables[request_id] = list(blocks)
+        self._holders.update(blocks)
+
+    def add(self, request_id: str, blocks: Sequence[int]) -> None:
+        """In this step a request has these blocks, too."""
+        table = self._tables.get(request_id)
+        if table is None:
+            self.lose()
+            return
+        table.extend(blocks)
+        self._holders.update(blocks)
+
+    def check(self, computed: Set[str]) -> None:
+        """The step computes these requests: their blocks must be known."""
+        if not self._tables.keys() >= computed:
+            self.lose()
+
+    def lose(self) -> None:
+        """What is known here may be wrong, from now on."""
+        self._lost = True
+        self._tables.clear()
+        self._holders.clear()
+        self._last.clear()
+
+    def _release(self, request_id: str) -> None:
+        blocks = self._tables.pop(request_id, None)
+        if blocks is None:
+            return
+        holders, last, used = self._holders, self._last, self.step - 1
+        for block in blocks:
+            if last.get(block, 0) < used:
+                last[block] = used
+            left = holders[block] - 1
+            if left:
+                holders[block] = left
+            else:
+                del holders[block]
