@@ -4,54 +4,40 @@ and with each other. Lint checks them against their schemas; no test starts a co
 
 from __future__ import annotations
 
-import configparser
 import importlib.util
 import json
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from docs.tests.deployed import (
+    CLUSTER_COMPOSE,
+    COMPOSE,
+    CONTAINER,
+    DEPLOY,
+    ENGINES,
+    KUBERNETES,
+    POD,
+    UNITS,
+    command_of,
+)
 from flexkv.config import settings
 from flexkv.config_sources import load_config
 from integration.harness.connector import CONNECTOR
 
-_DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-_CLUSTER = _DEPLOY / "cluster"
-_COMPOSE: dict[str, Any] = yaml.safe_load((_CLUSTER / "compose.yaml").read_text())
-_ONE: dict[str, Any] = yaml.safe_load((_DEPLOY / "compose.yaml").read_text())
-_KUBERNETES: list[dict[str, Any]] = [
-    document
-    for path in sorted((_DEPLOY / "kubernetes").glob("*.yaml"))
-    for document in yaml.safe_load_all(path.read_text())
-]
-(_POD,) = [
-    each["spec"]["template"]["spec"] for each in _KUBERNETES if each["kind"] == "StatefulSet"
-]
-(_CONTAINER,) = _POD["containers"]
-_UNITS = sorted(_CLUSTER.glob("*.service"))
 _VARIABLE = re.compile(r"\bFLEXKV_[A-Z_]+")
 _COMPOSED = re.compile(r"\$\{\w+(?::-(.*?))?(?::\?.*?)?\}")
-
-
-def command_of(unit: str) -> list[str]:
-    """The command line of a unit."""
-    parser = configparser.ConfigParser(strict=False)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(_CLUSTER / f"{unit}.service")
-    return shlex.split(parser["Service"]["ExecStart"])
 
 
 def test_variables_are_settings() -> None:
     known = {setting.metadata["env"] for setting in settings()}
     used = {
         name
-        for path in (*_UNITS, *_DEPLOY.rglob("*.yaml"))
+        for path in (*UNITS, *DEPLOY.rglob("*.yaml"))
         for name in _VARIABLE.findall(path.read_text())
     }
     assert len(used) > 6
@@ -61,9 +47,9 @@ def test_variables_are_settings() -> None:
 @pytest.mark.parametrize(
     "environment",
     [
-        _ONE["services"]["cuda"]["environment"],
-        _ONE["services"]["cpu"]["environment"],
-        {each["name"]: each["value"] for each in _CONTAINER["env"]},
+        COMPOSE["services"]["cuda"]["environment"],
+        COMPOSE["services"]["cpu"]["environment"],
+        {each["name"]: each["value"] for each in CONTAINER["env"]},
     ],
     ids=["compose-cuda", "compose-cpu", "kubernetes"],
 )
@@ -76,17 +62,7 @@ def test_values_of_settings_are_allowed(environment: dict[str, Any]) -> None:
     assert config.ssd_cache_dir == ("/cache/flexkv",)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        _COMPOSE["services"]["engine"]["command"],
-        _ONE["services"]["cuda"]["command"],
-        _ONE["services"]["cpu"]["command"],
-        [*_CONTAINER["command"], *_CONTAINER["args"]],
-        command_of("flexkv-vllm"),
-    ],
-    ids=["cluster", "compose-cuda", "compose-cpu", "kubernetes", "systemd"],
-)
+@pytest.mark.parametrize("command", ENGINES.values(), ids=ENGINES)
 def test_engines_load_flexkv(command: list[str]) -> None:
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_connector"] == CONNECTOR
@@ -95,54 +71,54 @@ def test_engines_load_flexkv(command: list[str]) -> None:
 
 def test_engines_are_killed_later_than_they_end() -> None:
     for command, seconds in (
-        (_ONE["services"]["cuda"]["command"], _ONE["services"]["cuda"]["stop_grace_period"]),
-        (_ONE["services"]["cpu"]["command"], _ONE["services"]["cpu"]["stop_grace_period"]),
-        (_CONTAINER["args"], _POD["terminationGracePeriodSeconds"]),
+        (COMPOSE["services"]["cuda"]["command"], COMPOSE["services"]["cuda"]["stop_grace_period"]),
+        (COMPOSE["services"]["cpu"]["command"], COMPOSE["services"]["cpu"]["stop_grace_period"]),
+        (CONTAINER["args"], POD["terminationGracePeriodSeconds"]),
     ):
         (given,) = [each for each in command if each.startswith("--shutdown-timeout=")]
         assert int(given.partition("=")[2]) < int(str(seconds).removesuffix("s"))
 
 
 def test_a_pod_has_the_memory_and_the_drive_that_its_settings_take() -> None:
-    values = {each["name"]: each["value"] for each in _CONTAINER["env"]}
-    memory = int(_CONTAINER["resources"]["limits"]["memory"].removesuffix("Gi"))
-    (shm,) = [each["emptyDir"] for each in _POD["volumes"] if each["name"] == "shm"]
+    values = {each["name"]: each["value"] for each in CONTAINER["env"]}
+    memory = int(CONTAINER["resources"]["limits"]["memory"].removesuffix("Gi"))
+    (shm,) = [each["emptyDir"] for each in POD["volumes"] if each["name"] == "shm"]
     taken = int(values["FLEXKV_CPU_CACHE_GB"]) + int(shm["sizeLimit"].removesuffix("Gi"))
     assert taken < memory
-    for document in _KUBERNETES:
+    for document in KUBERNETES:
         for claim in document["spec"].get("volumeClaimTemplates", []) if "spec" in document else []:
             room = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
             assert int(values["FLEXKV_SSD_CACHE_GB"]) < room
 
 
 def test_images_have_the_engines_that_the_tests_run() -> None:
-    text = (_DEPLOY.parent / "noxfile.py").read_text()
+    text = (DEPLOY.parent / "noxfile.py").read_text()
     tested = dict(re.findall(r'^(\w+)_VERSION = "(.*)"$', text, re.MULTILINE))
-    cuda = (_DEPLOY / "images" / "Dockerfile.cuda").read_text()
+    cuda = (DEPLOY / "images" / "Dockerfile.cuda").read_text()
     assert f"ARG ENGINE_IMAGE=vllm/vllm-openai:v{tested['VLLM']}\n" in cuda
     assert f"lmsysorg/sglang:v{tested['SGLANG']} " in cuda
-    cpu = (_DEPLOY / "images" / "Dockerfile.cpu").read_text()
+    cpu = (DEPLOY / "images" / "Dockerfile.cpu").read_text()
     assert f"ARG VLLM_VERSION={tested['VLLM']}\n" in cpu
 
 
 def test_what_images_copy_is_there() -> None:
-    for image in sorted((_DEPLOY / "images").iterdir()):
+    for image in sorted((DEPLOY / "images").iterdir()):
         copied = re.findall(r"^COPY (?!--from)(\S+) ", image.read_text(), re.MULTILINE)
         assert copied
-        assert [path for path in copied if not (_DEPLOY.parent / path).exists()] == []
+        assert [path for path in copied if not (DEPLOY.parent / path).exists()] == []
 
 
-@pytest.mark.parametrize("compose", [_ONE, _COMPOSE], ids=["one", "cluster"])
+@pytest.mark.parametrize("compose", [COMPOSE, CLUSTER_COMPOSE], ids=["one", "cluster"])
 def test_compose_builds_images_that_exist(compose: dict[str, Any]) -> None:
     files = {each["build"]["dockerfile"] for each in compose["services"].values()}
     assert files
-    assert [file for file in files if not (_DEPLOY.parent / file).is_file()] == []
+    assert [file for file in files if not (DEPLOY.parent / file).is_file()] == []
 
 
 def test_both_start_the_master_at_the_ports_that_engines_ask() -> None:
-    compose = _COMPOSE["services"]["mooncake-master"]["command"]
+    compose = CLUSTER_COMPOSE["services"]["mooncake-master"]["command"]
     assert compose[1:] == command_of("mooncake-master")[1:]
-    engine = _COMPOSE["services"]["engine"]["environment"]
+    engine = CLUSTER_COMPOSE["services"]["engine"]["environment"]
     assert engine["FLEXKV_MOONCAKE_MASTER"].rpartition(":")[2] == option(compose, "rpc_port")
     port = option(compose, "http_metadata_server_port")
     assert engine["FLEXKV_MOONCAKE_METADATA"].endswith(f":{port}/metadata")
@@ -166,7 +142,7 @@ def test_mooncake_knows_the_options() -> None:
     assert used <= known
 
 
-@pytest.mark.parametrize("unit", _UNITS, ids=lambda unit: unit.stem)
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_the_units(unit: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")

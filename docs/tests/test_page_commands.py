@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.tests.deployed import ENGINES
 from docs.tests.page_commands import (
+    PAGES,
     ROOT,
     Statement,
     all_blocks,
@@ -148,13 +150,17 @@ def test_flexkv_knows_its_options() -> None:
 
 def test_vllm_knows_the_options() -> None:
     commands = served(VLLM_SERVERS[:1], 2) + served(VLLM_SERVERS[1:], 3)
-    assert len(commands) > 5
+    commands += [command[2:] for command in ENGINES.values()]
+    assert len(commands) > 10
     parse(Path(sys.executable), VLLM_PARSER, commands)
 
 
 def test_sglang_knows_the_options() -> None:
     commands = served(SGLANG_SERVERS[:1], 2) + served(SGLANG_SERVERS[1:], 3)
-    assert len(commands) > 3
+    page = (PAGES / "guides" / "kubernetes.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    commands.append(yaml.safe_load(block)["args"])
+    assert len(commands) > 4
     try:
         python = environment.python()
     except environment.EnvironmentMissingError as error:

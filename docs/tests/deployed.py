@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of `deploy/`, read: what they start, and with which settings."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+CLUSTER = DEPLOY / "cluster"
+UNITS = sorted(CLUSTER.glob("*.service"))
+
+CLUSTER_COMPOSE: dict[str, Any] = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+KUBERNETES: list[dict[str, Any]] = [
+    document
+    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+]
+(POD,) = [each["spec"]["template"]["spec"] for each in KUBERNETES if each["kind"] == "StatefulSet"]
+(CONTAINER,) = POD["containers"]
+
+
+def command_of(unit: str) -> list[str]:
+    """The command line of a unit of systemd."""
+    parser = configparser.ConfigParser(strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(CLUSTER / f"{unit}.service")
+    return shlex.split(parser["Service"]["ExecStart"])
+
+
+ENGINES: dict[str, list[str]] = {
+    "cluster": CLUSTER_COMPOSE["services"]["engine"]["command"],
+    "compose-cuda": COMPOSE["services"]["cuda"]["command"],
+    "compose-cpu": ["vllm", "serve", *COMPOSE["services"]["cpu"]["command"]],
+    "kubernetes": [*CONTAINER["command"], *CONTAINER["args"]],
+    "systemd": command_of("flexkv-vllm"),
+}
+"""Command lines of engines: program, `serve`, arguments. That of the image for CPUs is the same
+server under another name."""
