@@ -59,7 +59,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     ),
     (
         Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
-        Room("cli", "flexkv stat, verify, clear, plan", _of(CORE, "cli", "__main__")),
+        Room("cli", "flexkv stat, top, plan, ...", _of(CORE, "cli", "__main__")),
     ),
     (
         Room(

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `flexkv top` looks at: engines by their address, and cache directories.
+
+Each source is asked by a thread of its own, so that one that hangs keeps nobody else waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+
+from flexkv.cli.common import cache_folders
+from flexkv.cli.top_metrics import Reading, read_metrics
+from flexkv.errors import ConfigError, DiskError
+from flexkv.tiers.disk.files import reason_of
+from flexkv.tiers.disk.inspect import FolderState, folder_state
+
+_CALL_SECONDS = 5.0
+"""How long an engine may take to answer. Its `/metrics` may wait for a step of the engine."""
+
+_MOST_BYTES = 32 << 20
+"""Of an answer; engines serve less than a megabyte."""
+
+_ALLOWED = (
+    "an engine's address, as http://HOST:PORT or HOST:PORT, or a cache directory (see an engine's "
+    "ssd_cache_dir)"
+)
+_MOST_PORT = 65535
+
+Read = TypeVar("Read")
+
+
+class SourceError(Exception):
+    """A source gives nothing now; the message says why."""
+
+
+@dataclass(slots=True)
+class Look(Generic[Read]):
+    """What a source has given.
+
+    Attributes:
+        last: the latest reading; None if there is none.
+        at: time.monotonic() of the latest reading or failure; 0 if there was neither.
+        error: why the latest attempt failed; None if it did not.
+        since: time.monotonic() at which it began to fail.
+    """
+
+    last: Read | None = None
+    at: float = 0.0
+    error: str | None = None
+    since: float = 0.0
+
+
+class Source(Generic[Read]):
+    """Asked again and again, in a thread of its own.
+
+    Args:
+        name: as the user gave it.
+        read: asks once.
+        take: gets every reading, in that thread.
+    """
+
+    def __init__(self, name: str, read: Callable[[], Read], take: Callable[[Read], None]) -> None:
+        self.name = name
+        self.look: Look[Read] = Look()
+        self._read = read
+        self._take = take
+        self._asked = threading.Event()
+        self._asked_at = 0.0
+
+    def start(self, interval: float) -> None:
+        """Begin to ask, every `interval` seconds."""
+        thread = threading.Thread(target=self._run, args=(interval,), daemon=True)
+        thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Until the first attempt has ended, or so many seconds have passed."""
+        if not self._asked.wait(seconds):
+            now = time.monotonic()
+            self.look = Look(None, now, f"no answer within {seconds:g} s", now)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the attempt under way has lasted; 0 if none is."""
+        return time.monotonic() - self._asked_at if self._asked_at else 0.0
+
+    def _run(self, interval: float) -> None:
+        while True:
+            self._asked_at = time.monotonic()
+            try:
+                found = self._read()
+                self._take(found)
+                self.look = Look(found, time.monotonic())
+            except (SourceError, DiskError) as error:
+                now, before = time.monotonic(), self.look
+                since = now if before.error is None else before.since
+                self.look = Look(before.last, now, str(error), since)
+            self._asked_at = 0.0
+            self._asked.set()
+            time.sleep(interval)
+
+
+def is_address(target: str) -> bool:
+    """Whether a target of the command line is an engine's address rather than a directory.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if "://" in target:
+        return True
+    if os.path.exists(target) or "/" in target:
+        return False
+    host, colon, port = target.rpartition(":")
+    if host and colon and port.isdigit():
+        return True
+    raise ConfigError(f"{target!r} on the command line does not exist; allowed: {_ALLOWED}")
+
+
+def address_of(target: str) -> str:
+    """The URL of an engine's metrics.
+
+    Raises:
+        ConfigError: `target` is no address.
+    """
+    url = target if "://" in target else f"http://{target}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ConfigError(
+            f"{target!r} on the command line has no port from 1 to {_MOST_PORT}; allowed: "
+            f"{_ALLOWED}"
+        ) from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "a target on the command line holds a user or a password, which others on this "
+            f"machine can read; allowed: {_ALLOWED}"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(f"{target!r} on the command line is no address; allowed: {_ALLOWED}")
+    path = parts.path if parts.path.strip("/") else "/metrics"
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{parts.scheme}://{parts.netloc}{path}{query}"
+
+
+def scrape(url: str) -> Reading:
+    """The figures that an engine serves now.
+
+    Raises:
+        SourceError: it serves none.
+    """
+    at = time.monotonic()
+    try:
+        with urllib.request.urlopen(url, timeout=_CALL_SECONDS) as answer:
+            data = answer.read(_MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        raise SourceError(f"answers {error.code} {error.reason}") from None
+    except urllib.error.URLError as error:
+        cause = error.reason
+        reason = reason_of(cause) if isinstance(cause, OSError) else str(cause)
+        raise SourceError(f"does not answer: {reason}") from None
+    except (OSError, ValueError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise SourceError(f"does not answer: {reason}") from None
+    except Exception as error:  # noqa: BLE001 - of http.client, whose errors have no common base
+        raise SourceError(f"answers with something else than HTTP: {error!r}") from None
+    if len(data) > _MOST_BYTES:
+        raise SourceError(f"answers with more than {_MOST_BYTES >> 20} MiB, which are no metrics")
+    try:
+        reading = read_metrics(data.decode(), at)
+    except (ValueError, KeyError):
+        raise SourceError("answers with something else than metrics") from None
+    if reading is None:
+        raise SourceError("serves no metrics of FlexKV")
+    return reading
+
+
+def folders_of(target: str) -> Callable[[], Sequence[FolderState]]:
+    """Reads the folders of a cache directory.
+
+    Raises:
+        ConfigError: `target` is no directory.
+    """
+    if not os.path.isdir(target):
+        problem = "is not a directory" if os.path.exists(target) else "does not exist"
+        raise ConfigError(f"{target!r} on the command line {problem}; allowed: {_ALLOWED}")
+    return lambda: [folder_state(path) for path in cache_folders(target)]

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `flexkv top` shows of its sources."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from flexkv.adapter.metrics import METRICS, STATES, TIERS
+from flexkv.cli.common import size
+from flexkv.cli.top_metrics import Change, Reading
+from flexkv.cli.top_sources import Source
+from flexkv.tiers.disk.inspect import FolderState
+
+_WINDOW_SECONDS = 10.0
+"""Rates are of so long a time: an engine reports with its steps, which may be seconds long."""
+
+_FAILURES = 6
+"""Failures that are listed."""
+
+_SLOW_SECONDS = 3.0
+"""An attempt that lasts longer is mentioned."""
+
+_LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
+_NONE = "-"
+
+
+class EngineHistory:
+    """What an engine did in the last seconds, and how it failed. Written by one thread and read by
+    another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readings: deque[Reading] = deque()
+        self._failures: deque[tuple[str, str]] = deque(maxlen=_FAILURES)
+
+    def take(self, reading: Reading) -> None:
+        """One more scrape."""
+        with self._lock:
+            readings = self._readings
+            change = Change(readings[-1] if readings else None, reading)
+            when = time.strftime("%H:%M:%S") if readings else "before"
+            for cause, tier, count in change.failures():
+                self._failures.append((when, f"{count} x {cause}{f' of {tier}' if tier else ''}"))
+            readings.append(reading)
+            while len(readings) > 2 and readings[1].at < reading.at - _WINDOW_SECONDS:
+                readings.popleft()
+
+    @property
+    def change(self) -> Change | None:
+        """Over the last seconds; None before the first scrape."""
+        with self._lock:
+            readings = list(self._readings)
+        if not readings:
+            return None
+        return Change(readings[0] if len(readings) > 1 else None, readings[-1])
+
+    @property
+    def failures(self) -> list[tuple[str, str]]:
+        """When, and what; the latest first."""
+        with self._lock:
+            return list(self._failures)[::-1]
+
+
+def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableType:
+    """One engine."""
+    change = history.change
+    if change is None:
+        return Panel(_state(source), title=_plain(source.name), title_align="left")
+    new = change.new
+    title = ", ".join(filter(None, (source.name, *sorted(new.engines), *sorted(new.models))))
+    versions = ", ".join(sorted(new.versions))
+    parts: list[RenderableType] = [_summary(change), _tiers(change), _links(change)]
+    if history.failures:
+        parts.append(_failures(history.failures))
+    if source.look.error is not None or source.silent_seconds > _SLOW_SECONDS:
+        parts.insert(0, _state(source))
+    return Panel(
+        Group(*parts),
+        title=_plain(title),
+        subtitle=_plain(f"FlexKV {versions}"),
+        title_align="left",
+        subtitle_align="left",
+    )
+
+
+def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
+    """One cache directory."""
+    states = source.look.last
+    parts: list[RenderableType] = []
+    if source.look.error is not None or source.silent_seconds > _SLOW_SECONDS or states is None:
+        parts.append(_state(source))
+    if states is not None:
+        table = _table("folder", "used by", "full", "bytes", "hits", "damaged", "today", "circuits")
+        for each in states:
+            circuits = _NONE if each.owner is None else f"r {each.reads}, w {each.writes}"
+            table.add_row(
+                _plain(each.path.rpartition("/")[2][:16]),
+                _NONE if each.owner is None else str(each.owner),
+                _share(each.used_slots, each.slots),
+                size(each.used_bytes),
+                f"{each.hit_blocks:,}",
+                f"{each.damaged_blocks:,}",
+                size(each.written_bytes_day),
+                Text(circuits, style="red" if "open" in circuits else ""),
+            )
+        parts.append(table)
+    return Panel(Group(*parts), title=_plain(source.name), title_align="left")
+
+
+def _state(source: Source[Reading] | Source[Sequence[FolderState]]) -> Text:
+    look = source.look
+    if look.error is None:
+        return Text(f"no answer for {source.silent_seconds:.0f} s", style="yellow")
+    for_seconds = time.monotonic() - look.since
+    again = f", for {for_seconds:.0f} s now; the figures are old" if look.last is not None else ""
+    return _plain(f"{look.error}{again}", style="red")
+
+
+def _summary(change: Change) -> Text:
+    asked = change.growth("query_tokens", "host")
+    hits = sum(change.growth("hit_tokens", tier) for tier in TIERS)
+    all_asked = change.total("query_tokens", "host")
+    all_hits = sum(change.total("hit_tokens", tier) for tier in TIERS)
+    saved = change.rate("saved_prefill_seconds")
+    loads = [_seconds(change.quantile(share, "load_seconds")) for share in (0.5, 0.99)]
+    return Text(
+        f"hit rate {_share(hits, asked)} now, {_share(all_hits, all_asked)} since its start   "
+        f"prefill saved {change.total('saved_prefill_seconds'):,.1f} s"
+        + ("" if saved is None else f", {saved:.2f} s a second")
+        + f"   loads p50 {loads[0]}, p99 {loads[1]}"
+    )
+
+
+def _tiers(change: Change) -> Table:
+    table = _table(
+        "tier", "hit rate", "now", "tokens/s", "full", "bytes", "evicted/s", "dropped/s", "circuits"
+    )
+    for tier in TIERS:
+        room = change.total("capacity_bytes", tier)
+        asked, hits = (change.total(name, tier) for name in ("query_tokens", "hit_tokens"))
+        circuits = _circuits(change, tier)
+        if tier != TIERS[0] and not (room or hits or circuits):
+            continue  # not configured
+        used = change.total("bytes", tier)
+        recent = change.growth("hit_tokens", tier), change.growth("query_tokens", tier)
+        table.add_row(
+            tier,
+            _share(hits, asked),
+            _share(*recent),
+            _number(change.rate("hit_tokens", tier)),
+            _share(used, room),
+            f"{size(int(used))} of {size(int(room))}" if room else _NONE,
+            _number(change.rate("evicted_blocks", tier)) if room else _NONE,
+            _number(change.rate("dropped_blocks", tier)),
+            Text(circuits or _NONE, style="red" if "open" in circuits else ""),
+        )
+    return table
+
+
+def _circuits(change: Change, tier: str) -> str:
+    """The states of a tier's circuits; empty if it has none."""
+    found = []
+    for direction in ("read", "write"):
+        counts = {state: change.total("circuits", tier, direction, state) for state in STATES}
+        states = [f"{int(n)} {state}" if n > 1 else state for state, n in counts.items() if n]
+        if states:
+            found.append(f"{direction[0]} {'+'.join(states)}")
+    return ", ".join(found)
+
+
+def _links(change: Change) -> Table:
+    table = _table("link", "bytes/s", "one copy", "p50", "p99", "total")
+    for link, direction in _LINKS:
+        total = change.total("copied_bytes", link, direction)
+        if not total:
+            continue
+        rate = change.rate("copied_bytes", link, direction)
+        seconds = change.total("copy_seconds", link, direction)
+        times = [_seconds(_latency(change, share, link, direction)) for share in (0.5, 0.99)]
+        table.add_row(
+            f"{link} {direction}",
+            _NONE if rate is None else f"{size(int(rate))}/s",
+            f"{size(int(total / seconds))}/s" if seconds else _NONE,
+            *times,
+            size(int(total)),
+        )
+    return table
+
+
+def _latency(change: Change, share: float, link: str, direction: str) -> float | None:
+    if direction in ("load", "store"):
+        return change.quantile(share, f"{direction}_seconds")
+    return change.quantile(share, "fetch_seconds", link) if direction == "read" else None
+
+
+def _failures(failures: Sequence[tuple[str, str]]) -> Table:
+    table = _table("failures", "what")
+    table.columns[1].justify = "left"
+    for when, what in failures:
+        table.add_row(when, Text(what, style="red"))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else _NONE
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.0f}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Text of others, which may hold what a terminal obeys."""
+    return Text("".join(each if each.isprintable() else "?" for each in text), style=style)

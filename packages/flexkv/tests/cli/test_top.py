@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.cli.served import Served, served
+from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Flexkv
+
+
+def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> None:
+    with served() as engine:
+        ended = flexkv("top", f"127.0.0.1:{engine.port}")
+    assert (ended.code, ended.err) == (0, "")
+    assert "vllm, chat" in ended.out
+    assert "50.0 % since its start" in ended.out
+    assert "prefill saved 2.5 s" in ended.out
+    assert "2 x stalled of objects" in ended.out
+    (host,) = re.findall(r"│ host .*", ended.out)
+    assert host.split()[2:4] == ["25.0", "%"]
+    assert "75.0 %" in host
+    (objects,) = re.findall(r"│ objects .*", ended.out)
+    assert "r open" in objects
+    assert not re.findall(r"│ (disk|mooncake) ", ended.out)  # are not configured
+    assert re.search(r"device load .* 12\.00 MiB/s", ended.out)
+
+
+def test_two_engines_and_a_directory_are_shown(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(5, read=2)
+    with served() as one, served("sglang:flexkv_", "coder") as two:
+        urls = f"http://127.0.0.1:{one.port}/", f"http://127.0.0.1:{two.port}/metrics"
+        ended = flexkv("top", *urls, cache.root, "--once")
+    assert ended.code == 0
+    assert "vllm, chat" in ended.out
+    assert "sglang, coder" in ended.out
+    (row,) = re.findall(rf"│ {FINGERPRINT} .*", ended.out)
+    assert row.split()[2] == "-"  # nobody uses it
+    assert ended.out.index("vllm") < ended.out.index("sglang") < ended.out.index(FINGERPRINT)
+
+
+def test_a_terminal_obeys_no_engine(flexkv: Flexkv) -> None:
+    with served(model="\x1b[2Jmine") as engine:
+        ended = flexkv("top", f"127.0.0.1:{engine.port}")
+    assert "\x1b" not in ended.out
+    assert "?[2Jmine" in ended.out
+
+
+def test_an_engine_that_does_not_answer_is_named_beside_one_that_does(flexkv: Flexkv) -> None:
+    gone = Served()
+    gone.start()
+    gone.stop()
+    with served() as engine:
+        ended = flexkv("top", f"127.0.0.1:{engine.port}", f"127.0.0.1:{gone.port}")
+    assert ended.code == 1
+    assert "does not answer: Connection refused" in ended.out
+    assert "50.0 % since its start" in ended.out
+
+
+def test_an_engine_goes_away_and_comes_back() -> None:
+    engine = Served()
+    engine.start()
+    engine.work()
+    port = engine.port
+    with on_terminal("top", f"127.0.0.1:{port}", "--interval", "0.2") as screen:
+        screen.wait_for("50.0 % since its start")
+        engine.stop()
+        screen.wait_for("the figures are old")
+        engine.start(port)
+        for _ in range(2):
+            engine.work()
+        screen.wait_for(r"\d\d:\d\d:\d\d\s+(\x1b\[\d+m)?[24] x stalled of objects")
+        assert screen.interrupt() == 0
+    engine.stop()
+
+
+BAD = {
+    "no target": [],
+    "nothing": [""],
+    "a path that does not exist": ["{folder}/none"],
+    "a name that does not exist": ["none"],
+    "a file": ["{folder}/file"],
+    "a fifo": ["{folder}/fifo"],
+    "another scheme": ["ftp://127.0.0.1:1"],
+    "a file's address": ["file:///etc/passwd"],
+    "an address without a host": ["http://"],
+    "an address with a port and no host": ["http://:80"],
+    "a port beyond all": ["http://127.0.0.1:65536"],
+    "a port of 0": ["127.0.0.1:0"],
+    "a port that is no number": ["http://127.0.0.1:x"],
+    "a broken address": ["http://[::1"],
+    "a password": ["http://me:secret@127.0.0.1:1"],
+    "the same target twice": ["127.0.0.1:1", "127.0.0.1:1"],
+    "too many targets": [f"127.0.0.1:{i}" for i in range(1, 18)],
+    "no time between looks": ["127.0.0.1:1", "--interval", "0"],
+    "a negative interval": ["127.0.0.1:1", "--interval=-1"],
+    "an interval that is no number": ["127.0.0.1:1", "--interval", "soon"],
+    "an interval that is not a number at all": ["127.0.0.1:1", "--interval", "nan"],
+    "an endless interval": ["127.0.0.1:1", "--interval", "inf"],
+    "an option that does not exist": ["127.0.0.1:1", "--twice"],
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_error(flexkv: Flexkv, tmp_path: Path, case: str) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    ended = flexkv("top", *(each.format(folder=tmp_path) for each in BAD[case]))
+    assert ended.code == 2
+    assert ended.out == ""
+    assert "secret" not in ended.err
+    if "usage: " not in ended.err:
+        assert ended.err.count("\n") == 1
+        assert "; allowed: " in ended.err
+
+
+class Strange(BaseHTTPRequestHandler):
+    """Answers what is no engine's metrics."""
+
+    def do_GET(self) -> None:
+        code, body = ANSWERS[self.path]
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+ANSWERS = {
+    "/missing": (404, b"no"),
+    "/page": (200, b"<html>hello</html>"),
+    "/bytes": (200, bytes(range(256))),
+    "/others": (200, b"# TYPE x gauge\nx 1\n"),
+    "/empty": (200, b""),
+}
+SAYS = {
+    "/missing": "answers 404",
+    "/page": "something else than metrics",
+    "/bytes": "something else than metrics",
+    "/others": "serves no metrics of FlexKV",
+    "/empty": "serves no metrics of FlexKV",
+}
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+def test_an_address_that_is_no_engine_is_named(flexkv: Flexkv, path: str) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Strange)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    ended = flexkv("top", f"http://127.0.0.1:{server.server_port}{path}", "--once")
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert ended.code == 1
+    assert SAYS[path] in ended.out
+    assert ended.err == ""
+
+
+def test_a_directory_without_a_cache_is_named(flexkv: Flexkv, tmp_path: Path) -> None:
+    ended = flexkv("top", tmp_path, "--once")
+    assert ended.code == 1
+    assert "holds no cache of FlexKV" in " ".join(re.split(r"[\s│]+", ended.out))
+
+
+class Screen:
+    """A terminal of 120 columns on which a command runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self._process, self._master = process, master
+        self._shown = ""
+
+    def wait_for(self, pattern: str) -> None:
+        """Until the command has printed it since the last call."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (found := re.search(pattern, self._shown)):
+            assert time.monotonic() < deadline, self._shown[-3000:]
+            if select.select([self._master], [], [], 1.0)[0]:
+                self._shown += os.read(self._master, 1 << 16).decode(errors="replace")
+        self._shown = self._shown[found.end() :]
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while os.read(self._master, 1 << 16):
+                pass
+        return self._process.wait()
+
+
+@contextlib.contextmanager
+def on_terminal(*arguments: str) -> Iterator[Screen]:
+    """Runs `flexkv` on a terminal; ends it in any case."""
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flexkv", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        yield Screen(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flexkv.cli.top_metrics import Change, Reading, read_metrics
+from flexkv.cli.top_sources import scrape
+from packages.flexkv.tests.cli.served import served
+
+
+def reading(at: float, hits: float, counts: dict[float, float] | None = None) -> Reading:
+    found = Reading(at, {"vllm"})
+    found.values["hit_tokens:host"] = hits
+    found.buckets["load_seconds"] = counts or {}
+    return found
+
+
+def test_figures_are_read_as_engines_serve_them() -> None:
+    with served() as engine:
+        found = scrape(f"http://127.0.0.1:{engine.port}/metrics")
+    assert (found.engines, found.models) == ({"vllm"}, {"chat"})
+    assert found.values["hit_tokens:host"] == 100
+    assert found.values["hit_tokens:disk"] == 0
+    assert found.values["saved_prefill_seconds"] == 2.5
+    assert found.values["bytes:host"] == 3 << 30
+    assert found.buckets["load_seconds"][0.025] == 4
+    assert found.buckets["load_seconds"][0.01] == 0
+
+
+def test_engines_behind_one_address_add_up() -> None:
+    text = "\n".join(
+        f'vllm:flexkv_hit_tokens_total{{engine="{i}",model_name="m",tier="host"}} {i + 1}'
+        for i in range(3)
+    )
+    found = read_metrics(f"# TYPE vllm:flexkv_hit_tokens_total counter\n{text}\n", 1.0)
+    assert found is not None
+    assert found.values == {"hit_tokens:host": 6}
+
+
+def test_an_engine_without_flexkv_has_no_figures() -> None:
+    assert read_metrics("# TYPE vllm:x gauge\nvllm:x 1\n", 1.0) is None
+
+
+def test_a_rate_is_of_the_time_between() -> None:
+    change = Change(reading(10, 100), reading(14, 300))
+    assert change.rate("hit_tokens", "host") == 50
+    assert change.growth("hit_tokens", "host") == 200
+    assert Change(None, reading(14, 300)).rate("hit_tokens", "host") is None
+
+
+def test_an_engine_that_was_started_again_counts_from_zero() -> None:
+    assert Change(reading(10, 100), reading(14, 30)).growth("hit_tokens", "host") == 30
+
+
+def test_a_quantile_lies_between_the_bounds_of_its_range() -> None:
+    counts = {0.1: 10.0, 1.0: 20.0, math.inf: 20.0}
+    change = Change(None, reading(1, 0, counts))
+    assert change.quantile(0.25, "load_seconds") == pytest.approx(0.05)
+    assert change.quantile(0.75, "load_seconds") == pytest.approx(0.55)
+
+
+def test_a_quantile_is_of_the_latest_values_if_there_are_any() -> None:
+    old = {0.1: 10.0, 1.0: 10.0, math.inf: 10.0}
+    new = {0.1: 10.0, 1.0: 14.0, math.inf: 14.0}
+    assert Change(reading(1, 0, old), reading(2, 0, new)).quantile(0.5, "load_seconds") > 0.1
+    assert Change(reading(1, 0, old), reading(2, 0, old)).quantile(0.5, "load_seconds") <= 0.1
+    # The engine was started again: fewer than before.
+    assert Change(reading(1, 0, new), reading(2, 0, old)).quantile(0.5, "load_seconds") <= 0.1
+
+
+def test_values_beyond_all_bounds_count_as_the_last_bound() -> None:
+    counts = {0.1: 0.0, 1.0: 0.0, math.inf: 5.0}
+    assert Change(None, reading(1, 0, counts)).quantile(0.99, "load_seconds") == 1.0
+
+
+def test_no_values_have_no_quantile() -> None:
+    assert Change(None, reading(1, 0)).quantile(0.5, "load_seconds") is None
