@@ -18,7 +18,7 @@ from flexkv.host.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 
 NAME = "stat"
-HELP = "print contents and counters of caches, and the state of shared stores"
+HELP = "print contents of caches, and the state of shared stores"
 
 
 @dataclass(slots=True)
