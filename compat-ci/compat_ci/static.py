@@ -115,6 +115,7 @@ _ABSENT = (
     "Cannot find module `{name}`",
     "No attribute `{name}` in module",
     "Could not import `{name}` from",
+    "has no attribute `{name}`",
 )
 """What the type checker says of a name that a release has not got."""
 
