@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving blocks between tiers: who copies, and how completion is told."""
+"""Copies of blocks between tiers, and how their completion is reported."""

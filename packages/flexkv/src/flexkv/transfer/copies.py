@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link between the arena and the engine's pages.
+"""Copies between the arena and the engine's pages.
 
-The engine's workers copy; here is only what has been ordered and what they have reported.
+The engine's workers copy. This module keeps the ordered transfers and reads the workers' reports.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ LOAD_RESERVE = CELLS // 4
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Blocks on their way. Made by `KVCache`; the adapter reads it.
+    """Blocks that workers copy between the arena and the engine's pages. Made by `KVCache`; the
+    adapter reads it.
 
     Attributes:
-        id: grows with every transfer of this cache.
+        id: number of the transfer; each transfer of a cache has a greater one than those before.
         direction: LOAD or STORE, as seen from the engine's pages.
-        cell: where the ranks report on the completion board.
-        blocks: in the order of the prefix; the slot of each is what the workers copy from or to.
-        status: PENDING until `KVCache.poll` returned it.
-        begun: time.monotonic() when it was made.
+        cell: cell of the completion board in which the ranks report.
+        blocks: blocks in the order of the prefix. Workers copy from or to the slot of each.
+        status: PENDING until `KVCache.poll` returns the transfer.
+        begun: time.monotonic() when the transfer was made, in seconds.
     """
 
     id: int
@@ -40,15 +41,17 @@ class Transfer:
 
     @property
     def slots(self) -> list[int]:
+        """The arena slots of the blocks, in their order."""
         return [block.slot for block in self.blocks]
 
 
 class DeviceLink:
-    """Transfers under way between the arena and the engine. Bounded by the board's cells.
+    """Transfers under way between the arena and the engine, at most one for each cell of the board.
+    Single-threaded.
 
     Args:
-        board: where ranks report.
-        latencies: get the times of transfers that succeed.
+        board: completion board of the arena; the caller's. No other object acquires its cells.
+        latencies: histograms that take the seconds of transfers that succeed.
     """
 
     def __init__(self, board: CompletionBoard, latencies: Latencies) -> None:
@@ -58,22 +61,30 @@ class DeviceLink:
         self._next_id = 1
 
     def __len__(self) -> int:
-        """Transfers under way."""
+        """The number of transfers under way."""
         return len(self._pending)
 
     @property
     def loading_blocks(self) -> int:
-        """Blocks of the loads under way."""
+        """The number of blocks in the loads under way."""
         pending = self._pending.values()
         return sum(len(t.blocks) for t in pending if t.direction is Direction.LOAD)
 
     @property
     def stopped_ranks(self) -> list[int]:
-        """Ranks that copy nothing any more."""
+        """Numbers of the ranks that have ended their copies after an error."""
         return self._board.stopped_ranks
 
     def begin(self, direction: Direction, blocks: list[Block]) -> Transfer | None:
-        """A transfer for the adapter to order; None if too many are under way."""
+        """Make a transfer that the adapter orders from its workers.
+
+        Args:
+            direction: LOAD or STORE; `LOAD_RESERVE` cells are for loads only.
+            blocks: blocks that the caller has leased or reserved, in the order of the prefix.
+
+        Returns:
+            None if no cell of the board is free.
+        """
         cell = self._board.acquire(LOAD_RESERVE if direction is Direction.STORE else 0)
         if cell is None:
             return None
@@ -83,12 +94,13 @@ class DeviceLink:
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """A transfer that was never ordered is under way no more."""
+        """Take back a transfer that was never ordered."""
         del self._pending[transfer.id]
         self._board.give_back(transfer.cell)
 
     def poll(self) -> list[Transfer]:
-        """Transfers that all ranks have reported since the last call, DONE or FAILED."""
+        """The transfers that all ranks have reported since the last call; their status is DONE or
+        FAILED. Does not wait."""
         finished = []
         for transfer in self._pending.values():
             status = self._board.status(transfer.cell)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way from the arena to a lower tier.
+"""Writes of blocks from the arena to a lower tier.
 
-A block is of use only behind the one before it: none is written whose parent is neither in the tier
-nor on its way there.
+A block is useful only behind its predecessor. So a block is written only if the tier has its parent
+or is writing the parent.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
 
 _CHAIN_SHARE = 2
-"""For blocks that leave, those before them are written, too, as long as no more than half of the
-arena is being written: the other half is for what is stored and fetched."""
+"""The predecessors of blocks that leave are written, too, up to half of the arena. The other half
+holds the blocks that are stored and fetched meanwhile. Not tuned."""
 
 _PAUSE_SECONDS = 1.0
-"""Once the tier dropped a block, for so long nobody looks for more to write than what was just
-stored: with a spent budget it would be looked for, and dropped, in every step."""
+"""After a tier has dropped a block, FlexKV offers it only newly stored blocks for this time. Else a
+tier whose budget is spent would be offered blocks, and drop them, in every step. Not tuned."""
 
 
 class Demoter:
-    """Writes blocks of the arena to one lower tier, leased meanwhile. Single-threaded.
+    """Writes blocks of the arena to one lower tier. Each block is leased until its write has ended.
+    Single-threaded.
 
     Args:
-        index: of the arena.
-        slot_view: memory of an arena slot.
-        source: the tier that blocks are demoted to.
-        admission: what is demoted.
+        index: index of the arena; the caller's.
+        slot_view: returns the memory of an arena slot, `slot_bytes` long.
+        source: the tier that blocks are written to.
+        admission: chooses the blocks that are written.
 
     Attributes:
-        source: as given.
-        admission: as given.
+        source: the tier, as given.
+        admission: the choice of blocks, as given.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Demoter:
 
     @property
     def busy(self) -> bool:
+        """Whether a write has no result yet."""
         return bool(self._writes)
 
     @property
     def paused(self) -> bool:
-        """Whether nothing should be looked for now, because the tier dropped a block."""
+        """Whether the tier has dropped a block less than `_PAUSE_SECONDS` ago."""
         return time.monotonic() < self._paused_until
 
     def is_writing(self, key: bytes) -> bool:
@@ -68,7 +70,7 @@ class Demoter:
         return key in self._writing
 
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
-        """Whether the arena has one of these blocks that the tier is not known to have."""
+        """Whether the arena has one of these blocks and the tier, as far as known, has not."""
         index = self._index
         return any(
             not has and index.lookup((key,))
@@ -76,7 +78,12 @@ class Demoter:
         )
 
     def offer(self, keys: Sequence[bytes]) -> None:
-        """Write the blocks of a prefix that are ready, reachable and not in the tier yet."""
+        """Write blocks of a prefix to the tier: those that are ready in the arena, that the tier
+        lacks, and whose parent it has or is writing.
+
+        Args:
+            keys: keys of the prefix from some block on, first block first.
+        """
         there = {key for key, has in zip(keys, self.source.look(keys), strict=True) if has}
         batch: dict[bytes, Block] = {}
         for key in dict.fromkeys(keys):
@@ -88,7 +95,7 @@ class Demoter:
             (block,) = found
             before = None if block.parent is None else block.parent.key
             known = before is None or before in there or before in batch
-            # Of a tier that has to ask, what was written long ago is forgotten.
+            # Answers of a tier that has to ask are forgotten after a while.
             if known or (before is not None and self._reaches(before, unknown=True)):
                 batch[key] = block
             else:
@@ -97,13 +104,21 @@ class Demoter:
         self._write(list(batch.values()))
 
     def complete(self, keys: Sequence[bytes]) -> None:
-        """As `offer`, for a prefix that was used: parts of it may have been dropped or lost."""
+        """`offer` a prefix that a request used, unless the tier is `paused`. The tier may have
+        dropped or lost parts of it."""
         if not self.paused:
             self.offer(keys)
 
     def write_leaving(self, victims: Collection[Block]) -> list[Block]:
-        """Write blocks that are about to leave, each behind those before it that the tier lacks.
-        Returns those of them that are written."""
+        """Write blocks that are about to be evicted, each behind those of its predecessors that the
+        tier lacks.
+
+        Args:
+            victims: blocks that the caller has leased.
+
+        Returns:
+            The victims that are being written.
+        """
         leaving = {block.key for block in victims}
         batch: dict[bytes, Block] = {}
         for victim in victims:
@@ -115,7 +130,7 @@ class Demoter:
         return written
 
     def take(self, result: BlockResult) -> Block:
-        """Note a result of the tier; returns its block, which is leased for it no longer."""
+        """Count a result of a write, end the write's lease, and return the block."""
         batch = self._writes[result.ticket]
         block = batch.pop(result.position)
         if not batch:
@@ -133,8 +148,8 @@ class Demoter:
         return block
 
     def _reaches(self, key: bytes, unknown: bool = False) -> bool:
-        """Whether the tier has the block of `key`, or is about to; `unknown` if it has to be
-        asked."""
+        """Whether the tier has the block of `key` or is writing it; `unknown` if the tier would
+        have to be asked."""
         if key in self._writing:
             return True
         has = self.source.look([key])[0]
@@ -143,12 +158,15 @@ class Demoter:
     def _chain_of(
         self, victim: Block, leaving: Collection[bytes], batch: Collection[bytes]
     ) -> list[Block]:
-        """`victim` behind those before it that must be written for it, leased; none if they cannot.
+        """Lease `victim` and those of its predecessors that must be written before it.
 
         Args:
-            victim: leaves.
-            leaving: keys of all that leave.
-            batch: keys of what is written already.
+            victim: a block that is about to be evicted.
+            leaving: keys of all blocks that are about to be evicted.
+            batch: keys of the blocks that are being written already.
+
+        Returns:
+            The leased blocks, `victim` last; none if a predecessor cannot be written.
         """
         chain: list[Block] = []
         most = self._index.num_slots // _CHAIN_SHARE - len(self._writing) - len(batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefix on its way from lower tiers into the arena."""
+"""A fetch: lower tiers give the blocks of a prefix to the arena."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from flexkv.transfer.sources import Source
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A prefix that a request wants in the arena. Made by `KVCache.fetch`; whoever asked for it
-    reads it and ends it with `KVCache.end_fetch`.
+    """A prefix that a request wants in the arena. `KVCache.fetch` makes it; the caller reads it and
+    ends it with `KVCache.end_fetch`. Times are time.monotonic(), in seconds.
 
     Attributes:
-        keys: of the prefix.
-        blocks: by position; those that are there are leased by this fetch. As long as tiers are
-            asked what they have, blocks are added.
-        arrived: blocks that are there, from the first on.
-        stop: blocks that can still be there, from the first on; fewer once one has failed, or no
-            tier has it.
-        begun: time.monotonic() when it began.
-        first: blocks that were there when it began, from the first on.
-        progressed: time.monotonic() when it began or last had another block without a gap.
-        priority: of its reads.
-        awaited: keys of the blocks that may come and were not there when it began.
-        asking: the first tier that is asked for the blocks behind `blocks`; None if none is.
-        sources: which tier gave each block that has come since, or is to give it.
-        expected: blocks that are to come, by tier, apart from those that tiers are asked for.
-        gave: of each tier that gave blocks, how many, and time.monotonic() of the last.
+        keys: keys of the prefix, first block first.
+        blocks: the blocks by position; None for one that the arena lacks. This fetch leases the
+            others. The list grows while tiers are asked which blocks they have.
+        arrived: how many blocks the arena has, from the first on without a gap.
+        stop: how many blocks can still arrive, from the first on. It falls when a block fails or
+            no tier has the block.
+        begun: when the fetch began.
+        first: how many blocks the arena had then, from the first on.
+        progressed: when `arrived` last grew; `begun` if it has not.
+        priority: priority of the reads.
+        awaited: keys of the blocks that the arena lacked when the fetch began and that may come.
+        asking: the first tier that is asked for the blocks behind `blocks`; None if no tier is.
+        sources: the tier that gave each block since, or is expected to give it.
+        expected: how many blocks each tier is expected to give; blocks that tiers are asked for
+            do not count.
+        gave: how many blocks each tier has given, and when it gave the last.
     """
 
     keys: Sequence[bytes]
@@ -53,13 +54,13 @@ class Fetch:
 
     @property
     def done(self) -> bool:
-        """Whether waiting brings no further block."""
+        """Whether no further block can arrive."""
         return self.arrived >= self.stop
 
     @property
     def seconds_left(self) -> float:
-        """How long the rest will take if it comes as fast as what came so far; infinite as long as
-        nothing has come."""
+        """Seconds that the remaining blocks take at the pace of those that have arrived; infinite
+        if none has arrived."""
         if self.done:
             return 0.0
         came = self.arrived - self.first
@@ -78,23 +79,23 @@ class Fetch:
 
     @property
     def is_steady(self) -> bool:
-        """Whether each tier that may still give blocks is known to have them, and has given some:
-        only then `seconds_left` holds for all of them."""
+        """Whether each tier that may still give blocks has them for certain, and has given some.
+        Only then does `seconds_left` hold for all tiers."""
         return self.asking is None and self.missing.keys() <= self.gave.keys()
 
     @property
     def next_medium(self) -> Medium | None:
-        """Which tier is to give the next block; None if that is not known."""
+        """The tier that is expected to give the next block; None if unknown."""
         source = None if self.done else self.sources.get(self.keys[self.arrived])
         return None if source is None else source.medium
 
     def medium_of(self, key: bytes) -> Medium:
-        """Where the block of `key` was when the fetch began."""
+        """The medium that had the block of `key` when the fetch began."""
         source = self.sources.get(key)
         return Medium.HOST if source is None else source.medium
 
     def advance(self) -> None:
-        """Count the blocks that are there without a gap."""
+        """Recount `arrived`."""
         before = self.arrived
         while self.arrived < self.stop and (
             self.arrived < len(self.blocks) and self.blocks[self.arrived] is not None
@@ -104,17 +105,22 @@ class Fetch:
             self.progressed = time.monotonic()
 
     def cut(self, position: int) -> None:
-        """The block at `position` does not come."""
+        """End the prefix before the block at `position`, which no tier gives."""
         self.stop = min(self.stop, position)
         self.asking = None
 
     def expect(self, key: bytes, source: Source) -> None:
-        """A tier reads the block of `key`."""
+        """Record that a tier reads the block of `key`."""
         self.sources[key] = source
         self.expected[source.medium] = self.expected.get(source.medium, 0) + 1
 
     def settle(self, key: bytes, source: Source | None) -> None:
-        """The block of `key` is no longer being read; `source` gave it, if a tier did."""
+        """Record that the read of the block of `key` has ended.
+
+        Args:
+            key: key of the block.
+            source: the tier that gave the block; None if none did.
+        """
         expected = self.sources.pop(key, None)
         if expected is not None:
             self.expected[expected.medium] -= 1

@@ -18,17 +18,18 @@ from flexkv.transfer.sources import Source
 class Fetcher:
     """Fetches of requests. Single-threaded.
 
-    A block that its tier cannot give is read from the next one that has it, as long as a fetch
-    waits for it. If there is none, it ends the prefix.
+    If a tier cannot give a block, and a fetch waits for it, the next tier that has the block reads
+    it. If no tier has it, the block ends the prefix.
+
+    A fetch stalls if no block arrives for as long as the tier of its next block may stall. If that
+    tier gives nothing to other fetches either, or cannot be read, the fetch takes the block from a
+    slower tier. If there is none, the fetch ends with the blocks that it has.
 
     Args:
-        index: of the arena.
-        slot_view: memory of an arena slot.
-        sources: lower tiers, the fastest first. A fetch that goes on by no block for as long as a
-            tier may stall takes the next block from the tiers behind it, or ends with what it has,
-            if the tier of that block gives nothing to others either, or says that it cannot be
-            read.
-        seconds: get the time of each fetch that a tier gave blocks, by tier.
+        index: index of the arena; the caller's.
+        slot_view: returns the memory of an arena slot, `slot_bytes` long.
+        sources: lower tiers, the fastest first.
+        seconds: histograms by tier. Each takes the seconds of fetches that its tier gave blocks.
     """
 
     def __init__(
@@ -49,20 +50,27 @@ class Fetcher:
 
     @property
     def busy(self) -> bool:
+        """Whether a fetch or a read has not ended, or `take_arrivals` would return something."""
         return bool(self._reads or self._fetches or self._came)
 
     @property
     def reads(self) -> Reads:
-        """What lower tiers read."""
+        """The batches that lower tiers read."""
         return self._reads
 
     def begin(self, keys: Sequence[bytes], priority: Priority) -> Fetch | None:
-        """Bring the blocks of a prefix into the arena, as many as are found and have room there.
+        """Begin to bring the blocks of a prefix into the arena, as many as tiers have and the arena
+        has room for. Does not wait.
 
-        A prefetch takes no more than what keeps all fetches within half of the arena, so that
-        requests in the queue do not push out what running ones store.
+        Prefetches bring no blocks that take all fetches beyond half of the arena. So requests in
+        the queue do not evict the blocks that running requests store.
 
-        Returns None if no lower tier adds anything to what the arena has.
+        Args:
+            keys: keys of the prefix from some block on, first block first.
+            priority: LOAD if a request waits, PREFETCH if it is still queued.
+
+        Returns:
+            None if no lower tier has a block to add.
         """
         first = self._index.lookup(keys)
         if first == len(keys) or not self._may_come(keys[first]):
@@ -84,8 +92,8 @@ class Fetcher:
         return fetch
 
     def ask(self, keys: Sequence[bytes]) -> bool:
-        """Have tiers that must be asked find out which of these blocks they have. Returns whether
-        an answer is awaited."""
+        """Ask tiers which of these blocks they have, as far as that is unknown. Does not wait.
+        Returns whether an answer is awaited."""
         awaited = False
         looks = [source.look(keys) for source in self._sources]
         questions: dict[Source, list[bytes]] = {}
@@ -101,12 +109,12 @@ class Fetcher:
         return awaited
 
     def hasten(self, fetch: Fetch) -> None:
-        """A request waits for this fetch now."""
+        """Raise a prefetch to the priority of a load, because a request waits for it now."""
         fetch.priority = Priority.LOAD
         self._reads.hasten(self._missing(fetch), fetch.priority)
 
     def end(self, fetch: Fetch) -> None:
-        """Give the leases back; what has not begun and no other fetch wants is not read.
+        """Release the fetch's leases, and cancel the reads that no other fetch waits for.
         Idempotent."""
         if fetch not in self._fetches:
             return
@@ -140,9 +148,10 @@ class Fetcher:
             self._note_arrivals(fetch, before)
 
     def poll(self) -> None:
-        """All results of tiers were taken: read what was not given from the next tier, go on where
-        tiers have answered, and end the waiting of fetches whose next block does not come."""
-        polled = [source.poll() for source in self._sources]  # each of them
+        """Go on after all results of tiers were taken. Blocks that a tier did not give are read
+        from the next tier, fetches whose questions were answered take further blocks, and stalled
+        fetches give their tier up."""
+        polled = [source.poll() for source in self._sources]  # `any` would skip some
         news = any(polled)
         self._reads.settle()
         if news:
@@ -153,8 +162,9 @@ class Fetcher:
             self._give_up_stalled()
 
     def take_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
-        """Keys of blocks that have come since the last call, one behind another for a fetch, where
-        a tier gave one that is not the fastest; and the place of the slowest that gave one."""
+        """The blocks that have arrived since the last call, if a tier gave one that is not the
+        fastest. For each fetch: the keys in the order of the prefix, and the place of the slowest
+        tier that gave a block."""
         came, self._came = self._came, {}
         arrivals = []
         for fetch, start in came.items():
@@ -167,7 +177,7 @@ class Fetcher:
         return arrivals
 
     def clear(self) -> None:
-        """The arena was cleared: no fetch has or gets anything."""
+        """End all fetches without a block, because the arena was cleared."""
         for fetch in self._fetches:
             self._index.release([block for block in fetch.blocks if block is not None])
             fetch.blocks.clear()
@@ -181,27 +191,27 @@ class Fetcher:
         return [fetch.keys[position] for position, block in blocks if block is None]
 
     def _priority_of(self, key: bytes) -> Priority | None:
-        """How urgently the block of `key` is waited for."""
+        """How urgently fetches wait for the block of `key`; None if none waits."""
         return min((fetch.priority for fetch, _ in self._waiting.get(key, ())), default=None)
 
     def _room(self) -> int:
-        """Blocks that prefetches may hold beside what all fetches hold now."""
+        """How many more blocks prefetches may hold."""
         held = sum(len(fetch.blocks) for fetch in self._fetches)
         return self._index.num_slots // 2 - held
 
     def _may_come(self, key: bytes) -> bool:
-        """Whether a lower tier has the block of `key`, or has to be asked."""
+        """Whether a lower tier has the block of `key` or has to be asked."""
         return any(source.look([key])[0] is not False for source in self._sources)
 
     def _first_that_may(self, looks: Sequence[Sequence[bool | None]], i: int) -> Source | None:
-        """The fastest tier that has block `i`, or has to be asked."""
+        """The fastest tier that has block `i` or has to be asked."""
         for source, look in zip(self._sources, looks, strict=True):
             if look[i] is not False:
                 return source
         return None
 
     def _extend(self, fetch: Fetch) -> None:
-        """Add the blocks behind those that a fetch has, as far as is known which tier has them."""
+        """Add further blocks to a fetch, up to the first for which a tier has to be asked."""
         start = len(fetch.blocks)
         sources, reach, asked = self._plan(fetch.keys[start:])
         most = len(sources) if fetch.priority is Priority.LOAD else max(0, self._room())
@@ -214,13 +224,16 @@ class Fetcher:
         self._note_arrivals(fetch, before)
 
     def _plan(self, wanted: Sequence[bytes]) -> tuple[list[Source | None], int, Medium | None]:
-        """Which tier each block is to be read from, as far as that is known; tiers are asked about
-        the others.
+        """Choose the tier that each block is read from, and ask tiers about blocks for which that
+        is unknown.
+
+        Args:
+            wanted: keys of a prefix from some block on, first block first.
 
         Returns:
-            For each key, up to the first of which a tier has to be asked, the tier to read its
-            block from, None for those that the arena has or is about to have; how many of `wanted`
-            can come, from the first on; and the first tier that is asked.
+            For each key up to the first unknown one, the tier that reads its block, or None if the
+            arena has the block or a read of it is under way; how many of `wanted` can arrive, from
+            the first on; and the first tier that is asked.
         """
         index, reads = self._index, self._reads
         looks = [source.look(wanted) for source in self._sources]
@@ -230,7 +243,7 @@ class Fetcher:
         for i, key in enumerate(wanted):
             read = reads.of(key)
             if read is not None and looks[read.source.place][i] is False and not reads.leave(key):
-                break  # what reads it hangs, and no other tier has it
+                break  # the tier that reads it hangs, and no other tier has it
             source = None
             if key not in index:
                 source = self._first_that_may(looks, i)
@@ -246,13 +259,13 @@ class Fetcher:
         return plan, reach, next((source.medium for source in questions), None)
 
     def _fill(self, fetch: Fetch, plan: Sequence[Source | None]) -> None:
-        """Lease what is there, read what is not, until the arena has no slot left."""
+        """Lease the blocks that the arena has and read the others, until no slot is left."""
         index = self._index
         reads: dict[Source, list[Block]] = {}
         joined: list[bytes] = []
         first = len(fetch.blocks)
         wanted = fetch.keys[first : first + len(plan)]
-        # All that is there, so that it does not make room for what is not.
+        # All blocks that the arena has, so that it does not evict them for the others.
         there = [index.lease([key]) for key in wanted]
         for position, (key, source) in enumerate(zip(wanted, plan, strict=True), first):
             found = there[position - first]

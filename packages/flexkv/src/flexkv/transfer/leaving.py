@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are written to lower tiers shortly before they leave the arena."""
+"""Writes of blocks to lower tiers shortly before the arena evicts them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from flexkv.index import Block, BlockIndex
 from flexkv.transfer.demote import Demoter
 
 _LEAVING_SHARE = 8
-"""With admission on eviction, an eighth of the arena is kept free or on its way out: of 16 GiB 2,
-what some long prompts store before a disk has written as much. What exceeds it is evicted
-unwritten."""
+"""With admission on eviction, an eighth of the arena is free or being written: 2 of 16 GiB, which
+some long prompts fill before a disk has written as much. If stores need more, blocks are evicted
+unwritten. Not tuned."""
 
 
 class Leaving:
-    """Leases the blocks that would be evicted next until each tier that wants them has written
-    them, and evicts them then. Single-threaded.
+    """Leases the blocks that would be evicted next, and evicts each once every tier that admits it
+    has written it. Single-threaded.
 
     Args:
-        index: of the arena.
-        demoters: of the tiers that blocks are written to on eviction.
+        index: index of the arena; the caller's.
+        demoters: the writers of the tiers whose admission is on eviction.
     """
 
     def __init__(self, index: BlockIndex, demoters: Sequence[Demoter]) -> None:
@@ -29,7 +29,7 @@ class Leaving:
         self._leaving: dict[Block, set[Demoter]] = {}
 
     def make_room(self) -> None:
-        """Write what would be evicted next."""
+        """Begin to write the blocks that would be evicted next."""
         demoters = [demoter for demoter in self._demoters if not demoter.paused]
         if not demoters:
             return
@@ -48,7 +48,8 @@ class Leaving:
             self._retire_written(victim)
 
     def wrote(self, demoter: Demoter, block: Block) -> None:
-        """The write of a block to a tier has ended."""
+        """Note that the write of `block` by `demoter` has ended, and evict the block if no other
+        write of it is under way."""
         if block in self._leaving:
             self._leaving[block].discard(demoter)
             self._retire_written(block)

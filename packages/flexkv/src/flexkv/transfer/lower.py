@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All copies between the arena and the tiers below it.
 
-Each tier has links of its own, with their own threads. What is urgent goes first on every one
-(`Priority`); what waits is bounded; what stalls is given up.
+Each tier has its own links, with their own threads. Every link runs urgent jobs first (`Priority`)
+and bounds the jobs that wait. A fetch gives a stalled tier up.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ class LowerTiers:
     """The tiers below one arena. Single-threaded; nothing waits but `close`.
 
     Args:
-        index: of the arena; blocks are leased in it, reserved and published.
-        slot_view: memory of an arena slot.
-        tiers: the fastest first; owned.
+        index: index of the arena, in which blocks are leased, reserved and published; the
+            caller's.
+        slot_view: returns the memory of an arena slot, `slot_bytes` long.
+        tiers: the tiers, the fastest first; owned.
         latencies: get the times of fetches.
 
     Attributes:
-        fetcher: what comes into the arena.
-        tiers: as given.
+        fetcher: brings blocks into the arena.
+        tiers: the tiers, as given.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class LowerTiers:
 
     @property
     def figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
-        """Of each tier, with what was fetched from it and demoted to it."""
+        """The figures of each tier, and the counts of blocks fetched from it and written to it."""
         return [(each.medium, each.tier.figures, each.counters) for each in self._sources]
 
     @property
     def counters(self) -> list[TierCounters]:
-        """Of each tier."""
+        """The counters of each tier, the fastest first."""
         return [source.counters for source in self._sources]
 
     def register(self, address: int, size: int) -> None:
@@ -90,7 +91,7 @@ class LowerTiers:
                 tier.register(address, size)
 
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        """For each key whether a tier can give its block now; None if one has to be asked."""
+        """For each key whether a tier can give its block now; None if a tier has to be asked."""
         looks = [source.look(keys) for source in self._sources]
         if len(looks) == 1:
             return looks[0]
@@ -100,11 +101,16 @@ class LowerTiers:
         ]
 
     def is_demoting(self, key: bytes) -> bool:
-        """Whether the block of `key` is being written to a tier."""
+        """Whether a tier is writing the block of `key`."""
         return any(demoter.is_writing(key) for demoter in self._demoters)
 
     def stored(self, blocks: Sequence[Block], ready: bool) -> None:
-        """Blocks came from the engine, or failed to."""
+        """Note the end of a store from the engine.
+
+        Args:
+            blocks: the blocks of the store.
+            ready: whether they were copied; else the store has failed.
+        """
         if not self.tiers:
             return
         for block in blocks:
@@ -114,12 +120,12 @@ class LowerTiers:
                 demoter.offer([block.key for block in blocks])
 
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
-        """A prefix was used; `hit` is the scheduled request that found it, if one did."""
+        """Note the use of a prefix; see `UseLog.note`."""
         self._uses.note(keys, hit)
 
     def poll(self) -> None:
-        """Bring everything up to date."""
-        # Before the results are taken: what a tier drops at once is not on its way.
+        """Take the results of all tiers, and begin what follows from them. Does not wait."""
+        # Before the results: a tier may drop at once what is demoted here.
         for keys, place in self.fetcher.take_arrivals():
             self._promote(keys, place)
         reads = self.fetcher.reads
@@ -141,7 +147,7 @@ class LowerTiers:
         return [change for tier in self._indexed for change in tier.take_changes(limit)]
 
     def clear(self) -> None:
-        """The cache was cleared: the tiers too, and what is on its way arrives nowhere."""
+        """Clear all tiers and discard all reads and writes under way."""
         self.fetcher.clear()
         self._uses.clear()
         for source in self._sources:
@@ -149,19 +155,25 @@ class LowerTiers:
             source.clear()
 
     def close(self, flush_seconds: float) -> bool:
-        """End the tiers, all at the same time. False if one hangs, and still reads or writes arena
-        memory."""
+        """End all tiers at the same time; waits.
+
+        Args:
+            flush_seconds: how long they may write waiting blocks.
+
+        Returns:
+            False if a tier hangs, and still reads or writes memory of the arena.
+        """
         written = [tier.figures.written_blocks for tier in self.tiers]
         for tier in self.tiers:
             tier.begin_close(flush_seconds)
         ended = [tier.close(flush_seconds) for tier in self.tiers]
         for source, before in zip(self._sources, written, strict=True):
-            # Of these the tier gives no result any more.
+            # Writes during the close have no results.
             source.counters.demoted_blocks += source.tier.figures.written_blocks - before
         return all(ended)
 
     def _promote(self, keys: Sequence[bytes], place: int) -> None:
-        """Write blocks that came from the tier at `place`, or a faster one, to those before it."""
+        """Write blocks that the tier at `place` gave, or a faster one, to the tiers before it."""
         for demoter in self._on_store:
             if demoter.source.place < place:
                 demoter.offer(keys)

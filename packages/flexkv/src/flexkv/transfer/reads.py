@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that lower tiers read into slots of the arena.
+"""Batches of blocks that lower tiers read into slots of the arena.
 
-Each block has its own chain of sources: what one tier cannot give is read from the next that has
-it, as long as somebody waits for it.
+Each block has a chain of sources. If a tier does not give a block, and a fetch still waits for it,
+the next tier that has the block reads it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Read:
 
     Attributes:
         source: the tier.
-        ticket: of the batch there.
-        blocks: those without a result, by position.
-        priority: of the batch.
-        progressed: time.monotonic() when it began, or last gave a block, or one of the batches
-            before it did: the clock of its stall.
-        cancelled: whether nobody waited for any of it any more.
+        ticket: the tier's ticket of the batch.
+        blocks: the blocks without a result, by position in the batch.
+        priority: priority of the batch.
+        progressed: time.monotonic(), in seconds, when the batch began, or when it or a batch
+            before it last gave a block. A stall is measured from then.
+        cancelled: whether no fetch waits for a block of the batch any more.
     """
 
     source: Source
@@ -47,12 +47,13 @@ class Reads:
     """All batches under way, and the blocks between two tiers. Single-threaded.
 
     Args:
-        index: of the arena; the blocks are reserved in it.
-        slot_view: memory of an arena slot.
+        index: index of the arena, which has reserved the blocks; the caller's.
+        slot_view: returns the memory of an arena slot, `slot_bytes` long. Tiers borrow it until
+            the block has a result.
         sources: lower tiers, the fastest first.
-        wanted: how urgently a block is waited for; None if nobody waits.
-        settled: told of each key whose block has come, with the tier that gave it, and of each
-            that does not come from any tier, with None.
+        wanted: returns how urgently fetches wait for the block of a key; None if none waits.
+        settled: called with each key whose block has arrived and the tier that gave it, or with
+            None if no tier gives the block.
     """
 
     def __init__(
@@ -74,11 +75,17 @@ class Reads:
         self._delivered: dict[Read, None] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is under way."""
+        """Whether a block has no result yet, or is between two tiers."""
         return bool(self._reads or self._between)
 
     def begin(self, source: Source, blocks: Sequence[Block], priority: Priority) -> None:
-        """Read reserved blocks from a tier."""
+        """Begin to read blocks from a tier.
+
+        Args:
+            source: the tier.
+            blocks: blocks that the index has reserved.
+            priority: priority of the batch.
+        """
         keys = [block.key for block in blocks]
         views = [self._slot_view(block.slot) for block in blocks]
         ticket = source.tier.read(keys, views, priority)
@@ -98,8 +105,7 @@ class Reads:
             read.source.tier.hasten(read.ticket, priority)
 
     def cancel_unwanted(self, keys: Iterable[bytes]) -> None:
-        """Nobody waits any more for some of the blocks of `keys`: do not read batches of which
-        nothing is waited for."""
+        """Cancel the batches that read blocks of `keys` and none that a fetch waits for."""
         reads = {read: None for key in keys if (read := self._read_of.get(key)) is not None}
         for read in reads:
             if all(self._wanted(block.key) is None for block in read.blocks.values()):
@@ -107,7 +113,7 @@ class Reads:
                 read.source.tier.cancel(read.ticket)
 
     def take(self, source: Source, result: BlockResult) -> bool:
-        """Note a result of a tier. False if it is not one of a read."""
+        """Note a result of a tier. Returns False if the result is not a read's."""
         read = self._reads.get((source, result.ticket))
         if read is None:
             return False
@@ -129,14 +135,14 @@ class Reads:
             self._index.publish([block])
             self._settled(block.key, source)
         else:
-            # Nothing is wrong with what a fetch that has ended cancelled: another may want it now.
+            # The tier still has a block whose read was cancelled; another fetch may want it now.
             same = read.cancelled and outcome is Outcome.DROPPED
             self._between[block] = source.place + (not same)
         return True
 
     def settle(self) -> None:
-        """All results of a poll were taken: move the clocks of stalls, and read what was not given
-        from the next tier that has it."""
+        """After all results of a poll were taken, move the clocks of stalls, and read each block
+        that its tier did not give from the next tier that has it."""
         now = time.monotonic()
         delivered, self._delivered = self._delivered, {}
         for read in self._reads.values() if delivered else ():
@@ -146,15 +152,20 @@ class Reads:
             self._place()
 
     def is_hung(self, key: bytes, now: float) -> bool:
-        """Whether the batch that reads the block of `key` gives nothing, or the part of its tier
-        that has the block."""
+        """Whether the batch that reads the block of `key` has stalled, or the tier cannot give the
+        block now.
+
+        Args:
+            key: key of a block that is being read.
+            now: time.monotonic(), in seconds.
+        """
         read = self._read_of[key]
         stalled = read.progressed < now - read.source.stall_seconds
         return stalled or read.source.look([key])[0] is False
 
     def leave(self, key: bytes) -> bool:
-        """Leave the batch that reads the block of `key` and hangs: read the block, and others that
-        it does not give, from the tiers behind it. False if none of them may have it."""
+        """Read the block of `key`, whose batch hangs, from a slower tier, and likewise the other
+        blocks of that batch. Returns False if no slower tier may have the block."""
         read = self._read_of[key]
         now = time.monotonic()
         for block in list(read.blocks.values()):
@@ -164,7 +175,7 @@ class Reads:
         return self._read_of.get(key) is not read
 
     def clear(self) -> None:
-        """The arena was cleared: what is under way arrives nowhere."""
+        """Cancel all batches, because the arena was cleared. Their results are discarded."""
         for read in self._reads.values():
             read.source.tier.cancel(read.ticket)
         self._read_of.clear()
@@ -178,7 +189,7 @@ class Reads:
             counters.damaged_fetches += outcome is Outcome.DAMAGED
 
     def _place(self) -> None:
-        """Find the next tier for each block between two."""
+        """Find the next tier for each block between two tiers."""
         between, self._between = self._between, {}
         reads: dict[Source, list[Block]] = {}
         questions: dict[Source, list[bytes]] = {}
@@ -206,7 +217,8 @@ class Reads:
             source.ask(keys)
 
     def _next(self, key: bytes, place: int) -> tuple[Source | None, bool]:
-        """The first tier from `place` on that has the block, or has to be asked, and which."""
+        """The first tier from `place` on that has the block or has to be asked; and whether it has
+        the block."""
         for source in self._sources[place:]:
             has = source.look([key])[0]
             if has is not False:
@@ -218,7 +230,7 @@ class Reads:
         return self._next(key, source.place + 1)[0] is not None
 
     def _replace(self, block: Block, read: Read) -> None:
-        """Reserve another slot for a block whose own is borrowed by a read that hangs."""
+        """Reserve another slot for a block, because a read that hangs borrows the block's own."""
         key, parent = block.key, block.parent
         self._index.discard([block])
         del self._read_of[key]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower tiers as sources of blocks: what each has, as far as that is known."""
+"""Lower tiers as sources of blocks, with what is known of the blocks that each has."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from flexkv.counters import TierCounters
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 
 HAS_SECONDS = 60.0
-"""How long a block counts as there after a tier has said so, or taken it. One that has gone since
-costs a read that finds nothing."""
+"""How long a block counts as present after the tier has reported or written it. If the tier has
+evicted the block since, a read finds nothing. Not tuned."""
 
 LACKS_SECONDS = 5.0
-"""How long a block counts as absent after a tier has said so. A request that is asked about in
-every step asks once in this time; a block that another node writes meanwhile is a miss for as
-long."""
+"""How long a block counts as absent after the tier has reported that. vLLM looks a waiting request
+up in every step; the tier is asked once in this time. A block that another node writes meanwhile is
+a miss until then. Not tuned."""
 
 _ANSWERS = 1 << 17
-"""Answers that are remembered at most: some 20 MB."""
+"""The most answers that are remembered: about 20 MB."""
 
 
 class Source(abc.ABC):
     """A tier at its place among the tiers of a cache. Single-threaded.
 
     Attributes:
-        place: 0 for the fastest.
+        tier: the tier; the cache owns it.
+        place: the position among the tiers; 0 for the fastest.
         stall_seconds: see `AttachedTier`.
-        counters: of what was fetched from the tier and written to it.
+        counters: counts of the blocks fetched from the tier and written to it.
     """
 
     def __init__(self, tier: AnyTier, place: int, stall_seconds: float) -> None:
@@ -42,20 +43,21 @@ class Source(abc.ABC):
 
     @property
     def medium(self) -> Medium:
+        """The medium of the tier."""
         return self.tier.medium
 
     @abc.abstractmethod
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        """For each key whether the tier can give its block now; None if it has to be asked, or is
-        being asked. No side effect."""
+        """For each key whether the tier can give its block now; None if the tier has to be asked,
+        or is being asked. No side effect."""
 
     @abc.abstractmethod
     def ask(self, keys: Iterable[bytes]) -> None:
-        """Find out about keys that `look` does not know."""
+        """Ask the tier about keys for which `look` returned None. Does not wait."""
 
     @abc.abstractmethod
     def note(self, key: bytes, has: bool) -> None:
-        """A read or write has shown whether the tier has the block."""
+        """Remember that a read or write has shown whether the tier has the block."""
 
     @abc.abstractmethod
     def poll(self) -> bool:
@@ -63,11 +65,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """The tier was cleared."""
+        """Forget all answers, because the tier was cleared."""
 
 
 class IndexedSource(Source):
-    """A tier that knows its blocks: nothing is asked or remembered."""
+    """A tier that knows its blocks. It is never asked, and nothing is remembered."""
 
     def __init__(self, tier: IndexedTier, place: int, stall_seconds: float) -> None:
         super().__init__(tier, place, stall_seconds)
@@ -91,7 +93,7 @@ class IndexedSource(Source):
 
 @dataclass(slots=True)
 class _Question:
-    """Keys that a tier was asked about; none once the answer is of no use."""
+    """The keys of one question to a tier; none once the answer is of no use."""
 
     keys: Sequence[bytes]
     deadline: float
@@ -99,7 +101,7 @@ class _Question:
 
 
 class AskedSource(Source):
-    """A tier that has to ask, and what it has answered."""
+    """A tier that has to ask, and its answers of the last seconds."""
 
     def __init__(self, tier: AskedTier, place: int, stall_seconds: float) -> None:
         super().__init__(tier, place, stall_seconds)
@@ -163,7 +165,7 @@ class AskedSource(Source):
 
 
 def sources_of(tiers: Sequence[AttachedTier]) -> list[Source]:
-    """One for each of `tiers`, the fastest first."""
+    """A source for each of `tiers`, the fastest first."""
     return [
         AskedSource(each.tier, place, each.stall_seconds)
         if isinstance(each.tier, AskedTier)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses of prefixes, counted in every tier.
+"""Counts the uses of prefixes in every tier.
 
-A long prompt has more blocks than a step of the engine has time for. So a use is noted at once and
-counted later, some blocks in each poll.
+A long prompt has more blocks than one step of the engine has time for. So `note` records a use at
+once, and each poll counts some of its blocks.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from flexkv.tiers.base import IndexedTier
 from flexkv.transfer.demote import Demoter
 
 _BLOCKS = 32
-"""Blocks that one poll counts at least: about 0.03 ms with one disk of a million slots."""
+"""The least number of blocks that one poll counts: about 0.03 ms with a disk of a million slots."""
 
 _BACKLOG_SHARE = 16
-"""A poll counts a 16th of the backlog if that is more, so that the backlog has a bound."""
+"""A poll counts a 16th of the backlog if that is more, which bounds the backlog. Not tuned."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """A prefix of which the first `left` blocks are not counted yet."""
+    """A used prefix. Its first `left` blocks are not counted yet."""
 
     keys: Sequence[bytes]
     left: int
     hit: RequestContext | None
     lacking: list[Demoter] = field(default_factory=list)
-    """Of the tiers that lack a block which the arena has."""
+    """The writers of tiers that lack a block of the prefix that the arena has."""
 
 
 class UseLog:
     """Counts uses in the order in which they were noted. Single-threaded.
 
     Args:
-        index: of the arena.
-        tiers: those that count uses.
-        demoters: of the tiers that are offered a prefix that a request found, if they lack a block
-            of it.
+        index: index of the arena; the caller's.
+        tiers: the tiers that count uses.
+        demoters: the writers of the tiers that are offered each prefix that a request found, if
+            they lack a block of it.
     """
 
     def __init__(
@@ -54,24 +54,24 @@ class UseLog:
         self._backlog = 0
 
     def __bool__(self) -> bool:
-        """Whether a use is not counted yet."""
+        """Whether a block of a noted use is not counted yet."""
         return bool(self._uses)
 
     def note(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
-        """A prefix was used.
+        """Note the use of a prefix.
 
         Args:
-            keys: first block first; copied.
-            hit: the scheduled request that found it; None if a request ends that was counted
-                before, or made it.
+            keys: keys of the prefix, first block first; copied.
+            hit: the scheduled request that found the prefix. None if a request ends that made the
+                prefix, or whose hit was noted before.
         """
         if keys:
             self._uses.append(_Use(list(keys), len(keys), hit))
             self._backlog += len(keys)
 
     def count(self) -> None:
-        """Count some of what was noted, the last block of a prefix first: it then counts as used
-        longest ago, and leaves first."""
+        """Count some of the noted blocks. The last block of a prefix is counted first, so that it
+        is evicted first."""
         blocks = max(_BLOCKS, self._backlog // _BACKLOG_SHARE)
         while self._uses and blocks > 0:
             use = self._uses[0]
@@ -86,7 +86,7 @@ class UseLog:
                     demoter.complete(use.keys)
 
     def clear(self) -> None:
-        """The arena was cleared."""
+        """Discard all noted uses, because the arena was cleared."""
         self._uses.clear()
         self._backlog = 0
 
