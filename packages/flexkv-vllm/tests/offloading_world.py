@@ -81,6 +81,7 @@ class OffloadingRank(Rank):
             output,
             **ended_transfers(connector, output.finished_req_ids),
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()

@@ -27,6 +27,8 @@ from vllm.v1.kv_offload.base import (
 
 import flexkv
 from flexkv import ConfigError, EngineVersionError, LayoutError
+from flexkv.mover import FALLBACK
+from flexkv_kernels import CpuMover
 from flexkv_vllm.compat.events import event_hash
 from flexkv_vllm.offloading.pages import describe_groups
 
@@ -131,6 +133,36 @@ def test_events_say_what_can_be_loaded(
     world.generate([1], max_tokens=1)
     subscriber.listen()
     assert subscriber.told == {HOST: set(), DISK: set()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_count_what_they_copy(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    # Pages in CPU memory go one way only, which has no name.
+    copied = {"staged": 5000, "kernel": 0, FALLBACK: 70}
+    monkeypatch.setattr(CpuMover, "bytes_by_way", lambda _: dict(copied))
+    world = make_offloading_world(ranks=ranks)
+    prompt = random_prompt(random.Random(3), 6 * BLOCK_TOKENS + 1)
+    world.generate(prompt)
+    world.forget()
+    copied["staged"] += 300
+    world.generate(prompt)
+    world.generate([1], max_tokens=1)
+    total: dict[tuple[str, ...], float] = {}
+    for stats in world.stats:
+        told: Any = stats
+        for name, by_labels in told["data"].items():
+            for labels, value in by_labels.items():
+                key = (name.removeprefix("vllm:flexkv_"), *labels)
+                total[key] = total.get(key, 0) + (0 if isinstance(value, list) else value)
+    counters = world.cache.counters
+    assert total["copied_bytes", "device", "store"] == counters.stored_bytes > 0
+    assert total["copied_bytes", "device", "load"] == counters.loaded_bytes > 0
+    assert total["copy_seconds", "device", "load"] > 0
+    assert total["way_bytes", "staged"] == 5300 * ranks
+    assert total["fallback_bytes",] == 70 * ranks
+    assert ("way_bytes", "kernel") not in total
 
 
 def test_metrics_are_those_of_flexkvs_own_connector(

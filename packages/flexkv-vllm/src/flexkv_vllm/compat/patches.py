@@ -93,6 +93,27 @@ def answer_bad_blocks(connector: Any, take: Callable[[], set[int]]) -> None:
     connector.get_block_ids_with_load_errors = take
 
 
+def offloading_connector_of(worker: object) -> OffloadingConnector | None:
+    """The offloading connector here that has `worker`; None before vLLM has made it known."""
+    for connector in connectors_here():
+        ours = getattr(connector, "connector_worker", None)
+        if ours is not None and ours.worker is worker:
+            found: OffloadingConnector = connector
+            return found
+    return None
+
+
+def answer_stats(connector: Any, take: Callable[[], Any]) -> None:
+    """Have an offloading connector report what `take` gives, beside what it reports itself."""
+    ask = connector.get_kv_connector_stats
+
+    def stats() -> Any:
+        theirs, ours = ask(), take()
+        return ours if theirs is None else theirs if ours is None else theirs.aggregate(ours)
+
+    connector.get_kv_connector_stats = stats
+
+
 def answer_failed_requests(connector: Any, take: Callable[[], set[str]]) -> None:
     """Have an offloading connector (vLLM from 0.30 on) say that `take` gives the requests whose
     loads failed."""

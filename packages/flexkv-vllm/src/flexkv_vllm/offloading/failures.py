@@ -10,12 +10,10 @@ possible and a load fails, the worker ends: no token may be computed over missin
 from __future__ import annotations
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import OffloadingWorker
 
 from flexkv_vllm.compat.patches import (
     answer_bad_blocks,
     answer_failed_requests,
-    connectors_here,
     request_of_load,
 )
 
@@ -34,20 +32,10 @@ class LoadFailures:
         self._blocks: set[int] = set()
         self._requests: set[str] = set()
 
-    def listen(self, worker: OffloadingWorker) -> None:
-        """From now on, report failed loads if this vLLM can handle them. Call this whenever loads
-        are submitted, before vLLM asks for the step's results."""
-        if self._connector is not None:
-            return
-        for connector in connectors_here():
-            ours = getattr(connector, "connector_worker", None)
-            if (
-                isinstance(connector, OffloadingConnector)
-                and ours is not None
-                and ours.worker is worker
-            ):
-                self._complete(connector)
-                self._connector = connector
+    def listen(self, connector: OffloadingConnector) -> None:
+        """From now on, report failed loads to a connector, if this vLLM can handle them."""
+        self._complete(connector)
+        self._connector = connector
 
     def report(self, job_id: int, blocks: list[int]) -> None:
         """The load `job_id` did not fill `blocks`. Call this while the connector asks for finished

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -16,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import KVLayout, Mover
+from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.pages import Device
@@ -23,8 +28,10 @@ from flexkv.host.arena import Arena
 from flexkv.host.session import Session
 from flexkv.layout import PlacedPlane
 from flexkv.mover import Direction, Status
+from flexkv_vllm.compat.patches import answer_stats, offloading_connector_of
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
+from flexkv_vllm.offloading.stats import connector_stats
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -92,6 +99,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._device = device
         self._edge = edge
         self._failures = LoadFailures(len(groups))
+        self._figures = CopyFigures(edge, lambda _: None, self._bytes_by_way)
+        self._has_connector = False
         self._jobs: dict[int, Job] = {}
 
     def submit_store(
@@ -106,8 +115,6 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        with self._edge.guard("finding vLLM's connector", "the worker ends if a load fails"):
-            self._failures.listen(self)
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:
@@ -125,8 +132,10 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 self._arena.board.report(job.cell, self._rank, status)
             if failed and job.direction is Direction.LOAD:
                 self._failures.report(job_id, job.engine_blocks)
-            size = 0 if failed else job.size
-            ended.append(TransferResult(job_id, True, size, self._seconds(job)))
+            size, seconds = 0 if failed else job.size, self._seconds(job)
+            if size:
+                self._figures.count(job.direction, size, seconds or None)
+            ended.append(TransferResult(job_id, True, size, seconds))
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
@@ -143,6 +152,30 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         """End all copies, then leave the session. Idempotent."""
         self._stop_copying()
         self._session.close()
+
+    def _find_connector(self) -> None:
+        """Have vLLM's connector report failed loads and figures. vLLM has made it known when the
+        first job comes, and asks for reports at the end of that step."""
+        if self._has_connector:
+            return
+        with self._edge.guard("finding vLLM's connector", "the worker ends if a load fails"):
+            connector = offloading_connector_of(self)
+            if connector is not None:
+                self._failures.listen(connector)
+                answer_stats(connector, self._take_stats)
+                self._has_connector = True
+
+    def _take_stats(self) -> OffloadingConnectorStats | None:
+        if self._figures.active:
+            with self._edge.guard("counting", "the counts come later, or are lost"):
+                return connector_stats(self._figures.take())
+        return None
+
+    def _bytes_by_way(self) -> Mapping[str, int]:
+        total: Counter[str] = Counter()
+        for mover in {id(group.mover): group.mover for group in self._groups}.values():
+            total.update(mover.bytes_by_way())
+        return total
 
     def _wait_for(self, job: Job) -> None:
         for mover, ticket in job.copies:
@@ -169,6 +202,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self, job_id: int, direction: Direction, pages: GPULoadStoreSpec, blocks: LoadStoreSpec
     ) -> bool:
         assert isinstance(blocks, ArenaBlocks)
+        self._find_connector()
         job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=blocks.cell is None)
         self._jobs[job_id] = job
         if job.failed:

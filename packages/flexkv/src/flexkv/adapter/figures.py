@@ -51,10 +51,12 @@ class CopyFigures:
     def end(self, ticket: int, status: Status) -> None:
         """It is done, or failed."""
         direction, size = self._begun.pop(ticket, (Direction.STORE, 0))
-        if status is not Status.DONE or not size:
-            return
+        if status is Status.DONE and size:
+            self.count(direction, size, self._copy_seconds(ticket))
+
+    def count(self, direction: Direction, size: int, seconds: float | None) -> None:
+        """A copy of so many bytes is done, and took so long; None if that is not known."""
         way = direction.name.lower()
-        seconds = self._copy_seconds(ticket)
         self._add(sample("copied_bytes", "device", way), size)
         if seconds is None:
             return
