@@ -25,23 +25,24 @@ _FLUSH_PAUSE_SECONDS = 0.001
 
 
 class PageCache:
-    """Blocks of pages under keys, in host memory and, if the settings say so, on disk. Made by
-    `open_cache`. Any thread of the process may use it.
+    """Keeps the contents of pages under keys, in host memory and in lower tiers. `open_cache` makes
+    it. Any thread of the process may use it.
 
-    A *page* is what all tensors of the layout hold under one number. A *key* is bytes that name a
-    block, which is the content of one page. Keys come in the order of a prefix: each block builds
-    on the one before it, is found only if that one is, and leaves the cache before it. A load that
-    fails is a miss: a page that a method counts as loaded holds what was stored under its key.
+    A *page* is the part of all tensors of the layout that has one number. A *block* is the content
+    of a page. A *key* names a block; it has 1 to 96 bytes. Keys come in the order of a prefix. Each
+    block builds on the one before it: it is found only if that one is found, and is evicted before
+    that one. A load that fails is a miss: a page that a method counts as loaded holds the bytes
+    that were stored under its key.
 
     Used as a context manager, it is closed at the end of the block. A process that forks keeps the
     cache to itself: every method raises in the child, except `close`.
 
     Args:
-        session: with the arena; owned.
-        cache: over that arena; owned.
-        mover: of the pages; owned.
-        layout: of the pages.
-        device: that they are on.
+        session: holds the arena; owned.
+        cache: the cache over that arena; owned.
+        mover: copies between the pages and the arena; owned.
+        layout: where the pages are. It keeps the arrays alive that it was made from.
+        device: the device of the pages.
         flush_seconds: see `close`.
     """
 
@@ -63,16 +64,21 @@ class PageCache:
 
     @property
     def cache(self) -> KVCache:
-        """Pins, counters and figures. Not thread-safe: use it only where no other thread uses this
-        object meanwhile."""
+        """The cache behind this object, for pins, counters and figures. Not thread-safe: no other
+        thread may use this object at the same time."""
         self._copier.check()
         return self._copier.cache
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of this prefix the cache has, from the first key on.
+        """How many blocks of this prefix the cache has, from the first key on. Does not wait: a
+        tier that has to be asked counts as having its blocks.
 
         Args:
-            keys: of the prefix from some block on, first block first.
+            keys: keys of the prefix from some block on, first block first.
+
+        Raises:
+            TypeError, ValueError: a key is not allowed, or is there twice.
+            FlexKVError: the cache is closed.
         """
         keys = _checked_keys(keys)
         with self._copier.use() as cache:
@@ -84,22 +90,24 @@ class PageCache:
     def store(
         self, keys: Sequence[bytes], pages: Iterable[SupportsIndex], after: bytes | None = None
     ) -> int:
-        """Store pages, and wait until they are in host memory, but not for a disk: blocks that its
-        queue has no room for are not written before they are used again; see `flush`.
+        """Store pages, and wait until they are in host memory. The method does not wait for lower
+        tiers; see `flush`. If the queue of a tier is full, the tier drops blocks; they are offered
+        to it again when they are used.
 
         Args:
-            keys: of the blocks, in the order of the prefix.
+            keys: keys of the blocks, in the order of the prefix.
             pages: number of the page of each block.
             after: key of the block that the first one builds on; None if `keys` begin a prefix.
-                Nothing is stored if that block is not in host memory.
+                If host memory lacks that block, nothing is stored.
 
         Returns:
-            How many blocks were copied. Those that host memory has already are not; nor are those
-            that it has no room for, and all behind them.
+            How many blocks were copied. Blocks that host memory has already are not copied, nor is
+            a block that it has no room for, nor any block behind that.
 
         Raises:
-            TypeError, ValueError: a key or a page is not one, or is there twice.
+            TypeError, ValueError: a key or a page is not allowed, or a key is there twice.
             FlexKVError: the cache is closed.
+            RuntimeError, MemoryError: the device of the pages has failed, or memory is short.
         """
         return _finish(self.begin_store(keys, pages, after))
 
@@ -107,22 +115,24 @@ class PageCache:
         """Load the blocks of a prefix, as far as the cache has them, and wait for that.
 
         Args:
-            keys: of the prefix from some block on, first block first.
+            keys: keys of the prefix from some block on, first block first.
             pages: number of the page to fill with each block.
 
         Returns:
             How many blocks were loaded, from the first on. Pages behind them hold undefined bytes.
 
         Raises:
-            TypeError, ValueError: a key or a page is not one, or is there twice.
+            TypeError, ValueError: a key or a page is not allowed, or is there twice.
             FlexKVError: the cache is closed.
+            RuntimeError, MemoryError: the device of the pages has failed, or memory is short.
         """
         return _finish(self.begin_load(keys, pages))
 
     def begin_store(
         self, keys: Sequence[bytes], pages: Iterable[SupportsIndex], after: bytes | None = None
     ) -> PageCopy:
-        """As `store`, without waiting: the pages must not change before the copy has ended."""
+        """Begin what `store` does, without waiting. The pages must not change before the copy has
+        ended."""
         keys = _checked_keys(keys)
         numbers = self._checked_pages(keys, pages)
         chain = keys if after is None else _checked_keys([after, *keys])
@@ -134,7 +144,8 @@ class PageCache:
             return PageStore(self._copier, transfer, dict(zip(keys, numbers, strict=True)))
 
     def begin_load(self, keys: Sequence[bytes], pages: Iterable[SupportsIndex]) -> PageCopy:
-        """As `load`, without waiting: the pages must not be used before the copy has ended."""
+        """Begin what `load` does, without waiting. The pages must not be used before the copy has
+        ended."""
         keys = _checked_keys(keys)
         numbers = self._checked_pages(keys, pages)
         if len(set(numbers)) != len(numbers):
@@ -145,7 +156,7 @@ class PageCache:
             return copy
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until lower tiers have written, or dropped, what waits to be written there.
+        """Wait until lower tiers have written, or dropped, the blocks that wait to be written.
 
         Args:
             timeout: seconds to wait at most; None for as long as it takes.
@@ -164,17 +175,19 @@ class PageCache:
             time.sleep(_FLUSH_PAUSE_SECONDS)
 
     def clear(self) -> None:
-        """Forget every block, on disk too, because the keys stand for something else from now on.
-        What is stored afterwards stays in this process: the next one finds nothing on disk."""
+        """Forget every block, in lower tiers, too, because keys mean something else from now on.
+        Blocks that are stored afterwards are found in this process only: the next process finds
+        nothing on disk."""
         with self._copier.use() as cache:
             cache.clear()
 
     def close(self, flush_seconds: float | None = None) -> None:
-        """End the copies under way, write to lower tiers what waits, and free the memory.
-        Idempotent; in a forked child it does nothing.
+        """End the copies under way, let lower tiers write the blocks that wait, and free the
+        memory. Idempotent. In a forked child it does nothing.
 
         Args:
-            flush_seconds: how long lower tiers may write; None takes what `open_cache` was given.
+            flush_seconds: how long lower tiers may write; None takes the time that `open_cache` was
+                given.
         """
         copier = self._copier
         if copier.gone:
@@ -186,10 +199,10 @@ class PageCache:
             copier.mover.close()
             if cache.close(self._flush_seconds if flush_seconds is None else flush_seconds):
                 self._session.close()
-            # Else a device hangs that may still use the arena: it stays until the process ends.
+            # Else a device hangs that may still use the arena, which stays until the process ends.
 
     def leave_to_parent(self) -> None:
-        """Called in a forked child, which has neither the arena nor the threads."""
+        """Refuse all calls in a forked child, which has neither the arena nor the threads."""
         self._copier.gone = "that of the process that this one was forked from"
 
     def __enter__(self) -> PageCache:
@@ -241,7 +254,7 @@ def _checked_keys(keys: Iterable[object]) -> list[bytes]:
 
 
 def _finish(copy: PageCopy) -> int:
-    """Wait for a copy. If that is interrupted, no page is read or written any more."""
+    """Wait for a copy, and cancel it if the wait is interrupted."""
     try:
         return copy.wait()
     except BaseException:
@@ -250,4 +263,4 @@ def _finish(copy: PageCopy) -> int:
 
 
 open_caches: weakref.WeakSet[PageCache] = weakref.WeakSet()
-"""Those that may have to be closed."""
+"""The caches of this process, which are closed when it ends."""

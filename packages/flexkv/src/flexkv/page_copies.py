@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between pages and a cache without an engine, step by step, as they are polled."""
+"""Copies between pages and a cache without an engine. Each goes on, step by step, when polled."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 
 _PAUSE_SECONDS = 0.0005
-"""Between two looks at a lower tier that reads: less than an NVMe drive needs for a block."""
+"""Between two polls of a lower tier that reads: less than an NVMe drive needs for a block."""
 
 _WAIT_SECONDS = 0.1
-"""Of one wait for a copy. The mover wakes earlier if the copy ends."""
+"""How long one wait for a copy lasts. The mover ends the wait earlier if the copy ends."""
 
 
 class Copier:
-    """Copies blocks between pages and slots, as transfers of a cache say.
+    """Copies blocks between pages and slots by the transfers of a cache. Any thread may call it.
 
     Args:
-        cache: whose transfers these are.
-        arena: of the cache.
-        mover: of the pages.
-        work_so_far: what a copy submitted now must wait for, as `Mover.submit` takes it.
+        cache: makes the transfers; the caller's.
+        arena: holds the slots; the caller's.
+        mover: copies between the pages and the slots; the caller's.
+        work_so_far: returns the work on the device that a copy submitted now waits for, as
+            `Mover.submit` takes it.
 
     Attributes:
-        cache: as given; used within `use` only.
-        mover: as given.
-        under_way: copies that have not ended.
-        gone: why nothing can be copied any more; empty as long as it can.
+        cache: the cache, as given; used within `use` only.
+        mover: the mover, as given.
+        under_way: the copies that have not ended.
+        gone: why nothing can be copied any more; empty while copies are possible.
     """
 
     def __init__(
@@ -53,23 +54,30 @@ class Copier:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[KVCache]:
-        """The cache, for this thread alone.
+        """Lock the cache for this thread, and return it.
 
         Raises:
-            FlexKVError: it is closed, or not this process's.
+            FlexKVError: the cache is closed, or belongs to a process that this one was forked from.
         """
-        self.check()  # in a forked child a thread that is not there may hold the lock
+        self.check()  # in a forked child the lock may be held by a thread of the parent
         with self._lock:
             self.check()
             yield self.cache
 
     def check(self) -> None:
-        """Raise a FlexKVError if nothing can be copied any more."""
+        """Raise a FlexKVError if `gone` says why nothing can be copied."""
         if self.gone:
             raise FlexKVError(f"the cache is {self.gone}; allowed: a cache that is open")
 
     def submit(self, transfer: Transfer, pages: Sequence[int]) -> int:
-        """Begin to copy between `pages` and the blocks of `transfer`; returns the ticket.
+        """Begin to copy between pages and the blocks of a transfer.
+
+        Args:
+            transfer: of the cache, not submitted before.
+            pages: number of the page of each block.
+
+        Returns:
+            The mover's ticket.
 
         Raises:
             RuntimeError, MemoryError: the mover refuses. The transfer fails.
@@ -88,7 +96,8 @@ class Copier:
             raise
 
     def advance(self) -> None:
-        """Take every copy as far as it gets without waiting. Within `use` only."""
+        """Poll the cache, and let every copy go on as far as it can without waiting. Within `use`
+        only."""
         self.cache.poll()
         for copy in list(self.under_way):
             copy.advance()
@@ -97,12 +106,12 @@ class Copier:
 
 
 class PageCopy(ABC):
-    """Pages that are being stored or loaded. Made by `PageCache.begin_store` and
-    `PageCache.begin_load`; it goes on whenever the cache or a copy of the cache is used.
+    """A store or load of pages. `PageCache.begin_store` and `PageCache.begin_load` make it. It goes
+    on whenever the cache, or any copy of the cache, is used.
 
     Attributes:
-        blocks: that were copied so far.
-        ended: whether nothing more is copied.
+        blocks: how many blocks were copied so far.
+        ended: whether the copy has ended, with or without an error.
     """
 
     def __init__(self, copier: Copier) -> None:
@@ -117,7 +126,7 @@ class PageCopy(ABC):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended. Does not wait.
+        """Whether the copy has ended. Does not wait.
 
         Raises:
             FlexKVError: the cache belongs to the process that this one was forked from.
@@ -131,13 +140,13 @@ class PageCopy(ABC):
         return self.ended
 
     def wait(self, timeout: float | None = None) -> int:
-        """How many blocks were copied, once that has ended.
+        """Wait until the copy has ended, and return how many blocks were copied.
 
         Args:
             timeout: seconds to wait at most; None for as long as it takes.
 
         Raises:
-            TimeoutError: it has not ended by then. It goes on; `cancel` ends it.
+            TimeoutError: the copy has not ended by then. It goes on; `cancel` ends it.
             FlexKVError, RuntimeError, MemoryError: see `done`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -149,8 +158,8 @@ class PageCopy(ABC):
         return self.blocks
 
     def cancel(self) -> None:
-        """Begin nothing more, and return once no page is read or written for it. What was copied
-        stays where it is. Idempotent.
+        """End the copy early, and wait until it reads and writes no page. Blocks that were copied
+        stay. Idempotent.
 
         Raises:
             FlexKVError: see `done`.
@@ -175,14 +184,14 @@ class PageCopy(ABC):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Go on as far as that needs no waiting."""
+        """Go on as far as possible without waiting."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Begin nothing more."""
+        """Begin no further transfer."""
 
     def _pause(self, seconds: float) -> None:
-        """Let time pass until there may be news."""
+        """Wait until the mover has copied, or for at most `seconds`."""
         if self._copies:
             self._copier.mover.wait(self._ticket, seconds)
         else:
@@ -194,7 +203,8 @@ class PageCopy(ABC):
         self._copies = True
 
     def _take(self) -> bool:
-        """Whether the copy under way has ended; counts its blocks. If it failed, so has all."""
+        """Whether no transfer is under way. Counts the blocks of one that has ended; if it failed,
+        the copy ends."""
         transfer = self._transfer
         if transfer is None:
             return True
@@ -212,9 +222,9 @@ class PageStore(PageCopy):
     """A store of pages, in one transfer.
 
     Args:
-        copier: of the cache.
-        transfer: of the blocks that get a slot; None if none does.
-        pages: of the blocks, by key.
+        copier: the copier of the cache.
+        transfer: the transfer of the blocks that have got a slot; None if none has.
+        pages: number of each block's page, by key.
     """
 
     def __init__(
@@ -232,12 +242,13 @@ class PageStore(PageCopy):
 
 
 class PageLoad(PageCopy):
-    """A load of a prefix: what is in the arena, then in rounds what lower tiers bring there.
+    """A load of a prefix: first the blocks in the arena, then, round by round, the blocks that
+    lower tiers give.
 
     Args:
-        copier: of the cache.
-        keys: of the prefix from some block on.
-        pages: to load them into.
+        copier: the copier of the cache.
+        keys: keys of the prefix from some block on, first block first.
+        pages: number of the page that each block is loaded into.
     """
 
     def __init__(self, copier: Copier, keys: Sequence[bytes], pages: Sequence[int]) -> None:

@@ -18,7 +18,8 @@ from flexkv.mover import Mover
 from flexkv.page_cache import PageCache, open_caches
 
 FLUSH_SECONDS = 30.0
-"""How long `PageCache.close` lets lower tiers write what waits: a full queue on a slow SSD."""
+"""How long `PageCache.close` lets lower tiers write waiting blocks: 1 GiB, a full queue, at
+36 MB/s. Not tuned."""
 
 
 def open_cache(
@@ -32,20 +33,26 @@ def open_cache(
     """Open a cache for the pages of this process.
 
     Args:
-        config: the settings: a mapping, which wins over the settings file and the environment, or
-            all of them as `load_config` returns them. None takes file and environment.
-        layout: of the pages, which must not move as long as the cache is open. Arrays that
-            `TensorView.of` describes are kept alive.
-        identity: what makes the bytes of a block what they are apart from key and shape: model,
-            revision, dtype and the like. Only blocks of the same identity are found on disk.
-        device: that the pages are on; None for host memory.
-        flush_seconds: how long disks may write what waits when the cache is closed.
+        config: the settings. A mapping takes precedence over the settings file and the
+            environment; a `CacheConfig`, as `load_config` returns it, is used as it is. None takes
+            file and environment.
+        layout: where the pages are. They must not move while the cache is open. The cache keeps
+            arrays alive that `TensorView.of` describes.
+        identity: texts that, with key and shape, determine the bytes of a block: model, revision,
+            dtype. Lower tiers find only blocks of the same identity.
+        device: the device of the pages; None for host memory.
+        flush_seconds: how long lower tiers may write waiting blocks when the cache is closed.
+
+    Returns:
+        The open cache. The caller closes it, for instance by `with`.
 
     Raises:
-        ConfigError: a setting is not allowed, or blocks on disk have no identity.
-        ArenaError: the host memory cannot be had.
+        TypeError: `config` is neither settings nor None.
+        ConfigError: a setting is not allowed, or a lower tier is set without an identity.
+        ArenaError: the host memory cannot be allocated.
         DiskError: a cache directory cannot be used.
         LayoutError: the pages cannot be copied.
+        FlexKVError: the copy kernels are not installed.
     """
     config = _read_config(config)
     parts = [identity] if isinstance(identity, str) else list(identity)
@@ -101,8 +108,8 @@ def _host_memory() -> Device:
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Close what is open when the interpreter ends: before the movers, which were loaded earlier
-    and end their copies later."""
+    """Close open caches when the interpreter ends: before the movers, which were imported earlier
+    and therefore end later."""
     atexit.register(_close_all)
 
 

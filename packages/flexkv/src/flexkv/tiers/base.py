@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the cache and the tiers below host memory: disks, and stores that others share.
 
-Bytes go between the caller's buffers and the tier, in batches of blocks; every block has its own
-result. Nothing here waits: work is submitted, and its results are polled.
+A tier copies blocks between the caller's buffers and itself, in batches; every block has its own
+result. No call waits: the caller submits work and polls for its results.
 
 There are two kinds of tiers. An `IndexedTier` knows at once which blocks it has, as a disk does. An
-`AskedTier` has to ask, for instance a store on a network that other nodes fill: a fetch then begins
-with a question, and what is not answered by the tier's deadline is a miss. `flexkv.tiers.remote`
+`AskedTier` has to ask, for instance a store on a network that other nodes fill. A fetch then begins
+with a question; a block without an answer by the tier's deadline is a miss. `flexkv.tiers.remote`
 makes an `AskedTier` of a store whose calls block; most new tiers need only such a store.
 """
 
@@ -31,9 +31,9 @@ class BlockResult:
     """The result of one block of a batch.
 
     Attributes:
-        ticket: of the batch, as `read` or `write` returned it.
-        position: of the block in the batch.
-        outcome: how it ended.
+        ticket: ticket of the batch, as `read` or `write` returned it.
+        position: position of the block in the batch.
+        outcome: how the read or write of the block ended.
     """
 
     ticket: int
@@ -43,11 +43,11 @@ class BlockResult:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a tier found out about the keys of one question.
+    """The answer to one question about keys.
 
     Attributes:
-        ticket: of the question, as `ask` returned it.
-        has: for each key whether the tier has its block; None if that could not be found out.
+        ticket: ticket of the question, as `ask` returned it.
+        has: for each key whether the tier has its block; None if the question failed.
     """
 
     ticket: int
@@ -56,8 +56,8 @@ class Answer:
 
 @dataclass(slots=True)
 class Traffic:
-    """Blocks that were read or written, since the start. Bytes, and the seconds that each read or
-    write took; those that run at once all count."""
+    """Bytes that were read and written since the start, and the seconds that the reads and writes
+    took. The times of reads that run at once add up, and so do those of writes."""
 
     read_bytes: int = 0
     read_seconds: float = 0.0
@@ -65,7 +65,7 @@ class Traffic:
     written_seconds: float = 0.0
 
     def add(self, size: int, seconds: float, writes: bool) -> None:
-        """Count blocks of `size` bytes."""
+        """Count a read or write of `size` bytes."""
         if writes:
             self.written_bytes += size
             self.written_seconds += seconds
@@ -76,20 +76,20 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """What a tier holds and has done.
+    """What a tier holds now, and has done since the start.
 
     Attributes:
-        blocks: complete ones, now; 0 if the tier does not know.
-        slots: blocks that it can hold; 0 if the tier does not know.
-        written_blocks: since the start.
-        evicted_blocks: since the start.
-        queued_blocks: to be read or written, those under way included, now.
-        queued_bytes: that wait, now.
-        reads: devices by the state that the circuit of their reads is in now; none of a state that
-            is not there.
-        writes: the same of writes.
-        openings: times that a circuit opened, since the start.
-        traffic: since the start.
+        blocks: complete blocks now; 0 if the tier does not know.
+        slots: how many blocks the tier can hold; 0 if the tier does not know.
+        written_blocks: blocks written since the start.
+        evicted_blocks: blocks evicted since the start.
+        queued_blocks: blocks that wait to be read or written now, or are being so.
+        queued_bytes: bytes of the reads and writes that wait now.
+        reads: how many devices have a circuit of reads in each state now; states of none are
+            absent.
+        writes: the same for the circuits of writes.
+        openings: how often circuits have opened since the start.
+        traffic: bytes and seconds since the start.
     """
 
     blocks: int
@@ -105,76 +105,79 @@ class TierFigures:
 
 
 class LowerTier(Protocol):
-    """Keeps blocks outside host memory. Called by one thread, and never waits but in `close`.
+    """Keeps blocks outside host memory. One thread calls it; only `close` waits.
 
-    A buffer holds one block, as many bytes as a slot of the arena, and starts at a multiple of
-    4 KiB. It is borrowed until its block's result was polled: not to be written meanwhile, and
-    not to be read if the tier reads into it. After any outcome of a read but DONE its bytes are
-    undefined. DONE means that the bytes of a read are those that were written under that key, which
-    the tier has verified itself: a checksum travels with each block.
+    A buffer holds one block, has the length of an arena slot, and starts at a multiple of 4 KiB.
+    The tier borrows it until the caller has polled the block's result. Until then the caller must
+    not write the buffer, nor read it if the tier reads into it. After a read that did not end as
+    DONE, the bytes are undefined. After DONE, they are the bytes that were written under that key:
+    a checksum travels with each block, and the tier has verified it.
 
-    A read or write that hangs keeps its buffer for as long, and nothing else: the cache fetches the
-    block from the next tier, into another slot.
+    A read or write that hangs keeps its buffer. The cache then fetches the block from the next
+    tier, into another slot.
 
     Attributes:
-        medium: the tier's name in metrics, hit sources and events; no two tiers of a cache share
-            one.
+        medium: the tier's name in metrics, hit sources and events; each tier of a cache has its
+            own.
     """
 
     medium: Medium
 
     @property
     def figures(self) -> TierFigures:
-        """What it holds and has done."""
+        """What the tier holds now, and has done since the start."""
         ...
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
-        """Begin to read blocks into `buffers`; returns the ticket of the batch."""
+        """Begin to read the blocks of `keys` into `buffers`. Returns the ticket of the batch."""
         ...
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Begin to write blocks of a prefix, in its order, from `buffers`; returns the ticket of
-        the batch. Where there is no room for one, those behind it are DROPPED as well.
+        """Begin to write blocks of a prefix, in its order, from `buffers`. Returns the ticket of
+        the batch. If the tier has no room for a block, it drops that block and those behind it.
 
-        A block whose key the tier has is DONE and not written again; a tier that has to ask finds
-        that out before it sends bytes. One that the tier is writing is not written again either:
-        its result is DONE on a disk, and that of the write under way in a shared store.
+        If the tier has a block already, the block is DONE and not written again; a tier that has
+        to ask finds out before it sends bytes. If the tier is writing the block, it is not written
+        again either: on a disk its result is DONE, in a shared store that of the write under way.
         """
         ...
 
     def clear(self) -> None:
-        """Forget all blocks, those being written too, and keep nothing that is written from now
-        on beyond this process: what the keys stand for has changed (new weights), and the next
-        process would take the old meaning for the new one.
+        """Forget all blocks, also those that are being written. Blocks written from now on are not
+        found by other processes: the meaning of keys has changed in this process (new weights), and
+        the next process may have the old meaning.
 
-        A store that others share cannot be wiped. Its keys lie in a namespace, an epoch of the
-        fingerprint, and this process leaves for one of its own; see `flexkv.tiers.remote`.
+        A store that others share is not emptied. Its keys lie in a namespace, an epoch of the
+        fingerprint, and this process goes on in an epoch of its own; see `flexkv.tiers.remote`.
         """
         ...
 
     def cancel(self, ticket: int) -> None:
-        """Do not begin what has not begun of a batch. Its results still come."""
+        """Drop the blocks of a batch whose reads or writes have not begun. `poll` returns their
+        results, too."""
         ...
 
     def hasten(self, ticket: int, priority: Priority) -> None:
-        """Raise what has not begun of a batch to `priority`."""
+        """Raise the reads or writes of a batch that have not begun to `priority`."""
         ...
 
     def poll(self) -> list[BlockResult]:
-        """Results that came since the last call. Each block of each batch has exactly one."""
+        """The results since the last call. Each block of each batch has exactly one result."""
         ...
 
     def begin_close(self, flush_seconds: float) -> None:
-        """Begin no more but the writes that wait, and these for `flush_seconds`, or longer if the
-        tier's own bound is longer. Idempotent; several tiers of a cache end at the same time."""
+        """Drop the reads that wait, and begin waiting writes for at most `flush_seconds` more, or
+        for the tier's own bound if that is longer. Does not wait. Idempotent. A cache calls it for
+        all its tiers before it closes one, so that they end at the same time."""
         ...
 
     def close(self, flush_seconds: float = 0.0) -> bool:
-        """`begin_close`, let running operations end, and drop the others; their results do not come
-        any more.
+        """Call `begin_close`, wait for the running reads and writes, and drop the others. `poll`
+        returns no more results.
 
-        Returns whether all have ended. If not, a device hangs: then every buffer of an operation
-        without a result stays borrowed until the process ends.
+        Returns:
+            Whether all reads and writes have ended. If not, a device hangs: every buffer without a
+            result stays borrowed until the process ends.
         """
         ...
 
@@ -183,55 +186,61 @@ class IndexedTier(LowerTier, Protocol):
     """A tier that knows its blocks."""
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
-        """For each key whether its block is complete in this tier, and can be read now: a tier
-        that stalls, or whose circuit is open, has none."""
+        """For each key whether the tier has its complete block and can read it now. A stalled tier,
+        or one whose circuit is open, can read none."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count the blocks of a prefix as used, its first block as used last."""
+        """Count the blocks of a prefix as used, the first block last, so that the prefix is evicted
+        from its end."""
         ...
 
     def watch(self) -> None:
-        """From now on keep what `take_changes` tells; all that is there already is a change."""
+        """Record changes for `take_changes` from now on. All blocks that the tier has count as
+        changes."""
         ...
 
     def take_changes(self, limit: int) -> list[Change]:
-        """About `limit` blocks that came or went since `watch`, the latest first, each once.
-
-        That a stalled tier cannot be read now is no change."""
+        """About `limit` blocks that the tier got or lost since `watch`, the latest first, each
+        once. A stall is not a change."""
         ...
 
 
 @runtime_checkable
 class AskedTier(LowerTier, Protocol):
-    """A tier that has to ask which blocks it has. The cache remembers the answers for a while, the
-    blocks that it wrote or read among them, and asks about a key again only after an answer, or
-    after `clear`. The tier emits no events: a store does not tell what it evicts.
+    """A tier that has to ask which blocks it has. The cache remembers for a while what the tier has
+    answered, read and written. It asks about a key again only after the answer, or after `clear`.
+    The tier emits no events, because a store does not report what it evicts.
 
     Attributes:
-        question_seconds: the deadline of a question. What is not answered by then is a miss for
-            whoever waits; the answer still counts for later requests.
+        question_seconds: the deadline of a question. A block without an answer by then is a miss
+            for the fetch that waits; later requests use the answer.
     """
 
     question_seconds: float
 
     @property
     def readable(self) -> bool:
-        """Whether questions and reads are worth a try now: not while the tier stalls, nor while
-        its circuit is open."""
+        """Whether the tier can be asked and read now. A stalled tier cannot, nor can one whose
+        circuit is open."""
         ...
 
     def register(self, address: int, size: int) -> None:
-        """All buffers of later calls lie in `size` bytes from `address` on, which stay mapped until
-        `close` returned True. Called once, before any other call; for RDMA."""
+        """Name the memory of all later buffers, for RDMA. The cache calls this once, before any
+        other method.
+
+        Args:
+            address: where the memory begins. It stays mapped until `close` has returned True.
+            size: of the memory, in bytes.
+        """
         ...
 
     def ask(self, keys: Sequence[bytes]) -> int:
-        """Begin to find out which blocks the tier has, in one question; returns its ticket."""
+        """Ask which of these blocks the tier has. Does not wait. Returns the question's ticket."""
         ...
 
     def take_answers(self) -> list[Answer]:
-        """Answers that came since the last call. Each question has exactly one, however late."""
+        """The answers since the last call. Each question has exactly one, however late."""
         ...
 
 
@@ -243,9 +252,9 @@ class AttachedTier:
     """A tier and how a cache uses it.
 
     Attributes:
-        tier: owned by the cache.
-        admission: which blocks are written to it.
-        stall_seconds: a fetch that gets no block from it for as long takes what it waits for from
+        tier: the tier; the cache owns it.
+        admission: chooses the blocks that are written to the tier.
+        stall_seconds: if a fetch gets no block from the tier for this time, it takes the block from
             the next tier, or ends.
     """
 

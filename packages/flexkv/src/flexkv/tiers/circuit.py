@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to leave a failing or slow device alone, and when to try it again: the same for every tier.
+"""Circuit breakers: they disable a failing or slow device and try it again, alike in every tier.
 
-A circuit is closed while jobs succeed. Jobs in a row that fail, or take longer than their budget,
-open it: then nothing is given to the device for a pause. After the pause it is probing: one caller
-may try. A success closes the circuit, a failure opens it for another pause.
+A circuit is closed while jobs succeed. Consecutive jobs that fail, or take longer than their
+budget, open it. The device then gets no jobs for a pause. After the pause the circuit is probing:
+one caller may try the device. A success closes the circuit; a failure opens it for another pause.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from collections import Counter
 from collections.abc import Iterable
 
 FAILURES = 16
-"""Jobs that failed in a row after which a circuit opens: more than run at once when a device
-breaks, so that one fault that hits all of them is not yet a broken device."""
+"""Consecutive failures that open a circuit. They are more than the jobs that run at once, so one
+fault that hits all running jobs does not open the circuit. Not tuned."""
 
 PAUSE_SECONDS = 30.0
-"""How long a circuit stays open, unless its owner says otherwise."""
+"""How long a circuit stays open, unless its owner gives another time. Not tuned."""
 
 
 class CircuitState(enum.Enum):
-    """Whether a device is given jobs."""
+    """Whether a device gets jobs."""
 
     CLOSED = "closed"
-    """Yes."""
+    """The device gets jobs."""
     PROBING = "probing"
-    """One caller may try it."""
+    """One caller may try the device."""
     OPEN = "open"
-    """No."""
+    """The device gets no jobs."""
 
 
 def count_states(circuits: Iterable[Circuit]) -> Counter[CircuitState]:
-    """How many of `circuits` are in each state now."""
+    """The number of `circuits` in each state now; states of none are absent."""
     return Counter(circuit.state for circuit in circuits)
 
 
 class Circuit:
-    """Counts the jobs of one kind on one device: reads of a drive, or questions to a store. A job
-    counts once, however many blocks it moved. Single-threaded.
+    """Counts the jobs of one kind on one device, such as the reads of a drive. A job counts once,
+    however many blocks it moves. Single-threaded.
 
     Args:
         budget_seconds: a job that runs longer counts as failed.
-        pause_seconds: for which it stays open.
+        pause_seconds: how long the circuit stays open.
 
     Attributes:
-        openings: times that the circuit opened, failed probes left aside.
+        openings: how often the circuit has opened; failed probes do not count.
     """
 
     __slots__ = (
@@ -79,34 +79,35 @@ class Circuit:
 
     @property
     def opens_again(self) -> float | None:
-        """Seconds until a caller may try, 0 or less if one may; None if it is closed."""
+        """Seconds until a caller may try the device, 0 or less if one may now; None if the circuit
+        is closed."""
         return None if self._open_until == 0.0 else self._open_until - time.monotonic()
 
     @property
     def allows(self) -> bool:
-        """Whether a job may be given to the device now."""
+        """Whether the device may be given a job now."""
         if self._open_until == 0.0:
             return True
         return not self._probes and time.monotonic() >= self._open_until
 
     def begin(self, jobs: int = 1) -> None:
-        """So many jobs were given to the device at once. Each ends by `end` or `drop`."""
+        """Note that the device was given `jobs` jobs. Each ends by `end` or `drop`."""
         if self._open_until != 0.0:
             self._probes += jobs
 
     def drop(self) -> None:
-        """A job was taken back: it says nothing of the device."""
+        """Note that a job was taken back, which says nothing about the device."""
         self._probes = max(0, self._probes - 1)
 
     def end(self, failed: bool, seconds: float = 0.0) -> bool:
-        """A job has ended.
+        """Note that a job has ended.
 
         Args:
-            failed: whether the device got nothing of it done.
-            seconds: how long it ran.
+            failed: whether the device has done no part of the job.
+            seconds: how long the job ran.
 
         Returns:
-            Whether that opened the circuit, which was closed.
+            Whether this opened a closed circuit.
         """
         if not failed and seconds <= self._budget_seconds:
             self._failed = self._probes = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on a link: the read or write of a block, or of several at once."""
+"""The jobs of a link: each reads or writes a block, or several at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 
 class Priority(enum.IntEnum):
-    """What goes first on every link; the lower value wins."""
+    """The order of jobs on every link: the lower value goes first."""
 
     LOAD = 0
-    """A request waits for it. Never dropped."""
+    """A request waits for the block. Never dropped."""
     PREFETCH = 1
-    """A request that is queued will want it."""
+    """A queued request will want the block."""
     STORE = 2
     """From the engine into host memory."""
     WRITE = 3
@@ -22,33 +22,33 @@ class Priority(enum.IntEnum):
 
 
 class Outcome(enum.Enum):
-    """How a block's way over a link ended."""
+    """How the read or write of a block ended."""
 
     DONE = "done"
-    """All bytes are in place and, for a read, verified."""
+    """All bytes were copied and, for a read, verified."""
     MISSING = "missing"
     """The tier does not have the block."""
     DAMAGED = "damaged"
     """The bytes are not those that were written. The tier has forgotten the block."""
     FAILED = "failed"
-    """It could not be done, for instance because of an I/O error."""
+    """The read or write failed, for instance by an I/O error."""
     DROPPED = "dropped"
-    """It was not begun: no room, a full queue, or cancelled."""
+    """The read or write did not begin: the tier or its queue was full, or it was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The way of one or several blocks over a link.
+    """The read or write of one or several blocks. The link sets `outcomes`, `begun` and `seconds`.
 
     Attributes:
         priority: see `Priority`.
-        size: bytes.
-        work: does it, in a thread of the link; may wait for its device. Returns an outcome for
-            each block. If it raises, all are FAILED.
-        blocks: how many.
-        outcomes: one for each block; none until the job ended. Set by the link.
-        begun: time.monotonic() when a thread took it; 0.0 before.
-        seconds: how long it ran. Set by the link.
+        size: bytes of all blocks.
+        work: reads or writes the blocks, in a thread of the link; may wait for the device.
+            Returns an outcome for each block. If it raises, all blocks are FAILED.
+        blocks: the number of blocks.
+        outcomes: an outcome for each block; empty until the job has ended.
+        begun: time.monotonic() when a thread took the job, in seconds; 0.0 before.
+        seconds: how long the job ran.
     """
 
     priority: Priority
@@ -60,5 +60,5 @@ class Job:
     seconds: float = 0.0
 
     def end_as(self, outcome: Outcome) -> None:
-        """All its blocks ended alike."""
+        """Give all blocks the same outcome."""
         self.outcomes = [outcome] * self.blocks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link to a device below host memory: a bounded queue and the threads that work it off.
+"""A link to a device below host memory: a bounded queue, and threads that run its jobs.
 
-Reads go before writes: while one waits or runs, no write begins. Whoever gives a link its jobs
-polls it; nothing calls back from its threads.
+Reads go before writes: while a read waits or runs, no write begins. The thread that submits jobs
+polls for their results; the link's threads call nothing else.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 class Link:
-    """One device's queue and threads. All methods are for one thread, and none waits but `close`.
+    """The queue and the threads of one device. One thread calls the methods; only `close` waits.
 
     Args:
-        name: of the threads.
-        threads: jobs that run at once.
-        write_bytes: no further write begins while as many bytes are being written.
+        name: prefix of the threads' names.
+        threads: how many jobs run at once.
+        write_bytes: no further write begins while this many bytes are being written.
         queue_bytes: see `LinkQueue`.
-        stall_seconds: a job that runs longer than this makes the link `stalled` until it ends.
+        stall_seconds: a job that runs longer makes the link `stalled` until the job ends.
 
     Attributes:
-        name: as given.
-        queue_bytes: as given.
-        stall_seconds: as given.
+        name: the name, as given.
+        queue_bytes: the bound of the queue, as given.
+        stall_seconds: the time after which the link is stalled, as given.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class Link:
 
     @property
     def queued_bytes(self) -> int:
+        """Bytes of the jobs that wait."""
         return self._queue.size
 
     @property
     def stalled(self) -> bool:
-        """Whether a job has been running for too long."""
+        """Whether a job has run for longer than `stall_seconds`."""
         if not self._running:
             return False
         with self._work:
@@ -79,7 +80,7 @@ class Link:
         return oldest is not None and time.monotonic() - oldest.begun > self.stall_seconds
 
     def submit(self, *jobs: Job) -> None:
-        """Queue jobs. A full queue drops jobs: `poll` returns them as DROPPED."""
+        """Queue jobs. If the queue is full, it drops jobs, which `poll` returns as DROPPED."""
         with self._work:
             for job in jobs:
                 for dropped in self._queue.push(job):
@@ -102,12 +103,13 @@ class Link:
             self._work.notify_all()
 
     def poll(self) -> list[Job]:
-        """Jobs that ended since the last call, each with its outcomes."""
+        """The jobs that have ended since the last call, each with its outcomes."""
         done = self._done
         return [done.popleft() for _ in range(len(done))]
 
     def begin_close(self, seconds: float) -> None:
-        """Begin no more but the writes that wait, and these for so many seconds. Idempotent."""
+        """Discard the reads that wait, and begin waiting writes for at most `seconds` more.
+        Idempotent."""
         with self._work:
             if not self._closing:
                 self._closing = True
@@ -116,10 +118,14 @@ class Link:
             self._work.notify_all()
 
     def close(self, timeout: float) -> bool:
-        """Write what waits to be written for up to half of `timeout` seconds, drop all else, and
-        let what runs end for the other half. Idempotent.
+        """Run waiting writes for up to half of `timeout` seconds, discard all other jobs, and wait
+        for running jobs until `timeout` has passed. Idempotent.
 
-        Returns whether all threads have ended.
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether all threads have ended. If not, the device hangs.
         """
         end = time.monotonic() + timeout
         self.begin_close(timeout / 2)
@@ -135,8 +141,8 @@ class Link:
             except OSError:
                 job.end_as(Outcome.FAILED)
             except Exception as error:  # noqa: BLE001
-                # Whatever it is: a thread that ended here would take with it the buffers and slots
-                # of this job and, one by one, the whole link.
+                # If the thread ended here, the job's buffers and slots would never be released,
+                # and one by one all threads of the link would be gone.
                 job.end_as(Outcome.FAILED)
                 self._report(error)
             job.seconds = time.monotonic() - job.begun
@@ -156,8 +162,8 @@ class Link:
             )
 
     def _exchange(self, done: Job | None) -> Job | None:
-        """Hand in a job that ended and take the next one, as soon as there is one; None at the
-        end. One step, as with small blocks the lock is what threads wait for."""
+        """Hand in a job that has ended, and wait for the next one; None once the link closes. It is
+        one step under the lock, because with small blocks threads wait mostly for the lock."""
         with self._work:
             if done is not None:
                 del self._running[done]

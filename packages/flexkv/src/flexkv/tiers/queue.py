@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounded queue in front of a link. Pure; its owner locks."""
+"""The bounded queue in front of a link. It has no lock; the link has."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from flexkv.tiers.job import Job, Priority
 
 
 class LinkQueue:
-    """Jobs in order of priority, then of arrival; every call is O(1) per job.
+    """Jobs in the order of priority, then of arrival. Every call takes O(1) for each job.
 
     Args:
-        limit: bytes that may wait. What exceeds it is dropped from the lowest priority, last come
-            first, but loads are never dropped: their number is bounded by the slots that they
-            need.
+        limit: how many bytes may wait. Beyond it, the queue drops jobs of the lowest priority, the
+            newest first. It never drops loads, because each needs a slot of the arena, which
+            bounds them.
+
+    Attributes:
+        size: bytes of the jobs that wait.
     """
 
     def __init__(self, limit: int) -> None:
@@ -27,11 +30,11 @@ class LinkQueue:
         return sum(map(len, self._waiting.values()))
 
     def waiting(self, priority: Priority) -> int:
-        """Jobs of this priority."""
+        """The number of jobs of this priority."""
         return len(self._waiting[priority])
 
     def push(self, job: Job) -> list[Job]:
-        """Take a job in; returns the jobs that are dropped for it, itself perhaps among them."""
+        """Add a job. Returns the jobs that are dropped for it, perhaps the job itself."""
         self._waiting[job.priority][job] = None
         self.size += job.size
         dropped = []
@@ -45,10 +48,10 @@ class LinkQueue:
         return dropped
 
     def pop(self, writes: bool) -> Job | None:
-        """Take the next job out; None if there is none.
+        """Remove and return the next job; None if there is none.
 
         Args:
-            writes: whether it may be one of priority WRITE.
+            writes: whether jobs of priority WRITE may be taken.
         """
         for priority, jobs in self._waiting.items():
             if jobs and (writes or priority is not Priority.WRITE):
@@ -58,7 +61,7 @@ class LinkQueue:
         return None
 
     def remove(self, jobs: Iterable[Job]) -> list[Job]:
-        """Take jobs out that are waiting; returns those that were."""
+        """Remove those of `jobs` that wait, and return them."""
         removed = []
         for job in jobs:
             if job in self._waiting[job.priority]:
@@ -68,14 +71,14 @@ class LinkQueue:
         return removed
 
     def keep_only(self, priority: Priority | None) -> None:
-        """Drop all jobs but those of `priority`."""
+        """Discard all jobs except those of `priority`; all of them if it is None."""
         for other, jobs in self._waiting.items():
             if other is not priority:
                 self.size -= sum(job.size for job in jobs)
                 jobs.clear()
 
     def raise_to(self, jobs: Iterable[Job], priority: Priority) -> None:
-        """Give waiting jobs a higher priority; those that have it or a higher one keep theirs."""
+        """Raise those of `jobs` that wait with a lower priority to `priority`."""
         for job in jobs:
             if priority < job.priority and job in self._waiting[job.priority]:
                 del self._waiting[job.priority][job]
