@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,38 @@ from docs import import_graph
 from docs.import_graph import draw, faults, read_imports, room_of
 
 
-def test_every_import_goes_down_and_no_files_form_a_cycle() -> None:
-    assert faults(read_imports()) == []
+@functools.cache
+def _read() -> dict[str, set[str]]:
+    return read_imports()
 
 
-def test_a_module_of_an_adapter_imports_twelve_of_ours_at_most() -> None:
+@pytest.fixture
+def imports() -> dict[str, set[str]]:
+    """Each of our modules with those that it imports; the test's own."""
+    return {module: set(imported) for module, imported in _read().items()}
+
+
+def test_every_import_goes_down_and_no_files_form_a_cycle(imports: dict[str, set[str]]) -> None:
+    assert faults(imports) == []
+
+
+def test_a_module_of_an_adapter_imports_twelve_of_ours_at_most(
+    imports: dict[str, set[str]],
+) -> None:
     adapters = ("flexkv.adapter.", "flexkv_vllm.")
     many = {
         module: len(imported)
-        for module, imported in read_imports().items()
+        for module, imported in imports.items()
         if module.startswith(adapters) and len(imported) > 12
     }
     assert many == {}
 
 
-def test_the_picture_is_that_of_the_code() -> None:
-    assert import_graph.PICTURE.read_text() == draw(read_imports()), "run docs/import_graph.py"
+def test_the_picture_is_that_of_the_code(imports: dict[str, set[str]]) -> None:
+    assert import_graph.PICTURE.read_text() == draw(imports), "run docs/import_graph.py"
 
 
-def test_all_modules_of_all_packages_are_read() -> None:
-    imports = read_imports()
+def test_all_modules_of_all_packages_are_read(imports: dict[str, set[str]]) -> None:
     assert "flexkv.tiers.disk.store" in imports["flexkv.tiers.disk"]
     assert "flexkv.adapter.engine" in imports["flexkv.adapter.request"]
     assert {module.partition(".")[0] for module in imports} == {
@@ -52,14 +65,14 @@ def test_all_modules_of_all_packages_are_read() -> None:
         ("flexkv.errors", "flexkv.host.numa", "(base) imports flexkv.host.numa (host)"),
     ],
 )
-def test_an_import_upwards_or_next_door_is_found(module: str, imported: str, said: str) -> None:
-    imports = read_imports()
+def test_an_import_upwards_or_next_door_is_found(
+    imports: dict[str, set[str]], module: str, imported: str, said: str
+) -> None:
     imports[module].add(imported)
     assert any(said in fault for fault in faults(imports))
 
 
-def test_a_cycle_of_files_in_one_room_is_found() -> None:
-    imports = read_imports()
+def test_a_cycle_of_files_in_one_room_is_found(imports: dict[str, set[str]]) -> None:
     imports["flexkv.tiers.disk.files"].add("flexkv.tiers.disk.store")
     assert any(fault.startswith("cycle of files") for fault in faults(imports))
 
