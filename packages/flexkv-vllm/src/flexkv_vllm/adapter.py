@@ -11,9 +11,9 @@ import torch
 
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.orders import StepOrders, StepReport
+from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.worker import WorkerSide
-from flexkv_vllm.compat.core import hit_sources
+from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_side import SchedulerSide
@@ -68,6 +68,7 @@ class Adapter:
 
     def start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         if self._config.enable:
+            warn_if_newer()
             self._scheduler = make_scheduler_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
             )
@@ -142,7 +143,7 @@ class Adapter:
             return
         with self._edge.guard("ending a step", "copies that ended are seen later"):
             report = output.kv_connector_worker_meta
-            self._scheduler.step_ended(report if isinstance(report, StepReport) else None)
+            self._scheduler.step_ended(report if isinstance(report, WorkerReport) else None)
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         if self._scheduler is None:

@@ -15,12 +15,11 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.fills import StepStores, StoreTime
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
-from flexkv.adapter.orders import StepReport
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import HitTokens, Requests, TrackedRequest
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
-from flexkv_vllm.orders import StepMetadata
+from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.pool import Pool
 from flexkv_vllm.step_uses import StepUses
 
@@ -144,7 +143,7 @@ class SchedulerSide:
             self._loads.refuse(tracked, tables[0], tokens, self._orders)
         tracked.lose_blocks()
 
-    def step_ended(self, report: StepReport | None) -> None:
+    def step_ended(self, report: WorkerReport | None) -> None:
         """A step has ended; the workers may have reports about it."""
         self._loads.step_ended(report)
         self._poll()

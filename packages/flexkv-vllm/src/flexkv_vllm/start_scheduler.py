@@ -15,14 +15,13 @@ from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.start import attach_cache, make_recorder
-from flexkv_vllm.compat.core import knows_used_blocks, warn_if_newer
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process
 from flexkv_vllm.load_mode import load_mode_of, make_chooser
 from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.settings import engine_id_of
-from flexkv_vllm.step_uses import StepUses
+from flexkv_vllm.step_uses import make_step_uses
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +51,6 @@ def make_scheduler_side(
         ConfigError, LayoutError: a setting or the model is not allowed in this engine.
         DiskError: a cache directory cannot be used.
     """
-    warn_if_newer()
     transfer = vllm_config.kv_transfer_config
     with contextlib.ExitStack() as undo:
         session, cache = attach_cache(
@@ -70,8 +68,6 @@ def make_scheduler_side(
         describe = None if events is None else events.describe
         chooser = make_chooser(config, vllm_config, mode, cache, spec)
         tokens = groups.furthest.block_tokens
-        # A draft model computes after the step, perhaps on other blocks than vLLM lists.
-        knows_uses = groups.plain and knows_used_blocks() and not vllm_config.speculative_config
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
         side = SchedulerSide(
             EngineCache(session, cache, groups, keys, edge, describe, recorder),
@@ -79,7 +75,7 @@ def make_scheduler_side(
             store_time,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             events=events,
-            uses=StepUses() if knows_uses else None,
+            uses=make_step_uses(vllm_config, groups),
         )
         undo.pop_all()
     if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:

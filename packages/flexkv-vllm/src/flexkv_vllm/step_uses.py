@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flexkv.adapter.block_uses import BlockUses
+from flexkv.adapter.groups import Groups
 from flexkv.adapter.orders import EVERYTHING, StepOrders
-from flexkv_vllm.compat.core import blocks_beside_requests
+from flexkv_vllm.compat.core import blocks_beside_requests, knows_used_blocks
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -50,3 +52,10 @@ class StepUses:
         self._uses.lose()
         for order in [*orders.loads.values(), *orders.layerwise]:
             order.follows = EVERYTHING
+
+
+def make_step_uses(vllm_config: VllmConfig, groups: Groups) -> StepUses | None:
+    """Follows the blocks of an engine; None if vLLM does not list all blocks that a step uses."""
+    # A draft model computes after the step, perhaps on other blocks than vLLM lists.
+    knows = groups.plain and knows_used_blocks() and not vllm_config.speculative_config
+    return StepUses() if knows else None

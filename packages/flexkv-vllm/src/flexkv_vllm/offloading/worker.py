@@ -19,15 +19,14 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from flexkv import KVLayout, Mover
 from flexkv.adapter.figures import CopyFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.pages import Device
 from flexkv.host.arena import Arena
 from flexkv.host.session import Session
-from flexkv.layout import PlacedPlane
-from flexkv.mover import Direction, Status
+from flexkv.layout import KVLayout, PlacedPlane
+from flexkv.mover import Direction, Mover, Status
 from flexkv_vllm.compat.patches import answer_stats, offloading_connector_of
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks
