@@ -39,6 +39,7 @@ TOOLS = [
     "rich>=13.9",
     "scikit-build-core>=0.11",  # for tests of the kernels' build
     "nvidia-cuda-runtime>=13; sys_platform == 'linux'",  # headers for the fake CUDA driver
+    "nvidia-nvtx>=13; sys_platform == 'linux'",  # headers for the fake profiler
     "obstore>=0.9,<0.13",  # what the extra `flexkv[objects]` installs
     *("moto[s3]>=5.1,<6", "flask>=3,<4", "flask-cors>=5,<7"),  # an S3 server for its tests
     "mooncake-transfer-engine-non-cuda>=0.3.13.post1,<0.4",  # of `flexkv[mooncake]`

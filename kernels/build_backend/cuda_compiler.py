@@ -21,6 +21,7 @@ COMPILER = [
         "nvidia-cuda-crt",
         "nvidia-cuda-runtime",
         "nvidia-cuda-cccl",
+        "nvidia-nvtx",  # headers
     )
 ]
 """Requirements that put an nvcc into a build's environment: about 100 MB to download."""

@@ -10,6 +10,7 @@
 
 #include "device_side.hpp"
 #include "flag.hpp"
+#include "ranges.hpp"
 
 namespace flexkv::cuda {
 namespace {
@@ -53,6 +54,7 @@ void CudaMover::require_working() const {
 }
 
 std::int64_t CudaMover::submit(const Batch& batch) {
+  const Range range(by_direction(batch.direction, "submit load", "submit store"));
   require_own_process();
   require_aligned(batch.flag);
   layout_.check(batch);
@@ -115,11 +117,8 @@ SharedEvent CudaMover::followed(const Batch& batch) {
 }
 
 SharedEvent CudaMover::record(const std::string& name, std::uint64_t stream) {
-  SharedEvent event;
-  with_device([&] {
-    event = record_event(device_side_->driver(), device_side_->events, name, stream);
-  });
-  return event;
+  return with_device(
+      [&] { return record_event(device_side_->driver(), device_side_->events, name, stream); });
 }
 
 std::optional<Status> CudaMover::hold(std::int64_t ticket, std::uint64_t stream,
@@ -151,10 +150,10 @@ void CudaMover::follow(std::uint64_t stream, CUevent event) {
 
 // An error that is not the caller's ends the mover's use for this caller.
 template <typename Call>
-void CudaMover::with_device(const Call& call) {
+std::invoke_result_t<Call> CudaMover::with_device(const Call& call) {
   try {
     const CurrentDevice current(*device_side_->device);
-    call();
+    return call();
   } catch (const DriverError& error) {
     error_ = error.what();
     throw Closed("the CUDA device no longer works for this process: " + error_);
@@ -244,6 +243,7 @@ bool CudaMover::can_enqueue(std::size_t direction) const {
 // even that can be told, the device has failed, and this throws.
 void CudaMover::enqueue_slice(std::size_t direction) {
   TransferPtr& transfer = active_[direction];
+  const Range range(by_direction(transfer->direction, "load", "store"));
   Lane& lane = device_side_->lanes[direction];
   Taken taken;
   try {

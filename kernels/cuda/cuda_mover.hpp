@@ -17,6 +17,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -60,7 +61,7 @@ class CudaMover final : public TicketedMover {
   SharedEvent record(const std::string& name, std::uint64_t stream);
   void follow(std::uint64_t stream, CUevent event);
   template <typename Call>
-  void with_device(const Call& call);
+  std::invoke_result_t<Call> with_device(const Call& call);
 
   // The thread's side.
   void work();

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "ranges.hpp"
+
 namespace flexkv::cuda {
 namespace {
 
@@ -46,6 +48,7 @@ bool DriverCopies::next_piece(Transfer& transfer, Run& piece) const {
 }
 
 Taken DriverCopies::enqueue(Transfer& transfer, CUstream stream) {
+  const Range range("copy engines");
   if (!transfer.runs.has_value()) {
     transfer.runs.emplace(cursor(transfer));
     transfer.rest = {};

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ranges.hpp"
 #include "slot_runs.hpp"
 
 namespace flexkv::cuda {
@@ -20,6 +21,7 @@ void KernelCopies::launch_empty(CUstream stream) const {
 }
 
 Taken KernelCopies::enqueue(Transfer& transfer, CUstream stream) const {
+  const Range range("copy kernel");
   const TileTable::Part part = tiles_.part(transfer.geometry);
   CopyBatch batch = batch_of(
       transfer, part,
@@ -39,6 +41,7 @@ Taken KernelCopies::enqueue(Transfer& transfer, CUstream stream) const {
 
 void KernelCopies::enqueue_staged(const Transfer& transfer, std::uint64_t blocks,
                                   CUdeviceptr segment, CUstream stream) const {
+  const Range range(by_direction(transfer.direction, "scatter", "gather"));
   const TileTable::Part part = tiles_.part(transfer.geometry);
   CopyBatch batch = batch_of(transfer, part, blocks);
   batch.arena = segment - transfer.slot_runs->begin;

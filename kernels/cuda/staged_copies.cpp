@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <string>
 
+#include "ranges.hpp"
+
 namespace flexkv::cuda {
 namespace {
 
@@ -93,6 +95,7 @@ void StagedCopies::chain(CUevent event, CUstream first, CUstream second) const {
 // Neighbours in the arena that are neighbours in the ring are one copy.
 void StagedCopies::copy_by_engine(const Transfer& transfer, std::uint64_t blocks,
                                   CUdeviceptr segment, CUstream stream) {
+  const Range range("copy engines");
   const SlotRuns& runs = *transfer.slot_runs;
   const bool load = transfer.direction == Direction::load;
   std::uint64_t host = 0;

@@ -43,18 +43,9 @@ def build(folder: Path) -> Path:
         if (kept := folder / _LIBRARY).is_file():
             return kept
         folder.mkdir(parents=True, exist_ok=True)
-    compiler = next(
-        (
-            command
-            for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-            if command and shutil.which(shlex.split(command)[0])
-        ),
-        None,
-    )
-    if compiler is None:
-        pytest.skip("no C++ compiler to build the fake CUDA driver with")
+    compiler = host_compiler()
     library = folder / f"{_LIBRARY}.part"
-    includes = [KERNELS / "src", KERNELS / "cuda", _cuda_include(folder)]
+    includes = [KERNELS / "src", KERNELS / "cuda", cuda_include(folder)]
     subprocess.run(
         [
             *shlex.split(compiler),
@@ -76,6 +67,14 @@ def build(folder: Path) -> Path:
     return library.rename(folder / _LIBRARY)
 
 
+def host_compiler() -> str:
+    """The C++ compiler of this machine, as a command; skips the test where there is none."""
+    for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if command and shutil.which(shlex.split(command)[0]):
+            return command
+    pytest.skip("no C++ compiler to build the fake CUDA driver with")
+
+
 def _digest() -> str:
     """Digest of all that the driver is made from."""
     digest = hashlib.blake2b(digest_size=16)
@@ -85,7 +84,7 @@ def _digest() -> str:
     return digest.hexdigest()
 
 
-def _cuda_include(folder: Path) -> Path:
+def cuda_include(folder: Path) -> Path:
     """The folder of cuda.h: beside nvcc, or where PyPI's nvidia-cuda-runtime is."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
