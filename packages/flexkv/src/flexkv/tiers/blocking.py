@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lower tier for callers that have threads of their own and wait in them.
+"""A lower tier for callers that wait in threads of their own.
 
-Blocks pass through buffers of this class. A read or write that hangs keeps such a buffer, and never
-memory of the caller, who may use its own for something else once a call has returned.
+Blocks pass through buffers of this class. A read or write that hangs keeps such a buffer, never the
+caller's memory. The caller may reuse its memory once a call has returned.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from flexkv.tiers.base import BlockResult, TierFigures
 from flexkv.tiers.job import Outcome, Priority
 
 BUFFER_BYTES = 64 << 20
-"""Buffers of reads, and as much of writes: a drive of 4 GB/s fills them in 16 ms, in which a
-caller's thread is surely run again."""
+"""Bytes of the buffers for reads, and as many for writes. A drive of 4 GB/s fills them in 16 ms, in
+which the caller's thread runs again. Not tuned."""
 _MOST_BUFFERS = 128
 _LEAST_BUFFERS = 2
-"""One is read while another is copied."""
+"""One buffer is read while the other is copied."""
 
 _POLL_SECONDS = 0.0002
-"""Between two looks at a tier that is at work: a fifth of what a block of 4 MiB takes."""
+"""Between two polls of a busy tier: a fifth of the time that a block of 4 MiB takes."""
 
 Copy: TypeAlias = Callable[[int, memoryview], None]
-"""Copies a block of a call, given by its position, out of or into a buffer."""
+"""Copies the block at a position of a call out of or into a buffer."""
 
 _NONE = math.inf
 """Behind every position."""
 
 _Submit: TypeAlias = Callable[[Sequence[int], Sequence[memoryview]], int]
-"""Begins to read or write the blocks at some positions of a call; returns the ticket."""
+"""Begins to read or write the blocks at some positions of a call. Returns the ticket."""
 
 
 class Blocks(Protocol):
-    """What is used of a lower tier; see `LowerTier`."""
+    """The methods that this class uses of a lower tier; see `LowerTier`."""
 
     @property
     def figures(self) -> TierFigures: ...
@@ -62,7 +62,7 @@ class Blocks(Protocol):
 
 
 class _Buffers:
-    """Memory for the blocks of one direction; each begins at a multiple of 4 KiB."""
+    """Buffers of one block each, for reads or for writes. Each begins at a multiple of 4 KiB."""
 
     def __init__(self, slot_bytes: int) -> None:
         count = max(_LEAST_BUFFERS, min(_MOST_BUFFERS, BUFFER_BYTES // slot_bytes))
@@ -76,14 +76,15 @@ class _Call:
     """A read or write that its caller waits for.
 
     Attributes:
-        buffers: where those that it holds come from.
+        buffers: the pool of its buffers.
         submit: begins a batch; called under the lock.
-        end: is told of each block that is done.
-        fill: prepares a buffer.
-        given_up: nobody waits any more; its buffers are free as they come back.
-        tickets: of its batches that have not ended.
-        under_way: buffer of each block that has not ended, by the block's position in the call.
-        ended: blocks that have ended and the caller has not seen.
+        end: called with each block that is DONE.
+        fill: copies a block into a buffer before it is written; None for reads.
+        given_up: whether nobody waits any more. Each buffer then returns to the pool when its block
+            has ended.
+        tickets: tickets of the batches that have not ended.
+        under_way: the buffer of each block that has not ended, by the block's position.
+        ended: blocks that have ended and were not given to the caller.
     """
 
     buffers: _Buffers
@@ -106,12 +107,12 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """What the tier works on under one ticket.
+    """The blocks that the tier reads or writes under one ticket.
 
     Attributes:
-        call: of which it is a part.
-        positions: of its blocks in the call.
-        left: blocks that have not ended.
+        call: the call that the batch is a part of.
+        positions: positions of the blocks in the call.
+        left: how many blocks have not ended.
     """
 
     call: _Call
@@ -120,13 +121,13 @@ class _Batch:
 
 
 class BlockingTier:
-    """Reads and writes that return when they are done. Any number of threads may call.
+    """Reads and writes that return when they have ended. Any number of threads may call it.
 
     Args:
-        tier: owned; nobody else calls it.
-        slot_bytes: of a block.
-        quiet_seconds: a read is given up when no block of it has ended for so long.
-        call_seconds: a call is given up after so long in any case.
+        tier: the tier; owned, and called by this object only.
+        slot_bytes: bytes of a block.
+        quiet_seconds: a read is given up if none of its blocks has ended for this time.
+        call_seconds: every call is given up after this time.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class BlockingTier:
         """Read blocks up to the first that cannot be read.
 
         Args:
-            keys: of the blocks.
-            take: is given each block that was read and verified, in any order, some of those
-                behind the first that failed too; the buffer is valid until it returns.
+            keys: keys of the blocks.
+            take: called with each block that was read and verified, in any order, and perhaps with
+                some behind the first that failed. The buffer is valid until `take` returns.
 
         Returns:
-            How many blocks from the first on `take` was given.
+            How many blocks `take` was given, from the first on without a gap.
         """
 
         def submit(positions: Sequence[int], buffers: Sequence[memoryview]) -> int:
@@ -185,12 +186,11 @@ class BlockingTier:
         """Write the blocks of a prefix, in its order, up to the first that cannot be written.
 
         Args:
-            keys: of the blocks.
-            fill: is to copy a block into the buffer, all of which is written; called for those
-                that the tier does not have.
+            keys: keys of the blocks, in the order of the prefix.
+            fill: copies a block into the whole buffer; called for the blocks that the tier lacks.
 
         Returns:
-            How many blocks from the first on the tier has now.
+            How many blocks the tier has now, from the first on without a gap.
         """
 
         def submit(positions: Sequence[int], buffers: Sequence[memoryview]) -> int:
@@ -211,7 +211,7 @@ class BlockingTier:
                 self._tier.clear()
 
     def close(self, flush_seconds: float = 0.0) -> bool:
-        """See `LowerTier`. Calls under way are given up, later ones find nothing. Idempotent."""
+        """See `LowerTier`. Calls under way are given up; later calls find nothing. Idempotent."""
         with self._lock:
             if self._closed:
                 return True
@@ -219,8 +219,8 @@ class BlockingTier:
             return self._tier.close(flush_seconds)
 
     def _run(self, call: _Call, positions: Sequence[int], quiet_seconds: float) -> None:
-        """Have the tier work on the blocks at `positions` up to the first that fails, as buffers
-        are free. No block may end for `quiet_seconds` at most."""
+        """Read or write the blocks at `positions` up to the first that fails, as many at once as
+        buffers are free. The call is given up if no block has ended for `quiet_seconds`."""
         now = time.monotonic()
         deadline, quiet = now + self._call_seconds, now + quiet_seconds
         begun, failed = 0, _NONE
@@ -247,7 +247,7 @@ class BlockingTier:
             self._give_up(call)
 
     def _take(self, call: _Call, positions: Sequence[int]) -> dict[int, memoryview]:
-        """Buffers for the first of `positions`, as many as are free."""
+        """Take free buffers for the first of `positions`."""
         with self._lock:
             free = call.buffers.free
             return {position: free.pop() for position in positions[: len(free)]}
@@ -269,7 +269,7 @@ class BlockingTier:
             call.buffers.free += buffers
 
     def _exchange(self, call: _Call, batch: dict[int, memoryview]) -> list[_Ended]:
-        """Begin a batch if there is one; return what has ended of the call."""
+        """Begin a batch, if it has blocks, and return the blocks of the call that have ended."""
         with self._lock:
             if self._closed:
                 call.buffers.free += batch.values()
@@ -284,7 +284,7 @@ class BlockingTier:
             return ended
 
     def _settle(self) -> None:
-        """Hand what the tier has ended to the calls. Under the lock."""
+        """Give the results of the tier to their calls. Under the lock."""
         for result in self._tier.poll():
             batch = self._batches[result.ticket]
             call, position = batch.call, batch.positions[result.position]
@@ -299,7 +299,7 @@ class BlockingTier:
                 call.tickets.discard(result.ticket)
 
     def _give_up(self, call: _Call) -> None:
-        """End a call: what has not begun of it does not begin."""
+        """End a call, and cancel those of its blocks that have not begun."""
         with self._lock:
             call.given_up = True
             call.buffers.free += [ended.buffer for ended in call.ended]

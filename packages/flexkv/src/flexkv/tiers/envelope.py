@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels with a block into a store that others share.
+"""The envelope of a block in a shared store.
 
-A table of our own says which block lies where on a disk. A shared store has none that could be
-trusted, so each block carries its whole name, its length and a checksum over both and its bytes.
+On a disk, FlexKV's table says which block is in which slot. A shared store has no table that FlexKV
+could trust. So each block there carries its whole name, its length, and a checksum over name,
+length and bytes.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import struct
 import xxhash
 
 ENVELOPE_BYTES = 512
-"""Of every envelope: it is read and written together with the block, as one piece of memory."""
+"""The size of an envelope. Envelope and block are read and written as one piece of memory."""
 
 _MAGIC = b"FLEXKVB1"
 _HEAD = struct.Struct("<8sQH")
-"""Magic, which counts up with the format, bytes of the block, bytes of the name."""
+"""The magic, whose digit is the version of the format; bytes of the block; bytes of the name."""
 _CHECKSUM_BYTES = 16
 _CHECKSUM_AT = ENVELOPE_BYTES - _CHECKSUM_BYTES
 MOST_NAME_BYTES = _CHECKSUM_AT - _HEAD.size
 
 
 def seal(name: bytes, block: memoryview) -> bytes:
-    """The envelope of a block, ENVELOPE_BYTES long.
+    """Make the envelope of a block, ENVELOPE_BYTES long.
 
     Args:
-        name: all that tells the block from others: fingerprint, epoch and the whole key.
-        block: its bytes.
+        name: what distinguishes the block from all others: fingerprint, epoch and whole key.
+        block: the bytes of the block.
 
     Raises:
         ValueError: the name is longer than MOST_NAME_BYTES.
@@ -53,5 +54,5 @@ def _head(name: bytes, size: int) -> bytes:
 
 
 def _checksum(head: bytes, block: memoryview) -> bytes:
-    # The head itself is compared byte by byte, so that its digest only has to bind it to the bytes.
+    # `fits` compares the head byte by byte, so its digest only has to bind it to the bytes.
     return xxhash.xxh3_128_digest(block, xxhash.xxh3_64_intdigest(head))

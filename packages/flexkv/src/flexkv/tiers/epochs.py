@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a shared store may be found: what all nodes agree on, in one record.
+"""Which blocks of a shared store may be found. All nodes read it from one record.
 
-The record of a fingerprint has two parts, which are both part of each block's name. The epoch
-changes when an engine is reset: keys mean something else in it, and may in processes that start
-from now on. These are in the new epoch. The generation changes then as well, and when an operator
-clears the store. A process takes its epoch from the record when it starts, and the generation
-always. So after a reset, or a clear, the processes of an epoch go on together, and find nothing of
-before. Which epoch the process is in that was reset itself: see `flexkv.tiers.remote`.
+The record of a fingerprint has two parts, epoch and generation. Both are part of each block's name.
 
-Only a process that starts makes a record where there is none. If a record is lost, processes that
-have read it go on; the next one to start begins an epoch of its own.
-Otherwise a node that was cut off during a reset could bring the generation of before back to life.
+- The epoch changes when an engine is reset. Keys then mean something else in that engine, and may
+  do so in processes that start later. These processes use the new epoch.
+- The generation changes at a reset, and when an operator clears the store.
+
+A process reads the epoch once, when it starts, and the generation again and again. So after a reset
+or a clear, the processes of an epoch go on sharing, and find no older block. `flexkv.tiers.remote`
+says which epoch the process uses that was reset itself.
+
+Only a process that starts creates a missing record. If a record is lost, the processes that have
+read it go on, and the next one to start begins a new epoch. Otherwise a node that was cut off
+during a reset could restore the generation from before the reset.
 """
 
 from __future__ import annotations
@@ -23,22 +26,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FRESH_SECONDS = 1.0
-"""How long a record that was read counts. A process that cannot read it any more finds nothing
-after this time, whatever it knew."""
+"""How long a record is used after it was read. A process that cannot read the record finds no block
+after this time."""
 
 _RECORD = re.compile(rb"flexkv-epoch 1 ([0-9a-f]{32}) ([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What a record says; both are 32 hex digits."""
+    """The content of a record.
+
+    Attributes:
+        name: the epoch, 32 hexadecimal digits.
+        generation: the generation, 32 hexadecimal digits.
+    """
 
     name: str
     generation: str
 
     @classmethod
     def begin(cls) -> Epoch:
-        """One that nobody has been in."""
+        """A new epoch and generation, at random."""
         return cls(secrets.token_hex(16), secrets.token_hex(16))
 
     def to_bytes(self) -> bytes:
@@ -46,7 +54,11 @@ class Epoch:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Epoch:
-        """Raises OSError if `data` is no record: then the store cannot be used."""
+        """Read a record.
+
+        Raises:
+            OSError: `data` is not a record. Then the store cannot be used.
+        """
         match = _RECORD.fullmatch(data)
         if match is None:
             raise OSError("the record of the epoch is not one of FlexKV's")
@@ -54,19 +66,19 @@ class Epoch:
 
 
 class EpochRecord(Protocol):
-    """Where the record of one fingerprint is kept. All calls block, and raise OSError if the store
-    does not do what is asked."""
+    """The record of one fingerprint in a store. All calls block, and raise OSError if the store
+    fails."""
 
     def read(self) -> bytes | None:
         """The record; None if there is none."""
         ...
 
     def create(self, record: bytes) -> None:
-        """Write the record if there is none: of several that do so at once, one wins."""
+        """Write the record if there is none. If several processes do so at once, one succeeds."""
         ...
 
     def replace(self, record: bytes) -> None:
-        """Write the record, whether there is one or not."""
+        """Write the record, in place of one that is there."""
         ...
 
 
@@ -74,7 +86,7 @@ class Epochs:
     """The epoch of one process. Thread-safe.
 
     Args:
-        record: of the fingerprint.
+        record: the record of the fingerprint.
     """
 
     def __init__(self, record: EpochRecord) -> None:
@@ -86,7 +98,8 @@ class Epochs:
         self._failed_at = 0.0
 
     def open(self) -> str:
-        """The store's epoch, begun if there is none. Called once, before any other call.
+        """Read the store's epoch, and begin one if there is none. Called once, before any other
+        method.
 
         Raises:
             OSError: the store cannot be reached.
@@ -101,10 +114,10 @@ class Epochs:
         return self._last.name
 
     def folder(self, epoch: str) -> str:
-        """Where blocks of an epoch lie now: part of their names.
+        """The folder that holds the blocks of an epoch now, a part of their names.
 
         Raises:
-            OSError: the store cannot be reached, so that nothing may be found in it.
+            OSError: the store cannot be reached. No block of it may be used then.
         """
         came = time.monotonic()
         with self._lock:
@@ -113,13 +126,17 @@ class Epochs:
             return f"{epoch}-{self._last.generation}"
 
     def renew(self) -> None:
-        """Begin an epoch for processes that start from now on, and a generation for all."""
+        """Begin a new epoch for processes that start later, and a new generation for all."""
         self._record.replace(Epoch.begin().to_bytes())
 
     def _refresh(self, came: float) -> None:
-        """Read the record for a caller who came at some time."""
+        """Read the record.
+
+        Args:
+            came: time.monotonic() when the caller came, in seconds.
+        """
         if self._failure is not None and self._failed_at >= came:
-            # Callers that waited for a read which failed do not wait for one each, in turn.
+            # This caller waited for the read that failed; it does not wait for one of its own.
             raise OSError(str(self._failure))
         began = time.monotonic()
         try:
@@ -133,9 +150,11 @@ class Epochs:
 
 
 def clear(record: EpochRecord) -> bool:
-    """Begin a generation: nothing that was written before is found after this has returned.
+    """Begin a new generation. After the return, no process finds a block written before the call.
+    Waits until no process uses the old record.
 
-    Returns whether there was a record. Waits until no process counts on the one of before.
+    Returns:
+        Whether there was a record.
 
     Raises:
         OSError: the store cannot be reached.

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store that engines share over a network, as a lower tier.
 
-`BlockStore` is what a store has to do, with calls that block; `RemoteTier` makes an `AskedTier` of
-it: threads, a bounded queue, circuits, figures, and what a reset means for others.
+A `BlockStore` has calls that block. `RemoteTier` makes an `AskedTier` of it, with threads, a
+bounded queue, circuits and figures, and handles resets.
 
-Epochs: blocks lie in the store under a fingerprint, an epoch and a key. A reset says that keys mean
-something else from now on in this process; in processes that start later they may mean that or
-something else again. So after a reset a process goes on in an epoch of its own, at random, which
-nobody else ever reads. The store's epoch is renewed for those that start later. Other processes of
-the epoch before were not reset: keys mean in them what they meant, and they go on together, in a
-generation that begins with the reset.
+Epochs: the store keeps blocks under a fingerprint, an epoch and a key. After a reset, keys mean
+something else in this process, and may mean a third thing in processes that start later. So this
+process goes on in a random epoch of its own, which no other process reads, and renews the store's
+epoch for processes that start later. Other processes of the old epoch were not reset, and keys mean
+the same in them as before. They go on sharing, in a generation that begins with the reset.
 """
 
 from __future__ import annotations
@@ -35,57 +34,59 @@ from flexkv.tiers.renewal import Renewal
 logger = logging.getLogger(__name__)
 
 QUESTION_THREADS = 2
-"""Questions at once. They have a link of their own: behind reads they would miss their deadline."""
+"""Questions that run at once. They have a link of their own, because behind reads they would miss
+their deadline. Not tuned."""
 
 PAUSE_SECONDS = 5.0
-"""How long a circuit stays open: a probe costs one question, of a few milliseconds."""
+"""How long a circuit stays open. A probe costs one question of a few milliseconds. Not tuned."""
 
 FIRST_SHARE = 4
-"""The first call of a read has the share of the others' bytes: requests stop waiting for a tier of
-unknown pace that gives nothing within 20 ms (`flexkv.adapter.wait_choice`)."""
+"""The first call of a read has a quarter of the bytes of later calls: requests stop waiting for a
+tier of unknown pace that gives no block within 20 ms (`flexkv.adapter.wait_choice`). Not tuned."""
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for what runs; half of it for writes that wait, unless it is told more."""
+"""How long `close` waits for running calls. For half of it, waiting writes still begin, or for
+longer if `flush_seconds` says so. Not tuned."""
 
 
 class BlockStore(Protocol):
-    """Keeps blocks for several engines. All calls block, and come from several threads at once; an
-    exception means that the store could do nothing of it.
+    """Keeps blocks for several engines. All methods block, and several threads call them at once. A
+    method that raises has read or written no block.
 
-    The names of blocks in the store contain the fingerprint, which the store is made with, the
-    epoch and the whole key. Bytes are verified here: a checksum over the name and the bytes is
-    stored with each block, and a block whose bytes or name do not fit is DAMAGED, and removed.
-    A buffer is a block: its address is `address_of(buffer)`, and it lies in the registered memory.
+    The name of a block in the store contains the fingerprint, which the store was made with, the
+    epoch and the whole key. The store keeps a checksum over name and bytes with each block, and
+    verifies it. A block whose name or bytes do not match is DAMAGED, and the store removes it.
+    A buffer holds a block. Its address is `address_of(buffer)`, within the registered memory.
     """
 
     def register(self, address: int, size: int) -> None:
-        """See `AskedTier.register`. Called before any other call."""
+        """See `AskedTier.register`. Called before any other method."""
         ...
 
     def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        """For each key whether its block is there, complete."""
+        """For each key whether the store has its complete block."""
         ...
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
-        """Read blocks: DONE, MISSING, DAMAGED or FAILED for each."""
+        """Read blocks into `buffers`. Returns DONE, MISSING, DAMAGED or FAILED for each."""
         ...
 
     def put(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
-        """Write blocks that are not there yet: DONE, also for those that are, FAILED, or DROPPED
-        where the store has no room."""
+        """Write blocks that the store lacks. Returns for each DONE, also if the store has the block
+        already, FAILED, or DROPPED if the store has no room."""
         ...
 
     def renew_epoch(self) -> None:
-        """Have nobody find what is there now, and processes that open the store from now on nothing
-        that the others write."""
+        """Hide all present blocks from all processes, and later blocks of the running processes
+        from processes that open the store from now on."""
         ...
 
     def close(self) -> None:
-        """Called once no other call runs."""
+        """Close the store. Called while no other method runs."""
         ...
 
 
@@ -103,15 +104,15 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteLimits:
-    """What a remote tier may cost.
+    """Bounds of a remote tier.
 
     Attributes:
-        question_seconds: deadline of a question.
-        timeout_seconds: a read or write that takes longer counts as failed for the circuit, and
-            the tier as stalled until it ends.
-        threads: reads and writes at once.
-        batch_bytes: of one read or write; larger blocks go one by one.
-        queue_bytes: that may wait; writes beyond it are dropped.
+        question_seconds: the deadline of a question.
+        timeout_seconds: a read or write that takes longer counts as a failure for the circuit, and
+            the tier is stalled until the call ends.
+        threads: how many reads and writes run at once.
+        batch_bytes: the most bytes of one call; a block that is larger has a call of its own.
+        queue_bytes: how many bytes may wait; writes beyond it are dropped.
     """
 
     question_seconds: float
@@ -137,11 +138,11 @@ class RemoteTier:
     """See `AskedTier`.
 
     Args:
-        medium: its name.
-        store: owned.
-        epoch: of the store when it was opened.
+        medium: the tier's name.
+        store: the store; owned.
+        epoch: the store's epoch when it was opened.
         slot_bytes: bytes of a block.
-        limits: see there.
+        limits: bounds of time and memory.
         states: told whether the tier reads and writes; owned. None if nobody is.
     """
 
@@ -222,7 +223,7 @@ class RemoteTier:
             failed = job.outcomes[0] is not Outcome.DONE
             late = job.seconds > self.question_seconds
             self._note(self._reads, failed or late, job.seconds, "questions to")
-            # What another epoch has is of no use.
+            # Blocks of another epoch are of no use.
             of_use = not failed and epoch == self._epoch
             answers.append(Answer(ticket, found[0] if of_use else None))
         return answers
@@ -322,7 +323,7 @@ class RemoteTier:
         self._link.submit(*jobs)
 
     def _parts(self, positions: Sequence[int], writes: bool) -> Iterator[Sequence[int]]:
-        """The blocks of each call."""
+        """The positions of the blocks of each call."""
         size = self._batch_blocks if writes else max(1, self._batch_blocks // FIRST_SHARE)
         while positions:
             yield positions[:size]
@@ -352,7 +353,7 @@ class RemoteTier:
             self._note(device, failed, job.seconds, what)
 
     def _end_write(self, key: bytes, place: _Place, outcome: Outcome) -> None:
-        """The write of a block has ended, and with it those that repeated it meanwhile."""
+        """Report the result of a block's write, also for the writes that repeated it meanwhile."""
         if self._writing.get(key) == place:  # not since a reset
             del self._writing[key]
         for ticket, i in (place, *self._repeats.pop(place, ())):
@@ -373,5 +374,5 @@ class RemoteTier:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Where a writable buffer begins in memory; valid as long as its memory is mapped."""
+    """The address of a writable buffer; valid while its memory is mapped."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells a shared store of a reset, off the scheduler's path, until the store has taken it."""
+"""Writes a reset to a shared store, by a thread of its own, until the store has accepted it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
 _LONGEST_RETRY_SECONDS = 5.0
-"""Between two tries to renew the store's epoch; twice as long after each."""
+"""The pauses between tries to renew the store's epoch. Each is twice as long as the last, up to the
+second bound. Not tuned."""
 
 
 class Renewal:
-    """Renews the epoch of a store, and tries again until it is done.
+    """Renews the epoch of a store, and retries until that succeeds.
 
     Args:
-        name: of the thread.
-        renew: does it; blocks, and raises if it cannot.
+        name: prefix of the thread's name.
+        renew: renews the epoch; blocks, and raises if it fails.
     """
 
     def __init__(self, name: str, renew: Callable[[], None]) -> None:
@@ -31,7 +32,7 @@ class Renewal:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Renew it, once more if it is being renewed."""
+        """Renew the epoch; if it is being renewed, renew it once more. Does not wait."""
         with self._work:
             self._wanted = True
             if self._thread is None:
@@ -41,13 +42,20 @@ class Renewal:
             self._work.notify()
 
     def begin_close(self) -> None:
-        """What is wanted is tried at once, for the last time."""
+        """Try a renewal that is due at once, for the last time. Does not wait."""
         with self._work:
             self._closing = True
             self._work.notify()
 
     def close(self, timeout: float) -> bool:
-        """Whether the thread has ended within so many seconds."""
+        """Wait for the thread.
+
+        Args:
+            timeout: seconds to wait at most.
+
+        Returns:
+            Whether the thread has ended.
+        """
         self.begin_close()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -69,7 +77,7 @@ class Renewal:
                 self._renew()
                 failures = 0
             except Exception as error:  # noqa: BLE001
-                # Whatever it is: later processes would find what a reset was to forget.
+                # Without a retry, later processes would find blocks from before the reset.
                 self._wanted = not last
                 failures += 1
                 if failures == 1 or last:
