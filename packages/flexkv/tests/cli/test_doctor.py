@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flexkv.cli.doctor_disk import check_directory, measure
+from flexkv.cli.doctor_findings import Finding, Level, run_checks
+from packages.flexkv.tests.cli.stores import Cache, Ended
+
+Doctor = Callable[..., Ended]
+NOBODY = 65534
+
+
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    """Runs the command with settings in its environment, and a runtime directory of its own."""
+
+    def run(*arguments: object, **settings: object) -> Ended:
+        environment = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
+        environment["FLEXKV_RUNTIME_DIR"] = str(tmp_path / "run")
+        environment |= {name: str(value) for name, value in settings.items()}
+        command = [sys.executable, "-m", "flexkv", "doctor", *map(str, arguments)]
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in ended.stderr, ended.stderr
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+    return run
+
+
+def levels(ended: Ended) -> dict[str, str]:
+    """The most severe level of each check."""
+    order = [level.value for level in Level]
+    found: dict[str, str] = {}
+    for each in ended.json:
+        worst = max(order.index(each["level"]), order.index(found.get(each["check"], "ok")))
+        found[each["check"]] = order[worst]
+    return found
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All files below a folder with times and bytes."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_machine_that_fits_has_no_problem(doctor: Doctor, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = {"FLEXKV_SSD_CACHE_DIR": disk, "FLEXKV_SSD_CACHE_GB": 0.01}
+    ended = doctor("--seconds", "0.2", FLEXKV_CPU_CACHE_GB=0.1, **settings)
+    assert (ended.code, ended.err) == (0, ""), ended.out
+    assert ended.out.splitlines()[-1].startswith("problems: 0")
+    found = re.search(r"writes ([\d.]+) GB/s, reads ([\d.]+) GB/s", ended.out)
+    assert found
+    assert float(found[1]) > 0
+    assert float(found[2]) > 0
+    assert list(disk.iterdir()) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_cache_directory_holds_stays_as_it_is(doctor: Doctor, cache: Cache) -> None:
+    cache.fill(9)
+    (cache.root / "mine.txt").write_text("precious")
+    before = snapshot(cache.root)
+    settings = {"FLEXKV_SSD_CACHE_DIR": cache.root, "FLEXKV_SSD_CACHE_GB": 0.01}
+    assert doctor("--seconds", "0.2", **settings).code == 0
+    assert snapshot(cache.root) == before
+
+
+def test_too_little_memory_is_a_problem(doctor: Doctor) -> None:
+    ended = doctor("--seconds", "0", FLEXKV_CPU_CACHE_GB=1 << 20)
+    assert ended.code == 1
+    (line,) = re.findall(r"problem  memory: .*\n +-> .*", ended.out)
+    assert "1024.00 TiB wanted" in line or "1.00 PiB wanted" in line
+    assert "lower cpu_cache_gb" in line
+
+
+def test_too_little_room_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+    settings = {"FLEXKV_SSD_CACHE_DIR": tmp_path, "FLEXKV_SSD_CACHE_GB": 1 << 20}
+    ended = doctor("--seconds", "0", "--json", **settings)
+    assert ended.code == 1
+    assert levels(ended)[f"disk {tmp_path}"] == "problem"
+
+
+def test_a_directory_that_does_not_exist_is_not_created(doctor: Doctor, tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    settings = {"FLEXKV_SSD_CACHE_DIR": path, "FLEXKV_SSD_CACHE_GB": 0.01}
+    ended = doctor(**settings)
+    assert ended.code == 0
+    assert f"disk {path}: does not exist yet: an engine creates it" in ended.out
+    assert not (tmp_path / "a").exists()
+
+
+def test_each_drive_has_its_share_of_the_room(doctor: Doctor, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    settings = {"FLEXKV_SSD_CACHE_DIR": f"{tmp_path}/a;{tmp_path}/b", "FLEXKV_SSD_CACHE_GB": 0.5}
+    ended = doctor("--seconds", "0", **settings)
+    assert ended.out.count("256.00 MiB wanted") == 2
+
+
+def test_misspelt_variables_are_problems_and_the_rest_is_checked(doctor: Doctor) -> None:
+    ended = doctor("--seconds", "0", "--json", FLEXKV_CPU_CASHE_GB=4)
+    assert ended.code == 1
+    (found,) = (each for each in ended.json if each["check"] == "settings")
+    assert "did you mean 'FLEXKV_CPU_CACHE_GB'?" in found["text"]
+    assert found["change"].startswith("allowed: ")
+    assert levels(ended)["kernel"] != "problem"
+
+
+def test_addresses_are_not_printed(doctor: Doctor) -> None:
+    url = "s3://bucket/secret-place"
+    ended = doctor("--seconds", "0", FLEXKV_OBJECTS_URL=url)
+    assert "objects_url='...'" in ended.out
+    assert "secret-place" not in ended.out + ended.err
+
+
+def test_a_runtime_directory_of_others_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o777)
+    (tmp_path / "run").chmod(0o777)
+    ended = doctor("--seconds", "0", "--json")
+    assert ended.code == 1
+    assert levels(ended)["runtime_dir"] == "problem"
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o777
+
+
+def test_turned_off_is_said(doctor: Doctor) -> None:
+    ended = doctor("--seconds", "0", ENABLE_FLEXKV="0")
+    assert "advice   settings: FlexKV is turned off" in ended.out
+
+
+BAD_SETTINGS = {
+    "memory that is no number": {"FLEXKV_CPU_CACHE_GB": "much"},
+    "negative memory": {"FLEXKV_CPU_CACHE_GB": "-1"},
+    "a directory without a size": {"FLEXKV_SSD_CACHE_DIR": "/tmp"},
+    "a size without a directory": {"FLEXKV_SSD_CACHE_GB": "1"},
+    "a relative directory": {"FLEXKV_SSD_CACHE_DIR": "kv", "FLEXKV_SSD_CACHE_GB": "1"},
+    "an unknown policy": {"FLEXKV_EVICTION_POLICY": "mru"},
+    "a file that does not exist": {"FLEXKV_CONFIG_PATH": "/none.yaml"},
+    "a directory as a file": {"FLEXKV_CONFIG_PATH": "/tmp"},
+    "a master without metadata": {"FLEXKV_MOONCAKE_MASTER": "host:1"},
+    "a variable in lower case": {"flexkv_cpu_cache_gb": "1"},
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_a_bad_setting_is_one_problem(doctor: Doctor, case: str) -> None:
+    ended = doctor("--seconds", "0", "--json", **BAD_SETTINGS[case])
+    assert ended.code == 1
+    (found,) = (each for each in ended.json if each["check"] == "settings")
+    assert found["level"] == "problem"
+    assert found["change"].startswith("allowed: ")
+
+
+BAD_DIRECTORIES = (
+    "a file",
+    "a fifo",
+    "a socket",
+    "a file above it",
+    "a broken link",
+    "a link's loop",
+)
+
+
+@pytest.mark.parametrize("kind", BAD_DIRECTORIES)
+def test_what_is_no_directory_is_a_problem(doctor: Doctor, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    with socket.socket(socket.AF_UNIX) as listener:
+        match kind:
+            case "a file":
+                path.touch()
+            case "a fifo":
+                os.mkfifo(path)
+            case "a socket":
+                listener.bind(str(path))
+            case "a file above it":
+                path.touch()
+                path /= "below"
+            case "a broken link":
+                path.symlink_to(tmp_path / "none")
+            case "a link's loop":
+                path.symlink_to(path)
+        settings = {"FLEXKV_SSD_CACHE_DIR": path, "FLEXKV_SSD_CACHE_GB": 0.01}
+        ended = doctor("--json", **settings)
+    assert ended.code == 1
+    assert levels(ended)[f"disk {path}"] == "problem"
+
+
+@pytest.mark.parametrize("seconds", ["-1", "61", "nan", "inf", "soon", ""])
+def test_bad_input_is_one_clear_error(doctor: Doctor, seconds: str) -> None:
+    ended = doctor(f"--seconds={seconds}")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.count("\n") == 1
+    assert "; allowed: " in ended.err
+
+
+@pytest.mark.parametrize("arguments", [["--fast"], ["/tmp"]])
+def test_unknown_arguments_are_bad_use(doctor: Doctor, arguments: list[str]) -> None:
+    ended = doctor(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "unrecognized arguments" in ended.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_directory_of_others_is_a_problem(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o700)
+    pid = os.fork()
+    if pid == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        found = list(check_directory("/root/theirs", 1.0, 0.0))
+        os._exit(0 if [each.level for each in found] == [Level.PROBLEM] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_hangs_is_a_finding_and_hides_nothing() -> None:
+    stop = threading.Event()
+
+    def hangs() -> Iterator[Finding]:
+        stop.wait()
+        yield Finding("drive", Level.OK, "late")
+
+    def breaks() -> Iterator[Finding]:
+        yield Finding("first", Level.OK, "there")
+        raise RuntimeError("oops")
+
+    fine = [Finding("kernel", Level.OK, "new")]
+    found = run_checks({"drive": hangs, "code": breaks, "kernel": lambda: fine}, 0.5)
+    stop.set()
+    assert [(each.check, each.level) for each in found] == [
+        ("drive", Level.PROBLEM),
+        ("code", Level.ADVICE),
+        ("kernel", Level.OK),
+    ]
+    assert found[0].text == "no answer within 0.5 s"
+    assert "oops" in found[1].text
+
+
+def test_a_measurement_writes_no_more_than_a_share_of_the_room(tmp_path: Path) -> None:
+    """On a small file system of its own, in memory."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        watched: list[int] = []
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.is_set():
+                status = os.statvfs(folder)
+                watched.append((status.f_blocks - status.f_bfree) * status.f_frsize)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        speed = measure(str(folder), 1.0)
+        stop.set()
+        thread.join()
+        assert speed.written > 0
+        assert speed.read > 0
+        assert max(watched) <= (100 << 20) // 8
+        (kind, *_) = check_directory(str(folder), 0, 0)
+        assert kind.level is Level.ADVICE
+        assert "memory" in kind.text
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_the_findings_are_json(doctor: Doctor) -> None:
+    ended = doctor("--seconds", "0", "--json")
+    assert all(set(each) == {"check", "level", "text", "change"} for each in json.loads(ended.out))
+    checks = {each["check"] for each in ended.json}
+    assert {"settings", "kernel", "memory", "huge pages", "packages", "runtime_dir"} <= checks
