@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on local disks: verified on every read, bounded, warm after a restart.
+"""Blocks on local disks. They have a bound, every read verifies them, and they outlive the process.
 
-From the outside in: `DiskTier` spreads blocks over drives; a `Drive` is one cache directory at
-run time; its `DiskStore` is the files of one folder, which `directory` names and locks, described
-by `table`, filled through `slabs`, indexed by `index` and counted by `ledger`.
+`DiskTier` distributes blocks over drives. A `Drive` is one cache directory at run time. Its
+`DiskStore` has the files of one folder: `directory` names and locks the folder, `table` describes
+the blocks, `slabs` hold them, `index` finds them, and `ledger` counts them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,21 @@ def open_disk_tier(
     """Open or create the caches of one kind of blocks in the directories `roots`.
 
     Args:
-        roots: cache directories, best each on a disk of its own.
-        fingerprint: hexadecimal, of the blocks.
+        roots: cache directories, each preferably on a disk of its own.
+        fingerprint: the fingerprint of the blocks, hexadecimal.
         slot_bytes: bytes of a block, a multiple of 4 KiB.
-        capacity: bytes on disk at most, of all directories together; each gets an equal part.
-        share: give this process folders of its own where another engine owns those that are there.
-        keep_others: keep other models' folders that no engine uses as long as there is room.
-        day_bytes: bytes that may be written in 24 hours, of all directories together.
-        queue_bytes: bytes that may wait, for all directories together.
-        stall_seconds: a directory with a read or write that takes longer is left out until it
-            ends.
+        capacity: the most bytes on disk, of all directories together; each gets an equal part.
+        share: whether this process makes folders of its own if another engine owns the present
+            ones.
+        keep_others: whether folders of other models that no engine uses stay while there is room.
+        day_bytes: bytes that may be written in 24 hours, of all directories together; None for no
+            limit.
+        queue_bytes: bytes that may wait, of all directories together.
+        stall_seconds: if a read or write takes longer, its directory is skipped until it ends.
         files: the system calls; the real ones if None.
+
+    Returns:
+        The tier. The caller closes it.
 
     Raises:
         DiskError: a directory cannot be created, owned, read or filled. None is left open.
@@ -76,7 +80,7 @@ def open_disk_tier(
                 logger.warning(
                     "%s does not support direct I/O; blocks go through the page cache", root
                 )
-            # Two at least: the checksum of one is computed while the other is written.
+            # At least two blocks: the checksum of one is computed while the other is written.
             write_bytes = max(WRITE_BYTES, 2 * slot_bytes)
             waiting = min(queue_bytes // parts, QUEUE_BYTES)
             link = Link(f"flexkv-disk{number}", THREADS, write_bytes, waiting, stall_seconds)

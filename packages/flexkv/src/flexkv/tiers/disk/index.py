@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block lies in which slot of a disk store, and which leaves first.
+"""The index of a disk store: which block is in which slot, and which is evicted next.
 
-As the index of the arena, but for millions of slots: no object per block beyond its key. Measured
-with 1,000,000 blocks and keys of 32 bytes: see `bench/disk_index.py`.
+It is made for millions of slots: it has no object for each block except the key. With keys of 32
+bytes it takes about 120 bytes for each slot; `bench/disk_index.py` measures that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexkv.tiers.disk.table import CHECKSUM_BYTES
 
 
 class _State(enum.IntEnum):
-    """Of a slot's block; one byte."""
+    """The state of a slot's block, in one byte."""
 
     NONE = 0
     WRITING = 1
@@ -24,17 +24,17 @@ class _State(enum.IntEnum):
 
 
 class SlotIndex:
-    """Keys, slots, checksums and order of use of one store. Pure and single-threaded.
+    """Keys, slots, checksums and order of use of one store. Without I/O; single-threaded.
 
-    A slot is free, being written, or ready. Slots in use (being read or written) are not evicted;
-    a slot whose block is removed while in use becomes free with its last use. Least recently used
-    blocks leave first.
+    A slot is free, being written, or ready. A slot in use, which is one being read or written, is
+    not evicted. If the block of a slot in use is removed, the slot becomes free with its last use.
+    The least recently used block is evicted first.
 
     Attributes:
         num_slots: slots of the store.
         evictions: blocks evicted so far.
-        changed: keys whose block became ready or left since it was emptied; None while nobody wants
-            to know.
+        changed: keys of the blocks that became ready or left since a reader emptied it; None when
+            not watched.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -46,7 +46,7 @@ class SlotIndex:
         self._states = bytearray(num_slots)
         self._ready_blocks = 0
         self._checksums = bytearray(num_slots * CHECKSUM_BYTES)
-        # How many writes had been begun when each slot's record was written.
+        # For each slot, how many writes had begun when its record was written.
         self._writes = 0
         self._recorded = array("q", bytes(8 * num_slots))
         self._uses: dict[int, int] = {}
@@ -62,7 +62,7 @@ class SlotIndex:
         self._used_slots = 0
 
     def __len__(self) -> int:
-        """Ready blocks."""
+        """The number of ready blocks."""
         return self._ready_blocks
 
     def __contains__(self, key: bytes) -> bool:
@@ -79,7 +79,7 @@ class SlotIndex:
         return self.num_slots - self._used_slots
 
     def watch(self) -> None:
-        """From now on note in `changed` what changes, and at once all that is ready."""
+        """Record changes in `changed` from now on. All ready blocks count as changes."""
         self.changed = dict.fromkeys(self._ready_keys())
 
     def has(self, key: bytes) -> bool:
@@ -87,11 +87,17 @@ class SlotIndex:
         return self._slots.get(key) != NO_SLOT
 
     def restore(self, records: Iterable[tuple[int, bytes, bytes, int]]) -> tuple[int, list[int]]:
-        """Fill an empty index with what a table says: slot, key, checksum and generation.
+        """Fill an empty index with the records of a table.
 
-        Of several records of one key the latest counts; the earlier generation counts as used
-        longer ago. Returns the greatest generation, 0 if there is none, and the slots of the
-        records that do not count.
+        If several records have one key, the latest counts. A block of an earlier generation counts
+        as used longer ago.
+
+        Args:
+            records: slot, key, checksum and generation of each.
+
+        Returns:
+            The greatest generation, 0 if there is none; and the slots of the records that do not
+            count.
         """
         outdated = []
         width = CHECKSUM_BYTES
@@ -121,15 +127,15 @@ class SlotIndex:
         return max(generations, default=0), outdated
 
     def reserve(self, key: bytes, behind: int | None = None) -> int | None:
-        """A slot to write the block of `key` to; evicts one if none is free.
+        """Reserve a slot to write the block of `key` to. If none is free, a block is evicted.
 
         Args:
-            key: neither ready nor being written.
-            behind: a slot in use; the block counts as used just before the one there, else as used
-                now.
+            key: key of a block that is neither ready nor being written.
+            behind: a slot in use. The block counts as used just before the block there; if None, as
+                used now.
 
         Returns:
-            None if every slot is in use.
+            The slot, in use until `release`; None if every slot is in use.
         """
         if self._free == NO_SLOT and not self._evict():
             return None
@@ -146,8 +152,15 @@ class SlotIndex:
         return slot
 
     def publish(self, slot: int, checksum: bytes) -> bool:
-        """The bytes of `slot` are written. False if its block was removed meanwhile: then the
-        slot stays in use."""
+        """Make the block of a written slot ready, and end this use of the slot.
+
+        Args:
+            slot: the slot, as `reserve` returned it.
+            checksum: checksum of the block's bytes.
+
+        Returns:
+            False if the block was removed meanwhile. Then the slot stays in use.
+        """
         if self._states[slot] == _State.NONE:
             return False
         self._states[slot] = _State.READY
@@ -159,13 +172,14 @@ class SlotIndex:
         return True
 
     def cancel(self, key: bytes) -> None:
-        """Forget a block that is being written, if it is; its slot stays in use."""
+        """If the block of `key` is being written, forget it. Its slot stays in use."""
         slot = self._slots.get(key)
         if slot != NO_SLOT and self._states[slot] == _State.WRITING:
             self._forget(slot)
 
     def lease(self, key: bytes) -> int | None:
-        """The slot of a ready block, safe from eviction until `release`. None if it is not."""
+        """Protect a ready block from eviction until `release`. Returns its slot; None if the block
+        is not ready."""
         slot = self._find_ready(key)
         if slot == NO_SLOT:
             return None
@@ -183,16 +197,19 @@ class SlotIndex:
             self._set_free(slot)
 
     def checksum(self, slot: int) -> bytes:
-        """What the bytes of a ready slot must have."""
+        """The checksum that the bytes of a ready slot must have."""
         start = slot * CHECKSUM_BYTES
         return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count the blocks of a prefix as used, first block last: its end leaves first.
+        """Count the blocks of a prefix as used, the first block last, so that the prefix is evicted
+        from its end.
 
-        Returns those whose records are to be written again, in that order: they are as old as half
-        of all slots, and after a restart the order of records is that of use. What a prefix has
-        before such a block is among them, so that it does not leave sooner.
+        Returns:
+            Keys of the blocks whose records must be written again, in that order. A record is
+            written again once as many writes as half of all slots have begun since: after a
+            restart, the order of the records is the order of use. The blocks before such a block
+            are among them, so that they are not evicted before it.
         """
         outdated: list[bytes] = []
         oldest = self._writes - self.num_slots // 2
@@ -264,7 +281,7 @@ class SlotIndex:
         self._used_slots -= 1
 
     def _link(self, slot: int, behind: int) -> None:
-        """Link `slot` as used just before `behind`; behind the ring's own place, as used last."""
+        """Link `slot` as used just before `behind`; behind the ring's own place, as used now."""
         older = self._next[behind]
         self._next[slot] = older
         self._previous[slot] = behind
@@ -277,7 +294,7 @@ class SlotIndex:
         self._previous[after] = before
 
     def _relink(self, slots: Sequence[int]) -> None:
-        """Link `slots`, the one used longest ago first, and chain all others as free."""
+        """Link `slots`, given with the one used longest ago first, and chain all others as free."""
         following, preceding = self._next, self._previous
         newer = self._ring
         for slot in reversed(slots):

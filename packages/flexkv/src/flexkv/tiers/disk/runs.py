@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a batch lie side by side on disk, and are moved in one system call. Pure."""
+"""Runs: blocks of a batch in neighbouring slots, which one system call reads or writes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 READ_RUN_BYTES = 2 << 20
-"""Bytes of a run that is read at most. On a virtual drive of 4 GB/s, two cores and 8 threads, runs
+"""The most bytes of a run that is read. On a virtual drive of 4 GB/s, two cores and 8 threads, runs
 of 1 MiB read blocks of 16, 64, 256 and 512 KiB 4.3, 2.0, 1.16 and 1.06 times as fast as one by
 one, and runs of 2 MiB 4.9, 2.2, 1.19 and 1.10 times; blocks of 1 MiB in pairs 1.02 to 1.05 times.
 4 MiB brought no more."""
 
 WRITE_RUN_BYTES = 1 << 20
-"""Of one that is written. On the same drive runs of 1 MiB wrote those blocks 5.7, 3.6, 1.27 and
-1.09 times as fast as one by one; runs of 2 MiB within 8 % of that, but blocks of 1 MiB in pairs 3
-to 7 % slower than one by one."""
+"""The most bytes of a run that is written. On the same drive runs of 1 MiB wrote those blocks 5.7,
+3.6, 1.27 and 1.09 times as fast as one by one; runs of 2 MiB within 8 % of that, but blocks of 1
+MiB in pairs 3 to 7 % slower than one by one."""
 
 SPREAD_BYTES = 256 << 10
-"""Runs are cut so that every thread has one, but not below this: to wake a thread costs more than
-it saves. 16 blocks of 16 KiB were there in 0.47 ms as one run, and in 0.67 ms as eight."""
+"""Runs are cut so that every thread has one, but not below this size: waking a thread then costs
+more than it saves. 16 blocks of 16 KiB were read in 0.47 ms as one run, in 0.67 ms as eight."""
 
 
 def blocks_per_run(blocks: int, slot_bytes: int, run_bytes: int, threads: int) -> int:
     """How many blocks a run has at most, at least 1.
 
     Args:
-        blocks: of the batch.
+        blocks: the number of blocks in the batch.
         slot_bytes: bytes of a block.
-        run_bytes: bytes of a run at most; a larger block is a run of its own.
-        threads: that work at once.
+        run_bytes: the most bytes of a run; a larger block is a run of its own.
+        threads: the number of threads that read or write at once.
     """
     each = max(-(-blocks // threads), SPREAD_BYTES // slot_bytes)
     return max(1, min(each, run_bytes // slot_bytes))
@@ -38,10 +38,10 @@ def find_runs(slots: Sequence[int], most: int, slots_per_slab: int) -> list[list
     """Cut a batch into runs of neighbours, in its order.
 
     Args:
-        slots: of the blocks of the batch, in its order. A run goes up or down by one slot from
-            block to block.
-        most: blocks in a run.
-        slots_per_slab: no run goes over the end of a slab, a file.
+        slots: slots of the blocks, in the order of the batch. A run goes up or down by one slot
+            from block to block.
+        most: the most blocks of a run.
+        slots_per_slab: slots of a slab, a file. No run goes over the end of a slab.
 
     Returns:
         For each run the positions of its blocks in the batch, the one in the lowest slot first.

@@ -18,8 +18,8 @@ from flexkv.tiers.disk.files import (
 )
 
 SLAB_BYTES = 16 << 30
-"""Size of a slab file at most, in bytes: few open files even for a large disk (64 for 1 TiB), and
-within what every file system allows."""
+"""The most bytes of a slab file: few open files even for a large disk (64 for 1 TiB), and a size
+that every file system allows."""
 
 _SLAB = re.compile(r"slab-[0-9]{5,}")
 
@@ -32,10 +32,10 @@ class Slabs:
     """
 
     def __init__(self, files: Files, folder: int, slot_bytes: int, num_slots: int) -> None:
-        """Open or create the files, all of their bytes allocated; surplus ones are removed.
+        """Open or create the files, allocate all of their bytes, and remove surplus files.
 
         Raises:
-            OSError: as the system says; what was there and fits is kept, nothing new is left.
+            OSError: as the system says. Files that were there stay; new ones are removed.
         """
         self._files = files
         self._slot_bytes = slot_bytes
@@ -62,7 +62,7 @@ class Slabs:
             raise
 
     def read(self, slot: int, buffer: memoryview) -> bool:
-        """Fill `buffer`, a slot's bytes. False if the file is too short.
+        """Read `slot` into `buffer`, which has a slot's length. False if the file is too short.
 
         Raises:
             OSError: as the system says.
@@ -71,7 +71,7 @@ class Slabs:
         return read_fully(self._files, fd, buffer, offset)
 
     def write(self, slot: int, buffer: memoryview) -> None:
-        """Write `buffer`, a slot's bytes.
+        """Write `buffer`, which has the length of a slot, to `slot`.
 
         Raises:
             OSError: as the system says.
@@ -80,9 +80,9 @@ class Slabs:
         write_fully(self._files, fd, buffer, offset)
 
     def read_run(self, slot: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill `buffers`, each a slot's bytes, from `slot` and those behind it in one call; all
-        in the same slab. False if that did not go, for any reason: then nothing is known about
-        any of them."""
+        """Read `slot` and those behind it, all in one slab, into `buffers` by one call. Each buffer
+        has the length of a slot. False if the call failed or was short; then all buffers hold
+        undefined bytes."""
         fd, offset = self._place(slot)
         try:
             return self._files.preadv(fd, buffers, offset) == len(buffers) * self._slot_bytes
@@ -90,7 +90,7 @@ class Slabs:
             return False
 
     def write_run(self, slot: int, buffers: Sequence[memoryview]) -> bool:
-        """Write `buffers` as `read_run` reads them."""
+        """Write `buffers` to `slot` and those behind it by one call; as `read_run` otherwise."""
         fd, offset = self._place(slot)
         try:
             return self._files.pwritev(fd, buffers, offset) == len(buffers) * self._slot_bytes
@@ -120,6 +120,7 @@ class Slabs:
 
 
 def slots_per_slab(slot_bytes: int) -> int:
+    """How many slots a slab has."""
     return max(1, SLAB_BYTES // slot_bytes)
 
 
@@ -129,4 +130,5 @@ def is_slab(name: str) -> bool:
 
 
 def slab_name(slab: int) -> str:
+    """The file name of a slab."""
     return f"slab-{slab:05d}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key to slot, for millions of slots.
 
-A dict would take 42 to 84 bytes for each entry and 32 for its slot number, and now and then stop
-everything to grow. This takes 6 to 12 bytes beside the list of keys that the index has anyhow, and
-never grows: the number of slots is known.
+A dict would take 42 to 84 bytes for each entry and 32 for its slot number, and would sometimes stop
+the scheduler to grow. This map takes 6 to 12 bytes for each slot, beside the list of keys that the
+index has anyway. It never grows, because the number of slots is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ NO_SLOT = -1
 
 
 class SlotMap:
-    """Finds the slot of a key among `keys`, a list from slot to key that its owner keeps.
+    """Finds the slot of a key.
+
+    Args:
+        keys: the key of each slot, None for an empty one. The caller changes it; the length is
+            fixed.
 
     Open addressing with linear probing (Knuth, The Art of Computer Programming, volume 3, section
     6.4, algorithms L and R), at most two thirds full.
@@ -39,7 +43,7 @@ class SlotMap:
         return NO_SLOT
 
     def get_all(self, wanted: Iterable[bytes]) -> list[int]:
-        """`get` of each key."""
+        """The slot of each key, or NO_SLOT."""
         places, keys, mask = self._places, self._keys, self._mask
         found = []
         for key in wanted:
@@ -50,7 +54,7 @@ class SlotMap:
         return found
 
     def add(self, key: bytes, slot: int) -> None:
-        """Enter a key that is not there. `keys[slot]` must be it."""
+        """Add a key that the map lacks. `keys[slot]` must be that key already."""
         places, mask = self._places, self._mask
         place = hash(key) & mask
         while places[place] >= 0:
@@ -58,13 +62,13 @@ class SlotMap:
         places[place] = slot
 
     def remove(self, slot: int) -> None:
-        """Take out the key of `slot`, which `keys` still has."""
+        """Remove the key of `slot`. `keys[slot]` must still be that key."""
         places, keys, mask = self._places, self._keys, self._mask
         hole = hash(keys[slot]) & mask
         while places[hole] != slot:
             hole = (hole + 1) & mask
         places[hole] = NO_SLOT
-        # Move back what the hole would hide from a search that begins at its own place.
+        # Move entries back that the hole would hide from searches that begin before it.
         place = hole
         while (other := places[place := (place + 1) & mask]) >= 0:
             home = hash(keys[other]) & mask

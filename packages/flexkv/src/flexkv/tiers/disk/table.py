@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slot table of a disk store: a header, twice, then one fixed record for every slot.
 
-A record names the block in its slot and proves itself: it ends in a CRC over itself, its own
-position and the table's seal. A torn, moved, foreign or outdated record is an empty slot. The
-record also holds the checksum that the block's bytes must have, so nothing depends on the order
-in which data and table reach the disk.
+A record names the block in its slot. It ends with a CRC over itself, its position and the table's
+seal. A torn, moved, foreign or outdated record counts as an empty slot. The record also holds the
+checksum that the block's bytes must have. So the order in which data and table reach the disk does
+not matter.
 
-The seal is made of the header's epoch and fingerprint, and a block's checksum of the seal, the
-block's key and its bytes: under another header, or another key, neither record nor bytes pass.
+The seal depends on the header's epoch and fingerprint. A block's checksum depends on the seal, the
+block's key and its bytes. Under another header or another key, neither record nor bytes pass.
 
 Layout, little-endian, no padding:
 
@@ -30,7 +30,7 @@ from flexkv.tiers.base import MAX_KEY_BYTES
 
 PAGE_BYTES = 4096
 HEADER_OFFSETS = (0, PAGE_BYTES)
-"""Of the copies of the header."""
+"""Where the copies of the header begin, in bytes."""
 HEADER_BYTES = len(HEADER_OFFSETS) * PAGE_BYTES
 RECORD_BYTES = 128
 CHECKSUM_BYTES = 16
@@ -38,7 +38,7 @@ _MAGIC = b"FLEXKVTB"
 VERSION = 3
 MAX_SLOT_BYTES = 1 << 32
 MAX_SLOTS = 1 << 31
-"""What a header can say and mean it: blocks of 4 GiB, and slots that an index can number."""
+"""The largest values of a header: blocks of 4 GiB, and slots that an index can number."""
 _HEADER = struct.Struct("<8sIIQQQ64s")
 _BODY = struct.Struct(f"<{MAX_KEY_BYTES}s16sQB3s")
 _RECORD = struct.Struct(_BODY.format + "I")
@@ -47,20 +47,20 @@ _VERSION = struct.Struct("<8xI")
 _CRC = struct.Struct("<I")
 EMPTY_RECORD = bytes(RECORD_BYTES)
 _LAST_GENERATION = 1 << 63
-"""Generations that a table counts up to never come near it: a record beyond is not one of ours, and
-would leave the writes that follow it no number."""
+"""No table counts its generations up to this. FlexKV has not written a record with a greater one,
+and the writes after it would have no generation left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a table is for.
+    """The header of a table.
 
     Attributes:
         slot_bytes: bytes of a slot, a multiple of 4 KiB.
-        num_slots: slots, and so records.
-        epoch: random; records and checksums of another epoch are worth nothing.
-        fingerprint: hexadecimal, of the blocks.
-        serial: greater than that of the header that this one replaced.
+        num_slots: the number of slots, which is also that of records.
+        epoch: a random number; records and checksums of another epoch do not pass.
+        fingerprint: the fingerprint of the blocks, hexadecimal.
+        serial: greater than the serial of the header that this one replaced.
     """
 
     slot_bytes: int
@@ -71,11 +71,11 @@ class Header:
 
     @property
     def seal(self) -> int:
-        """What records and checksums are bound to, 64 bits."""
+        """The seal of the records and checksums, 64 bits."""
         return xxhash.xxh3_64_intdigest(self.fingerprint.encode("ascii"), self.epoch)
 
     def encode(self) -> bytes:
-        """One copy of it, a page."""
+        """One copy of the header, `PAGE_BYTES` long."""
         body = _HEADER.pack(
             _MAGIC,
             VERSION,
@@ -89,8 +89,8 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes) -> Header | None:
-        """The header that a table begins with, by its copies in `data`: of two that differ the
-        later one. None if neither is one that this version wrote."""
+        """Read the header from its copies in `data`. If both are intact and differ, the later one
+        counts. None if this version has written neither."""
         copies = [cls._decode_copy(data[start : start + PAGE_BYTES]) for start in HEADER_OFFSETS]
         intact = [copy for copy in copies if copy is not None]
         return max(intact, key=lambda copy: copy.serial, default=None)
@@ -116,12 +116,12 @@ class Header:
 
 
 def has_magic(data: bytes) -> bool:
-    """Whether the first bytes of a file, `data`, are those of a table of some version of FlexKV."""
+    """Whether `data`, the first bytes of a file, begins a table of any version of FlexKV."""
     return any(data[start:].startswith(_MAGIC) for start in HEADER_OFFSETS)
 
 
 def newer_version(data: bytes) -> int | None:
-    """The version of the table that begins with `data`, if a newer FlexKV wrote it."""
+    """The version of the table that begins with `data`, if a newer FlexKV wrote it; else None."""
     if Header.decode(data) is not None or not data.startswith(_MAGIC):
         return None
     (version,) = _VERSION.unpack_from(data.ljust(_VERSION.size, b"\0"))
@@ -129,15 +129,15 @@ def newer_version(data: bytes) -> int | None:
 
 
 def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation: int) -> bytes:
-    """The record of a block.
+    """Make the record of a block, `RECORD_BYTES` long.
 
     Args:
-        slot: where the block lies.
-        seal: the header's.
-        key: of the block, at most `MAX_KEY_BYTES` long.
-        checksum: of the slot's bytes, 16 bytes (see `checksum_of`).
-        generation: 1 or more, and more with every write to the store, over restarts too: of two
-            records of the same key the greater is the later.
+        slot: the slot of the block.
+        seal: the header's seal.
+        key: the block's key, at most `MAX_KEY_BYTES` long.
+        checksum: checksum of the block's bytes, `CHECKSUM_BYTES` long (see `checksum_of`).
+        generation: 1 or more. It grows with every write to the store, over restarts too, so of two
+            records of one key the greater is the later.
     """
     body = _BODY.pack(key, checksum, generation, len(key), b"")
     return body + _CRC.pack(zlib.crc32(body, slot ^ _seed(seal)))
@@ -146,11 +146,11 @@ def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation:
 def decode_records(
     table: bytes | memoryview, seal: int, first: int = 0
 ) -> Iterator[tuple[int, bytes, bytes, int]]:
-    """Slot, key, checksum and generation of every record in `table` that is intact.
+    """Read records. Yields slot, key, checksum and generation of each intact one.
 
     Args:
-        table: the bytes behind the header, or whole records out of them.
-        seal: the header's.
+        table: the bytes behind the header, or some whole records of them.
+        seal: the header's seal.
         first: slot of the first record in `table`.
     """
     seed = _seed(seal)
@@ -159,7 +159,7 @@ def decode_records(
     whole = memoryview(table)[: len(table) // RECORD_BYTES * RECORD_BYTES]
     for slot, fields in enumerate(_RECORD.iter_unpack(whole), first):
         key, checksum, generation, length, _, crc = fields
-        # Generations begin at 1: most of a young table is told empty without its CRC.
+        # Generations begin at 1, so empty records are skipped without their CRC.
         if (
             0 < generation < _LAST_GENERATION
             and crc32(whole[start : start + _BODY.size], slot ^ seed) == crc
@@ -174,14 +174,20 @@ def table_bytes(num_slots: int) -> int:
 
 
 def record_offset(slot: int) -> int:
-    """Where the record of `slot` lies in the table, in bytes."""
+    """Where the record of `slot` begins in the table, in bytes."""
     return HEADER_BYTES + slot * RECORD_BYTES
 
 
 def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
-    """XXH3-128 of the bytes of the block of `key`, 16 bytes, seeded with the table's seal and the
-    key: what an earlier epoch, another model or another block left behind never matches. Gives the
-    GIL back while it computes."""
+    """The checksum of a block: XXH3-128 of its bytes, seeded with the table's seal and the key, 16
+    bytes. Bytes of an earlier epoch, another model or another block do not match. Releases the GIL
+    while it computes.
+
+    Args:
+        data: the bytes of the block.
+        seal: the header's seal.
+        key: the block's key.
+    """
     return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(key, seal))
 
 

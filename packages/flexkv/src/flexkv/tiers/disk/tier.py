@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """Blocks on the disks of this machine, each on one of them. See `LowerTier`.
+    """Keeps each block on one of this machine's disks. See `IndexedTier`.
 
     Args:
-        drives: one for each cache directory; owned.
+        drives: a drive for each cache directory; owned.
     """
 
     medium = Medium.DISK
@@ -71,7 +71,7 @@ class DiskTier:
         keys: dict[bytes, None] = {}
         for drive in self._drives:
             keys |= dict.fromkeys(take_newest(drive.index.changed, limit))
-        # A directory that was added or removed may have left a block on two drives.
+        # Two drives have the same block if a directory was added or removed meanwhile.
         return [
             Change(self.medium, key, any(key in drive.index for drive in self._drives))
             for key in keys
@@ -163,7 +163,7 @@ class DiskTier:
         return results
 
     def begin_close(self, flush_seconds: float) -> None:
-        # All at once: an engine is given few seconds, however many drives it has.
+        # All drives at once, because the engine has few seconds, whatever their number.
         self._closing = self._closing or time.monotonic()
         for drive in self._drives:
             drive.begin_close(flush_seconds)
@@ -181,7 +181,7 @@ class DiskTier:
     def _track(
         self, ticket: int, positions: Sequence[int], drive: Drive, begun: Iterable[Begun]
     ) -> None:
-        """Note where in its batch each block of the jobs is that were begun for `positions`."""
+        """Record the batch and the positions of the blocks of each begun job."""
         for job, run in begun:
             self._places[job] = (ticket, [positions[i] for i in run])
             self._queued_blocks += len(run)
@@ -213,12 +213,15 @@ class DiskTier:
     def _reserve(
         self, key: bytes, size: int, last: Mapping[Drive, int]
     ) -> tuple[Drive, int] | None:
-        """A slot on the drive that would have written `size` bytes first, of those that have one.
+        """Reserve a slot on the drive that is expected to write the block first.
 
         Args:
-            key: of the block.
-            size: of the block, in bytes.
-            last: the slot of the nearest block before it in its batch, by drive.
+            key: key of the block.
+            size: bytes of the block.
+            last: for each drive the slot of the last block before this one in its batch.
+
+        Returns:
+            The drive and the slot; None if no drive has a slot.
         """
         writable = [drive for drive in self._drives if drive.may_write(size)]
         for drive in sorted(writable, key=partial(Drive.write_delay, size=size)):
