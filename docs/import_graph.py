@@ -117,6 +117,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
                 "admission",
                 "forks",
                 "histogram",
+                "native",
                 "version",
             ),
         ),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, RequestContext
-from flexkv.index import BlockIndex
+from flexkv.index import block_index
 from flexkv.plan.read import read_trace
 from flexkv.plan.replay import Setup, replay
 from flexkv.plan.trace import Trace
@@ -137,7 +137,7 @@ def _unseen_row(trace: Trace, size: int) -> Row:
     """Where the adapter sees hits, but neither requests nor their answers, as under HiCache."""
     rates = {}
     for name in ("lru", OURS):
-        index = BlockIndex(size, POLICIES[name](size))
+        index = block_index(size, POLICIES[name](size))
         hits = 0
         for request in trace.requests:
             prompt = [block.to_bytes(32, "little") for block in request.blocks]
@@ -172,7 +172,7 @@ class _Recorder:
 def _cost_rows(trace: Trace, size: int) -> Sequence[Row]:
     """What the policy alone costs: the calls of an index, made again without it."""
     recorder: Any = _Recorder(HazardPolicy(size), [])
-    index = BlockIndex(size, recorder)
+    index = block_index(size, recorder)
     keys = [number.to_bytes(32, "little") for number in range(trace.distinct_blocks)]
     for number, request in enumerate(trace.requests):
         prompt = [keys[block] for block in request.blocks]

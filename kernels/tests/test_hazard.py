@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flexkv.eviction import EvictionPolicy, LRUPolicy, RequestContext
-from flexkv.index import BlockIndex
+from flexkv.index import BlockIndex, block_index
 from flexkv_kernels.hazard import HazardPolicy
 
 PAUSE = 30
@@ -26,7 +26,7 @@ class Node:
     """Requests one after the other over an index."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self.index = BlockIndex(SLOTS, policy)
+        self.index = block_index(SLOTS, policy)
         self.requests = 0
 
     def run(self, prompt: list[bytes], now: float, output: int, session: str = "") -> int:
@@ -80,7 +80,7 @@ def test_two_replays_are_the_same() -> None:
 
 def filled(policy: EvictionPolicy, hint: bool | None) -> BlockIndex:
     """A full cache of prompts whose clients gave this hint."""
-    index = BlockIndex(8, policy)
+    index = block_index(8, policy)
     for i in range(2):
         prompt = prompt_of(f"old {i}", 4)
         index.began(prompt, RequestContext(request_id=str(i), returns=hint), 0.0)
@@ -172,7 +172,7 @@ def test_it_takes_64_bytes_a_block(blocks: int) -> None:
     """Prompts of so many blocks, which nobody sends twice."""
     slots = 4000
     policy = HazardPolicy(slots)
-    index = BlockIndex(slots, policy)
+    index = block_index(slots, policy)
     empty = policy.size_in_bytes()
     for i in range(4 * slots // blocks):
         prompt = prompt_of(str(i), blocks)
@@ -188,7 +188,7 @@ def test_it_takes_64_bytes_a_block(blocks: int) -> None:
 def test_more_short_prompts_than_it_follows_leave_nonetheless() -> None:
     """Of a tier of 400 blocks it follows the segments of 100."""
     policy = HazardPolicy(400)
-    index = BlockIndex(400, policy)
+    index = block_index(400, policy)
     prompts = [prompt_of(str(i), 1) for i in range(1000)]
     for i, prompt in enumerate(prompts):
         index.began(prompt, RequestContext(returns=True), float(i))

@@ -16,6 +16,8 @@ from engine_world import World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 
+from packages.tier_blocks import ready_blocks
+
 PROMPT_BLOCKS = 6
 
 
@@ -44,7 +46,7 @@ def keep_in_engine(world: World, turns: int) -> list[bool]:
     shared = random_prompt(rng, 4 * BLOCK_TOKENS)
     world.generate(shared + random_prompt(rng, 1), max_tokens=1)
     world.settle()
-    keys = list(world.cache._index._ready)
+    keys = list(ready_blocks(world.cache._index))
     assert len(keys) == 4
     for _ in range(turns):
         world.generate(shared + random_prompt(rng, 2 * BLOCK_TOKENS))

@@ -62,6 +62,7 @@ from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.stages import Place
+from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 
 TOKEN_SECONDS = 1.0
 """What the model takes to compute a token, by the clock that FlexKV measures steps with: loads are
@@ -297,10 +298,9 @@ class World(StagedWorkers):
         self.settle()
         index, fetcher = self.cache._index, self.cache._below.fetcher
         assert sorted(self.cache._device._board._free) == list(range(CELLS))
-        assert [block.key for block in index._ready.values() if block.leases] == []
-        assert index._writing == {}
-        used = [block.slot for block in index._ready.values()]
-        assert sorted([*used, *index._free]) == list(range(index.num_slots))
+        assert [block.key for block in ready_blocks(index).values() if block.leases] == []
+        assert writing_blocks(index) == {}
+        assert_no_slot_is_lost(index)
         assert fetcher._fetches == fetcher._waiting == {}
         self.assert_untracked()
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv.adapter.idle import STEP_ON_SECONDS
 from flexkv.adapter.metrics import sample
+from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(KVConnectorBase_V1, "has_pending_push_work"),
@@ -68,7 +69,7 @@ def reported(world: World, *names: str) -> float:
 
 
 def stored_keys(world: World, blocks: int) -> list[bytes]:
-    keys = list(world.cache._index._ready)
+    keys = list(ready_blocks(world.cache._index))
     assert len(keys) == blocks
     return keys
 

@@ -16,6 +16,7 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
+from packages.tier_blocks import ready_blocks, writing_blocks
 
 LAYERWISE = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
 
@@ -50,12 +51,12 @@ def test_each_step_stores_what_was_accepted_before_it(make_world: MakeWorld, ahe
         decodes = request.num_output_tokens > 0
         world.step()
         if decodes:
-            stored = {*index._ready, *index._writing}
+            stored = {*ready_blocks(index), *writing_blocks(index)}
             assert stored == set(request.block_hashes[: accepted // BLOCK_TOKENS])
     world.run()
     world.settle()
     assert accepted // BLOCK_TOKENS > len(prompt) // BLOCK_TOKENS
-    assert set(index._ready) == set(request.block_hashes[: accepted // BLOCK_TOKENS])
+    assert set(ready_blocks(index)) == set(request.block_hashes[: accepted // BLOCK_TOKENS])
     world.forget()
     second = world.generate(world.texts[first].upto(len(prompt) + 100), max_tokens=50)
     assert world.external_tokens[second] == accepted // BLOCK_TOKENS * BLOCK_TOKENS
@@ -68,17 +69,18 @@ def test_behind_vllms_connector_an_answer_is_stored_when_it_ends(
 ) -> None:
     rng = random.Random(1)
     world = make_world(guesses=rng, entry=IN_TREE, lag=lag(ahead), slots=100)
-    ready, not_computed = world.cache._index._ready, set()
+    index, not_computed = world.cache._index, set()
     # Some end within the guesses of their last step, some with them; and most with a block.
     for tokens in (*range(17, 22), *[2 * BLOCK_TOKENS] * 8):
-        before = set(ready)
+        before = set(ready_blocks(index))
         prompt = random_prompt(rng, 2 * BLOCK_TOKENS)
         first = world.generate(prompt, max_tokens=tokens)
         world.settle()
         request = world.requests[first]
         computed = min(request.num_computed_tokens, request.num_tokens)
         not_computed.add(request.num_tokens - computed)
-        assert set(ready) - before == set(request.block_hashes[: computed // BLOCK_TOKENS])
+        stored = set(ready_blocks(index)) - before
+        assert stored == set(request.block_hashes[: computed // BLOCK_TOKENS])
         world.forget()
         longer = [*world.texts[first].upto(len(prompt) + tokens), *random_prompt(rng, 3)]
         second = world.generate(longer)
@@ -99,7 +101,7 @@ def test_what_was_left_behind_before_it_was_accepted_is_not_stored(
     first = world.generate(random_prompt(rng, 3), max_tokens=200)
     world.settle()
     hashes = world.requests[first].block_hashes
-    ready = world.cache._index._ready
+    ready = ready_blocks(world.cache._index)
     stored = [[each + group in ready for each in hashes] for group in (b"", b"\1")]
     assert all(stored[0][:-1])
     assert True in stored[1]

@@ -13,6 +13,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE, PLUGIN
 
 from flexkv_vllm.compat.core import fails_by_request, passes_stages_on
+from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(not passes_stages_on(), reason="refused with this vLLM")
 HYBRID = pytest.mark.skipif(not fails_by_request(), reason="several groups from vLLM 0.30 on")
@@ -26,7 +27,7 @@ def test_each_stage_gets_its_own_layers_back(make_world: MakeWorld, entry: str, 
     first = world.generate(prompt)
     stored = set(world.requests[first].block_hashes[: 300 // BLOCK_TOKENS])
     world.forget()
-    assert set(world.cache._index._ready) == stored
+    assert set(ready_blocks(world.cache._index)) == stored
     second = world.generate(prompt)
     assert world.external_tokens[second] == 288
     assert world.outputs[second] == world.outputs[first]

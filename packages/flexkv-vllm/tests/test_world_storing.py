@@ -11,6 +11,7 @@ from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
 
 from flexkv.mover import Direction
+from packages.tier_blocks import ready_blocks
 
 NEVER_BY_ITSELF = (1_000_000, 1_000_000)
 
@@ -43,7 +44,7 @@ def test_each_prefix_of_a_store_begins_anew(make_world: MakeWorld) -> None:
     rng = random.Random(7)
     requests = [world.add(random_prompt(rng, 4 * BLOCK_TOKENS + 1)) for _ in range(3)]
     world.run()
-    ready = world.cache._index._ready
+    ready = ready_blocks(world.cache._index)
     for request_id in requests:
         keys = world.requests[request_id].block_hashes[:4]
         parents = [ready[key].parent for key in keys]
@@ -76,7 +77,7 @@ def test_overwritten_blocks_leave_those_of_others_in_their_store(make_world: Mak
     (store,) = world.side._stores._running.values()
     assert store.reads_of(torn)
     assert store.reads_of(whole)
-    table = next(each.engine_blocks for each in store.filled if each.request.request_id == torn)
+    table = next(run.engine_blocks for run in store.runs if run.request.request_id == torn)
     world.side._stores.discard(table)
     late.polls = (0, 0)
     late.catch_up()

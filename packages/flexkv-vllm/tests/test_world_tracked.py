@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from world_config import IN_TREE
 
 from flexkv.adapter.load_choice import Left, LoadChoice
 from flexkv.adapter.orders import StepOrders
+from flexkv.index import Block, BlockIndex
+from packages.tier_blocks import ready_blocks
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
 """Polls of a late mover."""
@@ -28,7 +31,7 @@ def broken(*_: object) -> Any:
 
 
 def leased(world: World) -> list[bytes]:
-    return [block.key for block in world.cache._index._ready.values() if block.leases]
+    return [block.key for block in ready_blocks(world.cache._index).values() if block.leases]
 
 
 def test_a_request_that_reads_no_cache_looks_nothing_up(
@@ -72,6 +75,25 @@ def test_blocks_that_a_request_does_not_load_are_not_kept_for_it(
     assert world.external_tokens[request_id] == 0
 
 
+class DropsNothing:
+    """An index that keeps blocks which proved unreadable."""
+
+    def __init__(self, index: BlockIndex) -> None:
+        self._index = index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        pass
+
+
 def test_what_failed_is_not_offered_again(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +104,7 @@ def test_what_failed_is_not_offered_again(
     prompt = random_prompt(rng, 200)
     world.generate(prompt)
     world.forget()
-    monkeypatch.setattr(world.cache._index, "drop", lambda blocks: None)
+    monkeypatch.setattr(world.cache, "_index", DropsNothing(world.cache._index))
     (late,) = world.slow_down(rng, polls=(0, 0), failure_rate=1.0)
     world.generate(prompt)
     world.check_outputs()
@@ -134,7 +156,7 @@ def test_after_an_error_no_old_block_table_is_stored(
     world.run()
     hashes = world.requests[first].block_hashes
     world.settle()
-    assert set(world.cache._index._ready) == set(hashes[:4])
+    assert set(ready_blocks(world.cache._index)) == set(hashes[:4])
     world.forget()
     again = world.generate(prompt)
     assert world.external_tokens[again] == 4 * BLOCK_TOKENS

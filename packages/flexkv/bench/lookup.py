@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from flexkv.eviction import LRUPolicy
-from flexkv.index import BlockIndex
+from flexkv.index import BlockIndex, block_index
 
 PROMPT_BLOCKS = 1312
 KEY_BYTES = 32
@@ -24,7 +24,7 @@ def run(indexed: int = 200_000, repeats: int = 501) -> list[dict[str, Any]]:
     """Median microseconds of a full hit and of a miss at the first block, in an index of
     `indexed` blocks; each lookup is of another prompt, as keys that were just looked up are
     still in the processor's caches."""
-    index = BlockIndex(indexed, LRUPolicy())
+    index = block_index(indexed, LRUPolicy())
     keys = [os.urandom(KEY_BYTES) for _ in range(indexed)]
     blocks = [index.reserve(key, None) for key in keys]
     index.publish([block for block in blocks if block is not None])

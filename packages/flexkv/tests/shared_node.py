@@ -24,6 +24,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from packages.tier_blocks import ready_blocks
 
 SLOT = 1 << 16
 FINGERPRINT = "fe" * 16
@@ -70,7 +71,7 @@ class Node:
         hits = self.cache.lookup(names(text))
         if fetch is not None:
             self.cache.end_fetch(fetch)
-        for key, block in self.cache._index._ready.items():
+        for key, block in ready_blocks(self.cache._index).items():
             with self.arena.slot_view(block.slot) as view:
                 if bytes(view) != content(key):
                     return "wrong bytes"

@@ -23,6 +23,7 @@ from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.copies import LOAD_RESERVE, Transfer
 from packages.conftest import Clock
+from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
 RANKS = 2
 
@@ -240,7 +241,7 @@ def test_stores_leave_room_for_loads_and_a_full_board_is_a_miss() -> None:
         for _ in range(LOAD_RESERVE):
             assert workers.cache.load(keys("a")) is not None
         assert workers.cache.load(keys("a")) is None
-        assert workers.cache._index._ready[b"a"].leases == LOAD_RESERVE
+        assert ready_blocks(workers.cache._index)[b"a"].leases == LOAD_RESERVE
     finally:
         workers.arena.close()
 
@@ -289,9 +290,8 @@ class CacheModel(RuleBasedStateMachine):
             self.cache.cancel(transfer)
         index = self.cache._index
         assert sorted(self.workers.arena.board._free) == list(range(CELLS))
-        used = [block.slot for block in index._ready.values()]
-        assert sorted([*used, *index._free]) == list(range(index.num_slots))
-        assert all(block.leases == 0 for block in index._ready.values())
+        assert_no_slot_is_lost(index)
+        assert all(block.leases == 0 for block in ready_blocks(index).values())
         self.workers.arena.close()
 
     @rule(length=st.integers(1, 6), chain=st.integers(0, 2))
@@ -355,7 +355,7 @@ class CacheModel(RuleBasedStateMachine):
             for i in range(6):
                 key = bytes([chain, i])
                 if self.cache.lookup([key]):
-                    assert self.bytes_of_slot[self.cache._index._ready[key].slot] == key
+                    assert self.bytes_of_slot[ready_blocks(self.cache._index)[key].slot] == key
 
 
 TestCache = CacheModel.TestCase

@@ -37,6 +37,7 @@ from flexkv.transfer import demote, fetch, reads, sources
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
+from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (64,))
 SLOTS = 8
@@ -234,11 +235,9 @@ class FaultModel(RuleBasedStateMachine):
         assert not below._leaving._leaving
         assert self.cache.transfers_under_way == 0
         assert len(self.arena.board._free) == CELLS
-        assert not index._writing
-        assert {block.key for block in index._ready.values() if block.leases} == set()
-        assert sorted(index._free + [block.slot for block in index._ready.values()]) == list(
-            range(SLOTS)
-        )
+        assert not writing_blocks(index)
+        assert {block.key for block in ready_blocks(index).values() if block.leases} == set()
+        assert_no_slot_is_lost(index)
 
     @rule(**PREFIXES)
     def ask(self, chain: int, length: int) -> None:
@@ -263,7 +262,7 @@ class FaultModel(RuleBasedStateMachine):
     def what_is_there_has_its_own_bytes(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for key, block in self.cache._index._ready.items():
+        for key, block in ready_blocks(self.cache._index).items():
             with self.arena.slot_view(block.slot) as view:
                 assert bytes(view) == content(key)
         for tier in self.tiers:
@@ -282,7 +281,7 @@ class FaultModel(RuleBasedStateMachine):
 
     def finish(self, transfer: Transfer, status: Status) -> None:
         """Copy, as the rank would, and poll."""
-        kept = set(self.cache._index._ready)
+        kept = set(ready_blocks(self.cache._index))
         own = [block.key for block in transfer.blocks if block.state.value != "dropped"]
         for block in transfer.blocks:
             if transfer.direction is Direction.STORE and status is Status.DONE:
@@ -295,7 +294,7 @@ class FaultModel(RuleBasedStateMachine):
         assert transfer in polled
         for each in polled:
             self.transfers.remove(each)
-        there = set(self.cache._index._ready)
+        there = set(ready_blocks(self.cache._index))
         if transfer.direction is Direction.STORE:
             assert not set(own) & kept
             if status is Status.FAILED:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import ClassVar
@@ -19,10 +18,8 @@ from flexkv.eviction import (
     UNKNOWN_REQUEST,
     ARCPolicy,
     EvictionPolicy,
-    LRUPolicy,
     RequestContext,
     S3FIFOPolicy,
-    installed_policies,
 )
 from flexkv.eviction.hazard import hazard_policy
 
@@ -114,17 +111,6 @@ class PolicyModel(RuleBasedStateMachine):
         assert self.policy.victim() == victim
 
 
-class LRUModel(PolicyModel):
-    make = LRUPolicy
-
-    @invariant()
-    def victim_is_the_oldest(self) -> None:
-        victim = self.policy.victim()
-        if victim is not None:
-            used = self.policy.evictable
-            assert used[victim] == min(used.values())
-
-
 class S3FIFOModel(PolicyModel):
     make = S3FIFOPolicy
 
@@ -185,8 +171,14 @@ class HazardModel(PolicyModel):
 
 TestARC = ARCModel.TestCase
 TestHazard = HazardModel.TestCase
-TestLRU = LRUModel.TestCase
 TestS3FIFO = S3FIFOModel.TestCase
+
+
+MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
+    "s3fifo": lambda slots: S3FIFOPolicy(),
+    "arc": lambda slots: ARCPolicy(),
+    "hazard": hazard_policy,
+}
 
 
 def insert(policy: EvictionPolicy, *keys: bytes, used: int = 0) -> None:
@@ -216,7 +208,7 @@ def names(text: str) -> list[bytes]:
     return [each.encode() for each in text]
 
 
-@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_victims_are_exactly_the_blocks_that_are_not_held(
     make: Callable[[int], EvictionPolicy],
 ) -> None:
@@ -235,7 +227,7 @@ def test_victims_are_exactly_the_blocks_that_are_not_held(
     assert seen == {key for key in keys if key[0] % 7}
 
 
-@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_block_takes_a_bounded_number_of_bytes(make: Callable[[int], EvictionPolicy]) -> None:
     """Prompts of ten blocks that nobody sends twice. The key takes 65 of these bytes, keys of
     ghosts as much again."""
@@ -255,17 +247,6 @@ def test_a_block_takes_a_bounded_number_of_bytes(make: Callable[[int], EvictionP
     finally:
         tracemalloc.stop()
     assert taken < 700 * blocks
-
-
-def test_blocks_that_are_leased_over_and_over_take_no_more_memory() -> None:
-    policy = LRUPolicy()
-    policy.inserted(b"a", None)
-    for use in range(50_000):
-        policy.released(b"a", use)
-        policy.held(b"a")
-    assert len(policy._heap) < 10_000
-    insert(policy, b"b")
-    assert policy.victim() == b"b"
 
 
 def test_blocks_that_no_other_request_finds_leave_in_the_order_in_which_they_came() -> None:
@@ -379,13 +360,6 @@ def test_a_cleared_policy_knows_no_ghosts() -> None:
     assert policy.victim() is None
     insert(policy, *names("bcdefghijk"))
     assert evict(policy, 1) == [b"b"]
-
-
-def test_without_the_kernels_an_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flexkv_kernels.hazard", None)
-    with pytest.raises(ConfigError, match=r"eviction_policy is hazard .* install flexkv-kernels"):
-        POLICIES["hazard"](100)
-    assert installed_policies() == ["lru", "s3fifo", "arc"]
 
 
 def test_a_tier_of_too_many_blocks_is_named() -> None:

@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+import random
+import sys
 from itertools import count
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+import pytest
 from policy_checks import CheckedPolicy
 
+from flexkv.errors import ConfigError
 from flexkv.eviction import (
-    UNKNOWN_REQUEST,
-    ARCPolicy,
-    EvictionPolicy,
     LRUPolicy,
     RequestContext,
     S3FIFOPolicy,
 )
-from flexkv.eviction.hazard import hazard_policy
-from flexkv.index import Block, BlockIndex, BlockState
+from flexkv.index import BlockIndex, block_index
 
-SLOTS = 6
 NUMBERS = count()
-KEYS = st.integers(0, 9).map(lambda i: bytes([i]))
 
 
 def ready_index(slots: int, keys: list[bytes]) -> BlockIndex:
     """An index that has the blocks of a prefix."""
-    index = BlockIndex(slots, LRUPolicy())
+    index = block_index(slots, LRUPolicy())
     add(index, *keys)
     return index
 
@@ -59,7 +56,7 @@ def evict(index: BlockIndex, blocks: int) -> list[bytes]:
 
 
 def test_only_complete_blocks_are_found() -> None:
-    index = BlockIndex(4, LRUPolicy())
+    index = block_index(4, LRUPolicy())
     block = index.reserve(b"a", None)
     assert block is not None
     assert index.lookup([b"a"]) == 0
@@ -90,8 +87,8 @@ def test_leased_blocks_are_not_evicted() -> None:
 
 
 def test_a_use_is_a_hit_if_a_request_was_scheduled() -> None:
-    policy = CheckedPolicy(LRUPolicy())
-    index = BlockIndex(3, policy)
+    policy = CheckedPolicy(S3FIFOPolicy())
+    index = block_index(3, policy)
     add(index, b"a", b"b")
     first, second = RequestContext(90, 60), RequestContext(70, 30)
     index.hit([b"a", b"b", b"absent"], first)
@@ -125,11 +122,68 @@ def test_nothing_is_stored_behind_a_gap() -> None:
     assert index.free_slots == 3
 
 
+def test_each_block_of_a_store_builds_on_the_one_before_it() -> None:
+    index = ready_index(6, [b"a", b"p"])
+    keys = [b"a", b"b", b"c", b"p", b"q"]
+    blocks = index.reserve_all(keys, [1, 2, 4], ())
+    parents = [block.parent and block.parent.key for block in blocks]
+    assert parents == [b"a", b"b", b"p"]
+
+
 def test_prefixes_leave_whole_the_one_used_longest_ago_first() -> None:
     index = ready_index(6, [b"a", b"b", b"c"])
     add(index, b"p", b"q", b"r")
     index.touch([b"a", b"b", b"c"])
     assert evict(index, 6) == [b"r", b"q", b"p", b"c", b"b", b"a"]
+
+
+def test_what_is_published_together_was_used_from_its_end() -> None:
+    index = block_index(3, LRUPolicy())
+    blocks = [index.reserve(key, None) for key in (b"a", b"p", b"x")]
+    index.publish([block for block in blocks if block is not None])
+    assert evict(index, 3) == [b"x", b"p", b"a"]
+
+
+def test_every_block_is_found_whatever_left_beside_it() -> None:
+    rng = random.Random(0)
+    keys = [b"block %d" % i for i in range(2000)]
+    there: set[bytes] = set()
+    index = block_index(len(keys) // 2, LRUPolicy())
+    for _ in range(20):
+        for key in rng.sample(keys, 500):
+            if key in there:
+                leased = index.lease([key])
+                assert leased is not None
+                index.drop(leased)
+                index.release(leased)
+                there.remove(key)
+            elif index.free_slots:
+                add(index, key)
+                there.add(key)
+        assert index.present(keys) == [key in there for key in keys]
+
+
+def test_a_prefix_that_has_left_for_a_lower_tier_holds_nothing() -> None:
+    index = ready_index(3, [b"a", b"b"])
+    for _ in range(2):
+        leaving = index.lease_victim()
+        assert leaving is not None
+        index.retire(leaving)
+    assert ready(index) == set()
+    add(index, b"a", b"b", b"c")
+    assert evict(index, 3) == [b"c", b"b", b"a"]
+
+
+def test_an_unreadable_block_keeps_its_slot_until_its_last_reader_is_done() -> None:
+    index = ready_index(1, [b"a"])
+    first, second = index.lease([b"a"]), index.lease([b"a"])
+    assert first is not None
+    assert second is not None
+    index.drop(first)
+    index.release(first)
+    assert index.free_slots == 0
+    index.release(second)
+    assert index.free_slots == 1
 
 
 def test_the_use_of_an_end_counts_for_all_that_it_builds_on() -> None:
@@ -228,7 +282,7 @@ def test_a_pin_protects_a_block_that_nobody_leases() -> None:
 
 
 def test_a_block_may_be_pinned_before_it_is_ready() -> None:
-    index = BlockIndex(1, LRUPolicy())
+    index = block_index(1, LRUPolicy())
     block = index.reserve(b"a", None)
     assert block is not None
     assert index.pin(b"a") is block
@@ -252,6 +306,87 @@ def test_a_pinned_block_that_proves_unreadable_gives_its_pins_back() -> None:
     assert index.pinned_blocks == 1, "that was another block"
 
 
+def test_blocks_that_are_leased_over_and_over_take_no_more_memory() -> None:
+    keys = [b"block %d" % i for i in range(1000)]
+    index = block_index(len(keys), LRUPolicy())
+    for key in keys:
+        add(index, key)
+
+    def lease(times: int) -> int:
+        for _ in range(times):
+            leased = index.lease(keys)
+            assert leased is not None
+            index.release(leased)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = lease(100)
+    assert lease(2000) - before < 8 << 20, "an entry takes 16 bytes"
+    assert index.reserve(b"new", None) is not None
+    assert index.present(keys) == [True] * 999 + [False]
+
+
+def test_a_prefix_may_be_longer_than_the_stack_is_deep() -> None:
+    keys = [b"block %d" % i for i in range(200_000)]
+    index = block_index(len(keys), LRUPolicy())
+    index.publish(index.reserve_all(keys, range(len(keys)), (0,)))
+    (last,) = index.lease(keys[-1:]) or ()
+    index.clear()
+    assert last.parent is not None
+    del last
+    references = sys.getrefcount(keys[0])
+    assert references == 2, "no block has it any more"
+
+
+def test_what_is_no_key_or_block_is_named() -> None:
+    index: Any = ready_index(2, [b"a"])
+    with pytest.raises(TypeError, match="a key is 'a'; allowed: bytes"):
+        index.lookup(["a"])
+    with pytest.raises(TypeError, match="'a' is no block"):
+        index.release(["a"])
+    with pytest.raises(IndexError):
+        index.reserve_all([b"x"], [0], ())
+    with pytest.raises(ValueError, match=r"-1 slots; allowed: 0 to 2147483647"):
+        block_index(-1, LRUPolicy())
+
+
+def test_what_a_policy_raises_is_raised() -> None:
+    index = block_index(1, FailingPolicy())
+    add(index, b"a")
+    with pytest.raises(RuntimeError, match="broken by the test"):
+        index.reserve(b"b", None)
+
+
+def test_a_policy_that_names_what_may_not_leave_is_refused() -> None:
+    policy = FailingPolicy()
+    policy.named = b"a"
+    index = block_index(1, policy)
+    add(index, b"a")
+    leased = index.lease([b"a"])
+    assert leased is not None
+    with pytest.raises(KeyError, match="a"):
+        index.reserve(b"b", None)
+    assert index.lookup([b"a"]) == 1
+
+
+class FailingPolicy(S3FIFOPolicy):
+    """Names one block, whether it may leave or not, or fails."""
+
+    named: bytes | None = None
+
+    def victim(self, newcomer: bytes | None = None) -> bytes | None:
+        if self.named is None:
+            raise RuntimeError("broken by the test")
+        return self.named
+
+
+def test_without_the_kernels_an_error_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flexkv_kernels.block_index", None)
+    with pytest.raises(ConfigError, match=r"pip install flexkv-kernels"):
+        block_index(1, LRUPolicy())
+
+
 def test_clear_waits_for_writers_and_readers() -> None:
     index = ready_index(3, [b"a", b"b"])
     leased = index.lease([b"a"])
@@ -265,183 +400,3 @@ def test_clear_waits_for_writers_and_readers() -> None:
     assert index.lookup([b"c"]) == 0
     index.release(leased)
     assert index.free_slots == 3
-
-
-class IndexModel(RuleBasedStateMachine):
-    """Random histories of one index; what must hold at every moment is checked after each step."""
-
-    make: ClassVar[Callable[[], EvictionPolicy]] = LRUPolicy
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = CheckedPolicy(self.make())
-        self.index: Any = BlockIndex(SLOTS, self.policy)
-        self.index.watch()
-        self.told: set[bytes] = set()
-        self.pinned: set[bytes] = set()
-        self.pins: list[Block] = []
-        self.writing: list[Block] = []
-        self.leases: list[list[Block]] = []
-
-    @rule(key=KEYS, after=st.none() | KEYS)
-    def reserve(self, key: bytes, after: bytes | None) -> None:
-        if key in self.index or key == after:
-            return
-        before = self.built_on(after)
-        block = self.index.reserve(key, after)
-        if block is not None:
-            assert after is None or after in self.index
-            self.writing.append(block)
-        assert before == self.built_on(after), "nothing makes room for what builds on it"
-
-    def built_on(self, after: bytes | None) -> list[tuple[bytes, int]]:
-        """Slots of a block and of all that it builds on, as far as they are in the index."""
-        index = self.index
-        block = index._ready.get(after or b"") or index._writing.get(after or b"")
-        found = []
-        while block is not None and block.state is not BlockState.DROPPED:
-            found.append((block.key, block.slot))
-            block = block.parent
-        return found
-
-    @precondition(lambda self: self.writing)
-    @rule(data=st.data(), works=st.booleans())
-    def finish_writing(self, data: st.DataObject, works: bool) -> None:
-        block = data.draw(st.sampled_from(self.writing))
-        self.writing.remove(block)
-        dropped = block.state is BlockState.DROPPED
-        if not works and not dropped:
-            self.pinned.discard(block.key)
-        (self.index.publish if works else self.index.abandon)([block])
-        if dropped or not works:
-            assert block.state is BlockState.DROPPED
-        else:
-            assert self.index.lookup([block.key]) == 1
-
-    @rule(keys=st.lists(KEYS, min_size=1, max_size=3, unique=True))
-    def lease(self, keys: list[bytes]) -> None:
-        found = self.index.lookup(keys) == len(keys)
-        leased = self.index.lease(keys)
-        assert (leased is not None) is found
-        if leased is not None:
-            self.leases.append(leased)
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), readable=st.booleans())
-    def release(self, data: st.DataObject, readable: bool) -> None:
-        position = data.draw(st.integers(0, len(self.leases) - 1))
-        leased = self.leases.pop(position)
-        if not readable:
-            self.pinned -= {block.key for block in leased if self.is_current(block)}
-            self.index.drop(leased)
-        self.index.release(leased)
-
-    def is_current(self, block: Block) -> bool:
-        return block.state is not BlockState.DROPPED
-
-    @rule(key=KEYS)
-    def pin(self, key: bytes) -> None:
-        block = self.index.pin(key)
-        assert (block is None) is (key not in self.index)
-        if block is not None:
-            self.pins.append(block)
-            self.pinned.add(key)
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        block = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        self.index.unpin(block)
-        if self.is_current(block) and all(each is not block for each in self.pins):
-            self.pinned.discard(block.key)
-
-    @rule(used=st.booleans())
-    def make_room(self, used: bool) -> None:
-        victim = self.index.lease_victim()
-        if victim is None:
-            return
-        lease = self.index.lease([victim.key]) if used else None
-        self.index.retire(victim)
-        if lease is not None:
-            self.leases.append(lease)
-
-    @rule(keys=st.lists(KEYS, unique=True))
-    def touch(self, keys: list[bytes]) -> None:
-        self.index.touch(keys)
-
-    @rule(keys=st.lists(KEYS, unique=True))
-    def hit(self, keys: list[bytes]) -> None:
-        self.index.hit(keys, UNKNOWN_REQUEST)
-
-    @rule(keys=st.lists(KEYS, unique=True), name=st.sampled_from("ab"), ends=st.booleans())
-    def begin(self, keys: list[bytes], name: str, ends: bool) -> None:
-        self.seconds = getattr(self, "seconds", 0.0) + 1
-        self.index.began(keys, RequestContext(request_id=name), self.seconds)
-        if ends:
-            self.index.ended(name, 100, self.seconds)
-
-    @rule()
-    def clear(self) -> None:
-        self.index.clear()
-        self.pinned.clear()
-        assert len(self.index) == 0
-
-    @invariant()
-    def pinned_blocks_stay(self) -> None:
-        assert all(key in self.index for key in self.pinned)
-        assert self.index.pinned_blocks == len(self.pinned)
-
-    @rule()
-    def every_change_is_noted(self) -> None:
-        assert self.index.changed is not None
-        for key in self.index.changed:
-            (self.told.add if self.index.lookup([key]) else self.told.discard)(key)
-        self.index.changed.clear()
-        assert self.told == set(self.index._ready)
-
-    @invariant()
-    def exactly_the_ends_that_nobody_uses_may_be_evicted(self) -> None:
-        index = self.index
-        blocks = [*index._ready.values(), *index._writing.values()]
-        built_on = {id(block.parent) for block in blocks}
-        evictable = {
-            key: block.used
-            for key, block in index._ready.items()
-            if not (block.leases or block.pins or id(block) in built_on)
-        }
-        assert self.policy.evictable == evictable
-        assert self.policy.hits.keys() == index._ready.keys()
-
-    @invariant()
-    def no_slot_has_two_uses(self) -> None:
-        free = self.index._free
-        in_use = {id(b): b.slot for b in self.writing}
-        in_use |= {id(b): b.slot for leased in self.leases for b in leased}
-        in_use |= {id(b): b.slot for b in self.index._ready.values()}
-        slots = [*free, *in_use.values()]
-        assert sorted(slots) == list(range(SLOTS))
-
-    @invariant()
-    def leased_blocks_stay_where_they_are(self) -> None:
-        for leased in self.leases:
-            for block in leased:
-                assert block.leases > 0
-                assert block.slot not in self.index._free
-
-
-class S3FIFOIndexModel(IndexModel):
-    make = S3FIFOPolicy
-
-
-class ARCIndexModel(IndexModel):
-    make = ARCPolicy
-
-
-class HazardIndexModel(IndexModel):
-    make = staticmethod(lambda: hazard_policy(SLOTS))
-
-
-TestIndexOfARC = ARCIndexModel.TestCase
-TestIndexOfHazard = HazardIndexModel.TestCase
-TestIndex = IndexModel.TestCase
-TestIndexOfS3FIFO = S3FIFOIndexModel.TestCase

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from flexkv.eviction import LRUPolicy
-from flexkv.index import BlockIndex
+from flexkv.index import BlockIndex, block_index
 from flexkv.pins import _STALE, Pins
 
 SLOTS = 4
@@ -14,7 +14,7 @@ def keys(names: str) -> list[bytes]:
 
 def make(names: str, limit: int = SLOTS) -> tuple[BlockIndex, Pins]:
     """Pins over a full index that has a prefix."""
-    index = BlockIndex(SLOTS, LRUPolicy())
+    index = block_index(SLOTS, LRUPolicy())
     fill(index, names)
     return index, Pins(index, limit)
 

@@ -22,6 +22,7 @@ from flexkv.tiers.job import Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import PATIENCE_SECONDS
+from packages.tier_blocks import ready_blocks, writing_blocks
 
 SLOT = 4096
 FINGERPRINT = "fe" * 16
@@ -121,7 +122,7 @@ class Node:
         return text[:hits]
 
     def assert_own_bytes(self) -> None:
-        for key, block in self.cache._index._ready.items():
+        for key, block in ready_blocks(self.cache._index).items():
             with self.arena.slot_view(block.slot) as view:
                 assert bytes(view) == content(key)
 
@@ -133,8 +134,8 @@ class Node:
         assert not reads._read_of
         assert not self.cache._below.fetcher._waiting
         assert not self.cache._below._leaving._leaving
-        assert not index._writing
-        assert [block.key for block in index._ready.values() if block.leases] == []
+        assert not writing_blocks(index)
+        assert [block.key for block in ready_blocks(index).values() if block.leases] == []
         assert index.free_slots + len(index) == index.num_slots
 
     def close(self) -> None:

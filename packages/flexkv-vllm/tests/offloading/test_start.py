@@ -31,6 +31,7 @@ from flexkv.mover import FALLBACK
 from flexkv_kernels import CpuMover
 from flexkv_vllm.compat.events import event_hash
 from flexkv_vllm.offloading.pages import describe_groups
+from packages.tier_blocks import ready_blocks
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_events_say_what_can_be_loaded(
         world.settle()
     world.generate([1], max_tokens=1)  # a step more, which tells the last
     subscriber.listen()
-    index = world.cache._index._ready
+    index = ready_blocks(world.cache._index)
     assert len(index) > 12
     assert subscriber.told[HOST] == {
         (int.from_bytes(key[-4:], "big"), event_hash(key[:-4])) for key in index

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import ReqContext
 
 from flexkv import LayoutError
-from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, LRUPolicy
+from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, S3FIFOPolicy
 from flexkv_vllm.offloading import settings
 
 DRAINS_HOLDERS = hasattr(Scheduler, "_holds_kv_blocks")
@@ -48,7 +48,7 @@ def test_a_forgotten_prefix_comes_back(
 def test_a_scheduled_request_hits_each_block_once(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
-    policy = CheckedPolicy(LRUPolicy())
+    policy = CheckedPolicy(S3FIFOPolicy())
     monkeypatch.setitem(POLICIES, "lru", lambda slots: policy)
     world = make_offloading_world()
     rng = random.Random(31)

@@ -17,6 +17,7 @@ from patience import wait_until
 
 from flexkv.mover import Direction
 from flexkv_vllm.offloading.worker import Job
+from packages.tier_blocks import ready_blocks
 
 pytestmark = SEVERAL_GROUPS
 
@@ -201,4 +202,4 @@ def test_an_error_in_a_store_gives_its_slots_back(
         prompt = random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3)
         world.generate(prompt, params={"flexkv.pin": True})
     world.assert_at_rest()
-    assert world.cache._index._ready == {}
+    assert ready_blocks(world.cache._index) == {}

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters, Latencies, TierCounters
-from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
+from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.host.arena import Arena
-from flexkv.index import Block, BlockIndex
+from flexkv.index import Block, block_index
 from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
 from flexkv.presence import Presence, presence_below
@@ -56,14 +56,14 @@ class KVCache:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy,
+        policy: AnyPolicy,
         tiers: Sequence[AttachedTier] = (),
         *,
         pin_seconds: float = 3600.0,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._slot_bytes = arena.spec.format.slot_bytes
-        self._index = BlockIndex(arena.spec.num_slots, policy)
+        self._index = block_index(arena.spec.num_slots, policy)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         self._counters = Counters()
@@ -206,7 +206,9 @@ class KVCache:
             What to watch until it is `done`, then to end; its blocks stay in the arena until
             then. None if no lower tier has anything to add.
         """
-        return None if self._off else self._below.fetcher.begin(keys, priority)
+        if self._off or not self._below:
+            return None
+        return self._below.fetcher.begin(keys, priority)
 
     def hasten(self, fetch: Fetch) -> None:
         """A request waits now for what was a prefetch."""
@@ -226,7 +228,7 @@ class KVCache:
         return self._below.is_demoting(key)
 
     def store(
-        self, keys: Sequence[bytes], positions: Sequence[int], begins: Container[int] = (0,)
+        self, keys: Sequence[bytes], positions: Sequence[int], begins: Iterable[int] = (0,)
     ) -> Transfer | None:
         """Reserve slots for blocks of a prefix, or of several one behind another.
 
@@ -268,7 +270,7 @@ class KVCache:
         else:
             self._index.release(transfer.blocks)
 
-    def discard(self, blocks: Iterable[Block]) -> None:
+    def discard(self, blocks: Sequence[Block]) -> None:
         """What a store under way copies into these of its blocks has been overwritten: they are
         never found."""
         self._index.discard(blocks)

@@ -11,10 +11,11 @@ from flexkv.adapter.pages import Device, RankPages
 from flexkv.adapter.start import closed_on_error, make_cache, open_rank
 from flexkv.config import CacheConfig
 from flexkv.config_sources import load_config
-from flexkv.errors import ConfigError, FlexKVError
+from flexkv.errors import ConfigError
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, Sharding
 from flexkv.mover import Mover
+from flexkv.native import kernels
 from flexkv.page_cache import PageCache, open_caches
 
 FLUSH_SECONDS = 30.0
@@ -96,14 +97,8 @@ def _read_config(config: CacheConfig | Mapping[str, object] | None) -> CacheConf
 
 
 def _host_memory() -> Device:
-    try:
-        from flexkv_kernels.host_memory import HostMemory
-    except ImportError as error:
-        raise FlexKVError(
-            f"the copy kernels are not installed ({error}); allowed: pip install flexkv-kernels, "
-            f"or a device of your own"
-        ) from None
-    return HostMemory()
+    device: Device = kernels("host_memory").HostMemory()
+    return device
 
 
 @functools.cache

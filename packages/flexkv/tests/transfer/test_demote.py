@@ -12,12 +12,13 @@ from memory_tier import MemoryTier
 
 from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
-from flexkv.index import Block, BlockIndex
+from flexkv.index import Block, block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import Demoter
 from flexkv.transfer.leaving import Leaving
 from flexkv.transfer.sources import IndexedSource
 from packages.conftest import Clock
+from packages.tier_blocks import ready_blocks
 
 
 def keys(names: str) -> list[bytes]:
@@ -28,8 +29,7 @@ class Arena:
     """An index and its demoter over a tier in memory. Blocks have one byte."""
 
     def __init__(self, slots: int) -> None:
-        self.policy = LRUPolicy()
-        self.index = BlockIndex(slots, self.policy)
+        self.index = block_index(slots, LRUPolicy())
         self.tier = MemoryTier()
         memory = memoryview(bytearray(slots))
         source = IndexedSource(self.tier, 0, 1.0)
@@ -72,14 +72,14 @@ class Arena:
 
     def order(self) -> str:
         """What leaves, in that order: all, as if no slot were free."""
-        blocks = dict(self.index._ready)
+        blocks = dict(ready_blocks(self.index))
         children = Count(block.parent for block in blocks.values())
         left = []
         while blocks:
             ends = [b for b in blocks.values() if not (children[b] or b.leases)]
             if not ends:
                 break
-            end = min(ends, key=lambda block: self.policy._used.get(block.key, block.used))
+            end = min(ends, key=lambda block: block.used)
             del blocks[end.key]
             children[end.parent] -= 1
             left.append(end.key)
@@ -89,7 +89,7 @@ class Arena:
         assert not (self.demoter.busy)
         assert not (self.demoter._writing)
         assert not (self.leaving._leaving)
-        assert not any(block.leases for block in self.index._ready.values())
+        assert not any(block.leases for block in ready_blocks(self.index).values())
         assert self.index.free_slots + len(self.index) == self.index.num_slots
 
 

@@ -18,6 +18,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
+from packages.tier_blocks import ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (4096,))
 STALL_SECONDS = 5.0
@@ -62,13 +63,13 @@ class Node:
 
     def ready(self) -> str:
         """Names of the blocks in the arena, each of which has its own bytes."""
-        for key, block in self.cache._index._ready.items():
+        for key, block in ready_blocks(self.cache._index).items():
             with self.arena.slot_view(block.slot) as view:
                 assert bytes(view) == content(key)
-        return "".join(sorted(key.decode() for key in self.cache._index._ready))
+        return "".join(sorted(key.decode() for key in ready_blocks(self.cache._index)))
 
     def leased(self) -> dict[str, int]:
-        ready = self.cache._index._ready.values()
+        ready = ready_blocks(self.cache._index).values()
         return {block.key.decode(): block.leases for block in ready if block.leases}
 
     def assert_at_rest(self) -> None:
@@ -81,7 +82,7 @@ class Node:
         assert not (reads._read_of)
         assert not (reads._delivered)
         assert not (fetcher._waiting)
-        assert not (index._writing)
+        assert not (writing_blocks(index))
         assert not (self.leased())
         assert index.free_slots + len(index) == index.num_slots
 

@@ -12,7 +12,7 @@ from memory_tier import MemoryTier
 
 from flexkv.admission import ADMISSIONS
 from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
-from flexkv.index import BlockIndex
+from flexkv.index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.demote import Demoter
 from flexkv.transfer.sources import IndexedSource
@@ -23,20 +23,19 @@ def names(count: int, prefix: str = "a") -> list[bytes]:
     return [f"{prefix}{i:06d}".encode() for i in range(count)]
 
 
-def filled(keys: Sequence[bytes]) -> tuple[BlockIndex, LRUPolicy]:
+def filled(keys: Sequence[bytes]) -> BlockIndex:
     """An arena whose blocks were used in the order of `keys`."""
-    policy = LRUPolicy()
-    index = BlockIndex(len(keys), policy)
+    index = block_index(len(keys), LRUPolicy())
     for key in keys:
         block = index.reserve(key, None)
         assert block is not None
         index.publish([block])
-    return index, policy
+    return index
 
 
-def order(policy: LRUPolicy) -> list[bytes]:
+def order(index: BlockIndex) -> list[bytes]:
     """What leaves, in that order."""
-    return sorted(policy._used, key=policy._used.__getitem__)
+    return [block.key for block in sorted(index.blocks, key=lambda block: block.used)]
 
 
 @pytest.fixture
@@ -48,53 +47,53 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 
 def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
     keys = names(3 * _BLOCKS)
-    index, policy = filled(keys)
+    index = filled(keys)
     log = UseLog(index, (), ())
     log.note(keys[:-1], UNKNOWN_REQUEST)
     log.note(keys[:2], UNKNOWN_REQUEST)
     log.count()
-    assert order(policy)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
+    assert order(index)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
     while log:
         log.count()
-    assert order(policy) == [keys[-1], *reversed(keys[2:-1]), keys[1], keys[0]]
+    assert order(index) == [keys[-1], *reversed(keys[2:-1]), keys[1], keys[0]]
 
 
 def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
     keys = names(3)
-    index, policy = filled(keys)
+    index = filled(keys)
     log = UseLog(index, (), ())
     noted = keys[:1]
     log.note(noted, None)
     noted[:] = keys[1:]
     log.count()
-    assert order(policy) == [keys[1], keys[2], keys[0]]
+    assert order(index) == [keys[1], keys[2], keys[0]]
 
 
 def test_a_backlog_is_counted_by_a_sixteenth() -> None:
     keys = names(4 * _BLOCKS)
-    index, policy = filled(keys)
+    index = filled(keys)
     log = UseLog(index, (), ())
     for _ in range(8):
         log.note(keys, None)
     log.count()
     counted = 8 * 4 * _BLOCKS // 16
-    assert order(policy)[-counted:] == keys[: -counted - 1 : -1]
+    assert order(index)[-counted:] == keys[: -counted - 1 : -1]
 
 
 def test_a_cleared_log_counts_nothing() -> None:
     keys = names(3)
-    index, policy = filled(keys)
+    index = filled(keys)
     log = UseLog(index, (), ())
     log.note(keys, None)
     log.clear()
     assert not log
     log.count()
-    assert order(policy) == keys
+    assert order(index) == keys
 
 
 def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() -> None:
     keys = names(2 * _BLOCKS)
-    index, _ = filled(keys)
+    index = filled(keys)
     full, empty = MemoryTier(), MemoryTier()
     full.blocks.update(dict.fromkeys(keys, b""))
     memory = memoryview(bytearray(len(keys)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Reach(enum.Enum):
@@ -32,6 +32,7 @@ class Group:
         span: tokens of the window or chunk; 0 for the other kinds.
         engine_block_tokens: tokens of one of the engine's blocks.
         engine_blocks: engine blocks of a FlexKV block.
+        block_tokens: tokens of a FlexKV block; asked for so often that it is computed once.
     """
 
     index: int
@@ -39,11 +40,10 @@ class Group:
     span: int
     engine_block_tokens: int
     engine_blocks: int
+    block_tokens: int = field(init=False)
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a FlexKV block."""
-        return self.engine_block_tokens * self.engine_blocks
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_tokens", self.engine_block_tokens * self.engine_blocks)
 
     def first_needed(self, tokens: int) -> int:
         """The first FlexKV block that is needed to compute token `tokens`, if it and those before

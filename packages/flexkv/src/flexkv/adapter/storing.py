@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import chain
 from typing import NamedTuple
 
 from flexkv.adapter.engine import EngineRequest
@@ -20,14 +20,25 @@ from flexkv.index import Block
 from flexkv.transfer.copies import Transfer
 
 
-class _Filled(NamedTuple):
-    """A FlexKV block of a request that can be stored: its group, its position and its engine
-    blocks."""
+class _Run(NamedTuple):
+    """FlexKV blocks of a request that can be stored, one behind the other: their group, the
+    position of the first and the engine's blocks of all."""
 
     request: EngineRequest
     group: Group
     position: int
     engine_blocks: Sequence[int]
+
+    @property
+    def blocks(self) -> int:
+        """FlexKV blocks."""
+        return len(self.engine_blocks) // self.group.engine_blocks
+
+    def part(self, start: int, stop: int) -> _Run:
+        """Its blocks `start` to `stop`."""
+        step = self.group.engine_blocks
+        blocks = self.engine_blocks[start * step : stop * step]
+        return _Run(self.request, self.group, self.position + start, blocks)
 
 
 class _Pin(NamedTuple):
@@ -45,13 +56,13 @@ class _Chains:
     Attributes:
         keys: each key follows the key of the block that it builds on.
         begins: places in `keys` of blocks that build on none.
-        filled: the blocks to store, by place in `keys`.
+        runs: the blocks to store, with the place in `keys` of the first of each run, ascending.
         pins: pins to make once the blocks have slots.
     """
 
     keys: list[bytes] = field(default_factory=list)
     begins: set[int] = field(default_factory=set)
-    filled: dict[int, _Filled] = field(default_factory=dict)
+    runs: list[tuple[int, _Run]] = field(default_factory=list)
     pins: list[_Pin] = field(default_factory=list)
 
 
@@ -66,17 +77,24 @@ class _Running:
 
     Attributes:
         transfer: the transfer of the core.
-        filled: the source of each of its blocks.
+        runs: the sources of its blocks, in their order.
         engine_blocks: the engine's blocks that it reads.
     """
 
     transfer: Transfer
-    filled: Sequence[_Filled]
+    runs: Sequence[_Run]
     engine_blocks: AbstractSet[int]
 
     def reads_of(self, request_id: str) -> bool:
         """Whether it reads blocks of this request."""
-        return any(each.request.request_id == request_id for each in self.filled)
+        return any(run.request.request_id == request_id for run in self.runs)
+
+    def blocks_by_run(self) -> Iterator[tuple[_Run, list[Block]]]:
+        """The blocks of each run."""
+        stop = 0
+        for run in self.runs:
+            start, stop = stop, stop + run.blocks
+            yield run, self.transfer.blocks[start:stop]
 
 
 class Stores:
@@ -188,14 +206,13 @@ class Stores:
             if running.engine_blocks.isdisjoint(written):
                 continue
             torn = {
-                each.request.request_id
-                for each in running.filled
-                if not written.isdisjoint(each.engine_blocks)
+                run.request.request_id
+                for run in running.runs
+                if not written.isdisjoint(run.engine_blocks)
             }
-            blocks = zip(running.transfer.blocks, running.filled, strict=True)
-            self._cache.discard(
-                [block for block, each in blocks if each.request.request_id in torn]
-            )
+            for run, blocks in running.blocks_by_run():
+                if run.request.request_id in torn:
+                    self._cache.discard(blocks)
 
     def hold(self, request_id: str, orders: StepOrders) -> bool:
         """Whether stores still read the blocks of an ended request; workers then report their
@@ -207,22 +224,18 @@ class Stores:
 
     def _states_of(
         self, request: EngineRequest, offers: Iterable[tuple[int, int, int]]
-    ) -> dict[Group, list[_Filled]]:
+    ) -> list[_Run]:
         """The states that the engine offers, of prefixes that a load may end with."""
         members = {group.index: group for group in self._groups.members}
-        found: dict[Group, list[_Filled]] = {}
+        found: list[_Run] = []
         for index, block, tokens in offers:
             group = members.get(index)
             if group is not None and block and tokens % self._align == 0:
                 position = tokens // group.block_tokens - 1
-                found.setdefault(group, []).append(_Filled(request, group, position, (block,)))
-        for states in found.values():
-            states.sort(key=attrgetter("position"))
-        return found
+                found.append(_Run(request, group, position, (block,)))
+        return sorted(found, key=lambda run: run.position)
 
-    def _filled_between(
-        self, tracked: TrackedRequest, start: int, stop: int
-    ) -> dict[Group, list[_Filled]]:
+    def _filled_between(self, tracked: TrackedRequest, start: int, stop: int) -> list[_Run]:
         """Blocks that were filled between `start` and `stop` tokens and are stored now.
 
         Blocks that the engine no longer has are left out. So are blocks that it may have given to
@@ -230,20 +243,23 @@ class Stores:
         """
         request = tracked.request
         computed = request.num_computed_tokens
-        found: dict[Group, list[_Filled]] = {}
+        found: list[_Run] = []
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
             if group.reach is Reach.STATE:
                 continue
             size, step = group.block_tokens, group.engine_blocks
             first = max(start // size, group.first_needed(computed))
             filled = range(first, stop // size)
+            blocks = table[first * step : filled.stop * step]
             all_wanted = group.reach is Reach.ALL or self._keeps_windows
-            positions = filled if all_wanted else self._wanted(tracked, group, filled)
-            found[group] = [
-                _Filled(request, group, position, blocks)
-                for position in positions
-                if 0 not in (blocks := table[position * step : (position + 1) * step])
-            ]
+            if all_wanted and 0 not in blocks:
+                if filled:
+                    found.append(_Run(request, group, first, blocks))
+                continue
+            for position in filled if all_wanted else self._wanted(tracked, group, filled):
+                blocks = table[position * step : (position + 1) * step]
+                if 0 not in blocks:
+                    found.append(_Run(request, group, position, blocks))
         return found
 
     def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
@@ -259,10 +275,9 @@ class Stores:
         answer = range(prompt // align * align // size, positions.stop)
         return sorted(wanted.union(range(max(answer.start, positions.start), answer.stop)))
 
-    def _add(
-        self, tracked: TrackedRequest, found: Mapping[Group, Sequence[_Filled]], batch: StoreBatch
-    ) -> None:
-        """Add blocks of a request, ascending by position, each behind the one that it builds on.
+    def _add(self, tracked: TrackedRequest, found: Sequence[_Run], batch: StoreBatch) -> None:
+        """Add blocks of a request, in each group ascending by position, each behind the one that it
+        builds on.
 
         A block of a group that looks back less far is worth nothing without the last block of full
         attention. It does not need earlier blocks of its own group that no hit needs.
@@ -272,55 +287,67 @@ class Stores:
         keys, begin = chains.keys, len(chains.keys)
         stored: list[bytes] = []
         for group in self._by_reach:
-            blocks = found.get(group)
-            if not blocks:
+            runs = [run for run in found if run.group is group]
+            if not runs:
                 continue
-            first = blocks[0].position
+            first, last = runs[0].position, runs[-1]
             start = max(0, first - 1)
-            own = self._keys.of(tracked, group, start, blocks[-1].position + 1)
+            own = self._keys.of(tracked, group, start, last.position + last.blocks)
             if group.reach is Reach.ALL and start < first:
                 keys.append(own[0])
             elif len(keys) == begin:
                 chains.begins.add(begin)
-            for block in blocks:
-                key = own[block.position - start]
+            for run in runs:
+                at = run.position - start
                 if options.store:
-                    chains.filled[len(keys)] = block
-                keys.append(key)
-                stored.append(key)
-        if options.pin and stored:
+                    chains.runs.append((len(keys), run))
+                keys += own[at : at + run.blocks]
+                if options.pin:
+                    stored += own[at : at + run.blocks]
+        if stored:
             owner = pin_owner(request, options)
             chains.pins.append(_Pin(stored, owner, options.pin_seconds))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
-        keys, filled = chains.keys, chains.filled
-        transfer = self._cache.store(keys, list(filled), chains.begins)
+        keys, runs = chains.keys, chains.runs
+        places = list(chain.from_iterable(range(at, at + run.blocks) for at, run in runs))
+        transfer = self._cache.store(keys, places, chains.begins)
         if transfer is not None:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._cache.cancel, transfer)
-                stored = _sources_of(transfer.blocks, keys, filled)
-                engine_blocks = [block for each in stored for block in each.engine_blocks]
+                all_stored = len(transfer.blocks) == len(places)
+                stored = (
+                    [run for _, run in runs]
+                    if all_stored
+                    else list(_with_slots(runs, keys, transfer.blocks))
+                )
+                engine_blocks = list(chain.from_iterable(run.engine_blocks for run in stored))
                 order = CopyOrder(
                     transfer.id, transfer.cell, engine_blocks, transfer.slots, built_on=built_on
                 )
-                self._running[transfer.id] = _Running(transfer, stored, frozenset(engine_blocks))
+                running = _Running(transfer, stored, frozenset(engine_blocks))
+                self._running[transfer.id] = running
                 orders.stores.append(order)
                 undo.pop_all()
-            self._tell(transfer, stored)
+            self._tell(running)
         for pin in chains.pins:
             self._cache.pin(pin.keys, pin.owner, pin.seconds)
 
-    def _tell(self, transfer: Transfer, stored: Iterable[_Filled]) -> None:
+    def _tell(self, running: _Running) -> None:
         if self._describe is not None:
-            for each, block in zip(stored, transfer.blocks, strict=True):
-                self._describe(each.request, each.group, ((each.position, block.key),))
+            for run, blocks in running.blocks_by_run():
+                found = ((run.position + i, block.key) for i, block in enumerate(blocks))
+                self._describe(run.request, run.group, found)
 
 
-def _sources_of(
-    blocks: Sequence[Block], keys: Sequence[bytes], filled: Mapping[int, _Filled]
-) -> list[_Filled]:
-    """The sources of `blocks`: a filled block may have got no slot."""
-    if len(blocks) == len(filled):
-        return list(filled.values())
-    left = iter(filled.items())
-    return [next(each for i, each in left if keys[i] == block.key) for block in blocks]
+def _with_slots(
+    runs: Iterable[tuple[int, _Run]], keys: Sequence[bytes], blocks: Iterable[Block]
+) -> Iterator[_Run]:
+    """The sources of `blocks`, which are those of `runs` that got a slot, block by block."""
+    granted = iter(blocks)
+    block = next(granted, None)
+    for place, run in runs:
+        for i in range(run.blocks):
+            if block is not None and keys[place + i] == block.key:
+                yield run.part(i, i + 1)
+                block = next(granted, None)

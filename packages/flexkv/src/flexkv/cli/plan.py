@@ -17,7 +17,7 @@ from flexkv.admission import ADMISSIONS
 from flexkv.cli.common import print_json
 from flexkv.cli.plan_report import Report, as_json, print_report
 from flexkv.errors import TraceError
-from flexkv.eviction import POLICIES, installed_policies
+from flexkv.eviction import POLICIES
 from flexkv.plan import plot
 from flexkv.plan.curve import LRUCurve
 from flexkv.plan.model import KV_DTYPES, read_model
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     engine = _number("--engine-gb", args.engine_gb, 0, _MOST_GIB) or 0.0
     rate = _number("--prefill-rate", args.prefill_rate, 1e-3, _MOST_RATE)
     replayed = _whole("--replay-blocks", args.replay_blocks, 1 << 40) or _REPLAYED_BLOCKS
-    policies = installed_policies()
+    policies = list(POLICIES)
     if args.policies is not None:
         policies = _names("--policies", args.policies, POLICIES)
     admissions = _names("--admissions", args.admissions, ADMISSIONS)

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from flexkv.eviction.arc import ARCPolicy
 from flexkv.eviction.base import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
-from flexkv.eviction.hazard import has_hazard_policy, hazard_policy
+from flexkv.eviction.hazard import hazard_policy
 from flexkv.eviction.lru import LRUPolicy
 from flexkv.eviction.s3fifo import S3FIFOPolicy
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+AnyPolicy: TypeAlias = EvictionPolicy | LRUPolicy
+"""What an index takes."""
+
+POLICIES: dict[str, Callable[[int], AnyPolicy]] = {
     "lru": lambda slots: LRUPolicy(),
     "s3fifo": lambda slots: S3FIFOPolicy(),
     "arc": lambda slots: ARCPolicy(),
@@ -20,18 +24,13 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 """What makes each policy, for a tier of so many blocks."""
 
 
-def installed_policies() -> list[str]:
-    """Names of the policies that can be made: without the kernels, all but `hazard`."""
-    return [name for name in POLICIES if name != "hazard" or has_hazard_policy()]
-
-
 __all__ = [
     "POLICIES",
     "UNKNOWN_REQUEST",
     "ARCPolicy",
+    "AnyPolicy",
     "EvictionPolicy",
     "LRUPolicy",
     "RequestContext",
     "S3FIFOPolicy",
-    "installed_policies",
 ]

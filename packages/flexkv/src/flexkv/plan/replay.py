@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from flexkv.admission import ADMISSIONS
 from flexkv.counters import Latencies
 from flexkv.eviction import POLICIES, RequestContext
-from flexkv.index import BlockIndex
+from flexkv.index import block_index
 from flexkv.plan.model_tier import ModelTier
 from flexkv.plan.prefill import PrefillCost
 from flexkv.plan.trace import Trace, TracedRequest
@@ -125,7 +125,7 @@ class _Cache:
 
     def __init__(self, setup: Setup, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._index = BlockIndex(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
+        self._index = block_index(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
         self._disk = ModelTier(setup.disk_blocks) if setup.disk_blocks else None
         self._below: LowerTiers | None = None
         if self._disk is not None:

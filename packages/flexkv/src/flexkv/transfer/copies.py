@@ -7,12 +7,16 @@ The engine's workers copy. This module keeps the ordered transfers and reads the
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from flexkv.counters import Latencies
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.index import Block
 from flexkv.mover import Direction, Status
+
+_SLOT: Callable[[Block], int] = attrgetter("slot")
 
 LOAD_RESERVE = CELLS // 4
 """Cells that only loads may take, so that a flood of stores never turns a load into a miss."""
@@ -42,7 +46,7 @@ class Transfer:
     @property
     def slots(self) -> list[int]:
         """The arena slots of the blocks, in their order."""
-        return [block.slot for block in self.blocks]
+        return list(map(_SLOT, self.blocks))
 
 
 class DeviceLink:

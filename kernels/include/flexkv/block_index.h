@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The index of a tier as a type of Python. Compiled against CPython's stable ABI of 3.11: the functions
+// that it calls are those of the interpreter that loaded the library.
+#ifndef FLEXKV_BLOCK_INDEX_H
+#define FLEXKV_BLOCK_INDEX_H
+
+#include "flexkv/mover.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct _object;
+
+// The type, which implements flexkv.index.BlockIndex: a new reference to a PyTypeObject, or null with an
+// exception set. `states` is a sequence of the members of flexkv.index.BlockState, in their order. Called
+// once, with the GIL held, from Python through ctypes.PyDLL.
+FKV_API struct _object* fkv_block_index_type(struct _object* states);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // FLEXKV_BLOCK_INDEX_H

@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index.hpp"
+
+#include <algorithm>
+
+namespace flexkv::index {
+
+Index::Index(std::size_t slots, PyObject* policy, PyTypeObject* type)
+    : table_(slots),
+      blocks_(slots),
+      policy_(policy == Py_None ? make_lru(blocks_) : make_policy(policy, table_)),
+      type_(type) {
+  free_.reserve(slots);
+  for (std::size_t slot = slots; slot > 0; --slot) {
+    free_.push_back(static_cast<int>(slot - 1));
+  }
+}
+
+void Index::watch() {
+  changed_ = own(PyDict_New());
+  for (Block* const block : blocks_) {
+    if (block != nullptr && block->state == State::ready) {
+      note(block->key);
+    }
+  }
+}
+
+Py_ssize_t Index::lookup(const Items& keys) const {
+  Py_ssize_t count = 0;
+  table_.find_each(keys, [&](Py_ssize_t, const Block* block) {
+    count += is_ready(block);
+    return is_ready(block);
+  });
+  return count;
+}
+
+std::vector<Block*> Index::lease(const Items& keys) {
+  const auto count = static_cast<std::size_t>(keys.size());
+  std::vector<Block*> found;
+  found.reserve(count);
+  table_.find_each(keys, [&](Py_ssize_t, Block* block) {
+    if (is_ready(block)) {
+      found.push_back(block);
+    }
+    return is_ready(block);
+  });
+  if (found.size() < count) {
+    return {};
+  }
+  for (Block* const block : found) {
+    hold(block);
+    ++block->leases;
+  }
+  return found;
+}
+
+void Index::release(const std::vector<Block*>& blocks) {
+  long long use = uses_ += static_cast<long long>(blocks.size());
+  for (Block* const block : blocks) {
+    block->used = use--;
+    end_lease(block);
+  }
+}
+
+void Index::release_unused(const std::vector<Block*>& blocks) {
+  for (Block* const block : blocks) {
+    end_lease(block);
+  }
+}
+
+Block* Index::reserve(PyObject* key, PyObject* after, Block* near) {
+  const Py_hash_t hash = hash_of(key);
+  if (table_.find(key, hash) != nullptr) {
+    return nullptr;
+  }
+  Block* parent = nullptr;
+  if (after != nullptr) {
+    parent = near != nullptr && near->key == after ? near : table_.find(after);
+    if (parent == nullptr) {
+      return nullptr;
+    }
+  }
+  const Reference made(object_of(make_block(type_, key, hash, parent)));
+  auto* const block = reinterpret_cast<Block*>(made.get());
+  // Held from now on: the parent must not be evicted to make room for its child.
+  attach(block);
+  block->slot = take_slot(key);
+  if (block->slot < 0) {
+    detach(block);
+    return nullptr;
+  }
+  table_.add(block);
+  blocks_[static_cast<std::size_t>(block->slot)] = block;
+  Py_INCREF(made.get());
+  return block;
+}
+
+void Index::publish(const std::vector<Block*>& blocks) {
+  long long use = uses_ += static_cast<long long>(blocks.size());
+  for (Block* const block : blocks) {
+    const long long used = use--;
+    if (block->state == State::dropped) {
+      free_.push_back(block->slot);
+      continue;
+    }
+    block->state = State::ready;
+    block->used = used;
+    ++ready_;
+    note(block->key);
+    policy_->inserted(block);
+    if (block->evictable()) {
+      policy_->released(block);
+    }
+  }
+}
+
+void Index::abandon(const std::vector<Block*>& blocks) {
+  discard(blocks);
+  for (Block* const block : blocks) {
+    free_.push_back(block->slot);
+  }
+}
+
+void Index::discard(const std::vector<Block*>& blocks) {
+  for (Block* const block : blocks) {
+    if (block->state == State::writing) {
+      remove(block);
+    }
+  }
+}
+
+void Index::drop(Block* block) {
+  if (block->state == State::ready) {
+    policy_->evicted(block);
+    remove(block);
+  }
+}
+
+Block* Index::pin(PyObject* key) {
+  Block* const block = table_.find(key);
+  if (block != nullptr) {
+    hold(block);
+    pinned_ += block->pins == 0;
+    ++block->pins;
+  }
+  return block;
+}
+
+void Index::unpin(Block* block) {
+  --block->pins;  // of a block that has left, whose pins ended with it, to less than none
+  pinned_ -= block->pins == 0;
+  if (block->evictable()) {
+    policy_->released(block);
+  }
+}
+
+Block* Index::lease_victim() {
+  Block* const block = policy_->victim(nullptr);
+  if (block != nullptr) {
+    hold(block);
+    ++block->leases;
+    detach(block);
+    block->leaving = block->used;
+  }
+  return block;
+}
+
+void Index::retire(Block* block) {
+  const bool used = block->leases > 1 || block->used > block->leaving;
+  if (block->state == State::ready && !used) {
+    drop(block);
+    ++evictions_;
+  }
+  block->leaving = 0;
+  if (block->state == State::ready) {
+    attach(block);
+  }
+  end_lease(block);
+}
+
+void Index::hit(const Items& keys, PyObject* context) {
+  uses_ += keys.size();
+  table_.find_each(keys, [&](Py_ssize_t i, Block* block) {
+    if (is_ready(block)) {
+      block->used = uses_ - i;
+      policy_->hit(block, context);
+    }
+    return true;
+  });
+}
+
+void Index::touch(const Items& keys) {
+  uses_ += keys.size();
+  table_.find_each(keys, [&](Py_ssize_t i, Block* block) {
+    if (is_ready(block)) {
+      block->used = uses_ - i;
+      if (block->evictable()) {
+        policy_->touched(block);
+      }
+    }
+    return true;
+  });
+}
+
+void Index::clear() {
+  for (Block* const block : blocks_) {
+    if (block != nullptr) {
+      const bool is_idle = block->state == State::ready && block->leases == 0;
+      forget(block);
+      if (is_idle) {
+        free_.push_back(block->slot);
+      }
+    }
+  }
+  std::fill(blocks_.begin(), blocks_.end(), nullptr);
+  table_.clear();
+  policy_->clear();
+}
+
+// The block is no victim from now on, whatever the reason.
+void Index::hold(Block* block) {
+  if (block->evictable()) {
+    policy_->held(block);
+  }
+}
+
+void Index::end_lease(Block* block) {
+  --block->leases;
+  if (block->leases != 0) {
+    return;
+  }
+  if (block->state == State::dropped) {
+    free_.push_back(block->slot);
+  } else if (block->evictable()) {
+    policy_->released(block);
+  }
+}
+
+// A slot for the block of this key: a free one, or that of a victim; -1 if there is none.
+int Index::take_slot(PyObject* newcomer) {
+  if (!free_.empty()) {
+    const int slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+  Block* const block = policy_->victim(newcomer);
+  if (block == nullptr) {
+    return -1;
+  }
+  const int slot = block->slot;
+  policy_->evicted(block);
+  remove(block);
+  ++evictions_;
+  return slot;
+}
+
+// Holds the block that `block` builds on.
+void Index::attach(Block* block) {
+  if (block->parent != nullptr) {
+    hold(block->parent);
+    ++block->parent->children;
+  }
+}
+
+// Ends the hold of `block` on the block that it builds on.
+void Index::detach(Block* block) {
+  Block* const parent = block->parent;
+  if (parent != nullptr) {
+    --parent->children;
+    parent->used = std::max(parent->used, block->used);
+    if (parent->evictable()) {
+      policy_->released(parent);
+    }
+  }
+}
+
+// Takes the block out of the tables, and ends its hold on the block before it.
+void Index::remove(Block* block) {
+  const Reference kept(object_of(block));  // the reference of the table
+  table_.remove(block);
+  blocks_[static_cast<std::size_t>(block->slot)] = nullptr;
+  forget(block);
+  if (block->leaving == 0) {
+    detach(block);
+  }
+}
+
+// The block is in no table any more.
+void Index::forget(Block* block) {
+  ready_ -= block->state == State::ready;
+  pinned_ -= block->pins > 0;
+  block->pins = 0;
+  block->state = State::dropped;
+  note(block->key);
+}
+
+void Index::note(PyObject* key) {
+  if (changed_ && PyDict_SetItem(changed_.get(), key, Py_None) != 0) {
+    throw PythonError{};
+  }
+}
+
+}  // namespace flexkv::index

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Keys, slots, states, leases and pins of a tier's blocks. See flexkv.index, whose rules it keeps.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "block.hpp"
+#include "object.hpp"
+#include "policy.hpp"
+#include "table.hpp"
+
+namespace flexkv::index {
+
+// All methods may throw PythonError and std::bad_alloc. Blocks that they take are `type`'s.
+class Index {
+ public:
+  // `policy` is None for the least recently used first; the object outlives the index.
+  Index(std::size_t slots, PyObject* policy, PyTypeObject* type);
+  ~Index() { table_.clear(); }
+  Index(const Index&) = delete;
+  Index& operator=(const Index&) = delete;
+
+  std::size_t slots() const noexcept { return blocks_.size(); }
+  std::size_t free_slots() const noexcept { return free_.size(); }
+  std::size_t ready() const noexcept { return ready_; }
+  long long evictions() const noexcept { return evictions_; }
+  long long pinned() const noexcept { return pinned_; }
+  PyObject* changed() const noexcept { return changed_ ? changed_.get() : Py_None; }
+  const std::vector<Block*>& blocks() const noexcept { return blocks_; }
+  Policy& policy() noexcept { return *policy_; }
+
+  void watch();
+  bool has(PyObject* key) const { return table_.find(key) != nullptr; }
+  Py_ssize_t lookup(const Items& keys) const;
+
+  // Calls `function` with the place of each key, and whether it is ready.
+  template <typename Function>
+  void present(const Items& keys, Function function) const {
+    table_.find_each(keys, [&](Py_ssize_t i, const Block* block) {
+      function(i, is_ready(block));
+      return true;
+    });
+  }
+
+  // The ready blocks of all keys, with a lease each; empty if one is missing.
+  std::vector<Block*> lease(const Items& keys);
+  void release(const std::vector<Block*>& blocks);
+  void release_unused(const std::vector<Block*>& blocks);
+
+  // A new reference to a block in state writing, or null: see BlockIndex.reserve. `after` may be
+  // null. `near` is a block in the index, which may be that of `after`, or null.
+  Block* reserve(PyObject* key, PyObject* after, Block* near);
+  void publish(const std::vector<Block*>& blocks);
+  void abandon(const std::vector<Block*>& blocks);
+  void discard(const std::vector<Block*>& blocks);
+  void drop(Block* block);
+  Block* pin(PyObject* key);
+  void unpin(Block* block);
+  Block* lease_victim();
+  void retire(Block* block);
+  void hit(const Items& keys, PyObject* context);
+  void touch(const Items& keys);
+  void clear();
+
+ private:
+  static bool is_ready(const Block* block) noexcept {
+    return block != nullptr && block->state == State::ready;
+  }
+  void hold(Block* block);
+  void end_lease(Block* block);
+  int take_slot(PyObject* newcomer);
+  void attach(Block* block);
+  void detach(Block* block);
+  void remove(Block* block);
+  void forget(Block* block);
+  void note(PyObject* key);
+
+  BlockTable table_;
+  std::vector<Block*> blocks_;  // by slot, those in the table
+  std::vector<int> free_;
+  std::unique_ptr<Policy> policy_;
+  PyTypeObject* type_;
+  Reference changed_;
+  std::size_t ready_ = 0;
+  long long uses_ = 0;
+  long long evictions_ = 0;
+  long long pinned_ = 0;
+};
+
+}  // namespace flexkv::index

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What picks the victims of an index: the order of use, which it keeps itself, or a policy of
+// flexkv.eviction.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "block.hpp"
+#include "table.hpp"
+
+namespace flexkv::index {
+
+// See flexkv.eviction.EvictionPolicy. All calls may throw PythonError and std::bad_alloc.
+class Policy {
+ public:
+  virtual ~Policy() = default;
+  virtual void began(PyObject* keys, PyObject* ready, PyObject* context, PyObject* now) = 0;
+  virtual void ended(PyObject* request_id, PyObject* output_tokens, PyObject* now) = 0;
+  virtual void inserted(Block* block) = 0;
+  virtual void hit(Block* block, PyObject* context) = 0;
+  virtual void touched(Block* block) = 0;
+  virtual void held(Block* block) = 0;
+  virtual void released(Block* block) = 0;
+  virtual void evicted(Block* block) = 0;
+  // The block to evict next, or null. `newcomer` is a key, or null.
+  virtual Block* victim(PyObject* newcomer) = 0;
+  virtual void clear() = 0;
+  // Whether `began` looks at anything.
+  virtual bool follows_requests() const noexcept = 0;
+};
+
+// Least recently used first. `blocks` has the block of each slot, or null.
+std::unique_ptr<Policy> make_lru(const std::vector<Block*>& blocks);
+
+// Calls an object of Python, which the index keeps alive. Throws PythonError.
+std::unique_ptr<Policy> make_policy(PyObject* policy, const BlockTable& table);
+
+}  // namespace flexkv::index

@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The type `BlockIndex` for CPython, by the stable ABI. A call takes many blocks where it can: the
+// step of an engine waits for it.
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "flexkv/block_index.h"
+#include "index.hpp"
+
+namespace {
+
+using flexkv::index::Block;
+using flexkv::index::Index;
+using flexkv::index::Items;
+using flexkv::index::object_of;
+using flexkv::index::own;
+using flexkv::index::PythonError;
+using flexkv::index::Reference;
+using flexkv::index::share;
+using flexkv::index::State;
+
+PyTypeObject* block_type = nullptr;
+
+struct BlockIndex {
+  PyObject_HEAD
+  Index* index;
+};
+
+Index& of(PyObject* self) { return *reinterpret_cast<BlockIndex*>(self)->index; }
+
+// Calls `function`, and returns what it returns; null if an exception of Python is set then.
+template <typename Function>
+PyObject* guarded(Function function) noexcept {
+  try {
+    return function().release();
+  } catch (const PythonError&) {
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+Reference none() { return share(Py_None); }
+Reference number(Py_ssize_t value) { return own(PyLong_FromSsize_t(value)); }
+Reference block_or_none(Block* block) {
+  return share(block == nullptr ? Py_None : object_of(block));
+}
+
+void need_arguments(Py_ssize_t count, Py_ssize_t needed) {
+  if (count != needed) {
+    PyErr_Format(PyExc_TypeError, "%zd arguments; allowed: %zd", count, needed);
+    throw PythonError{};
+  }
+}
+
+Block* block_of(PyObject* object) {
+  if (Py_TYPE(object) != block_type) {
+    PyErr_Format(PyExc_TypeError, "%R is no block", object);
+    throw PythonError{};
+  }
+  return reinterpret_cast<Block*>(object);
+}
+
+// The blocks of a sequence of Python, which lives as long as this does.
+class Blocks {
+ public:
+  explicit Blocks(PyObject* object) : items_(object) {
+    blocks_.reserve(static_cast<std::size_t>(items_.size()));
+    for (Py_ssize_t i = 0; i < items_.size(); ++i) {
+      blocks_.push_back(block_of(items_[i]));
+    }
+  }
+
+  const std::vector<Block*>& operator*() const noexcept { return blocks_; }
+
+ private:
+  Items items_;
+  std::vector<Block*> blocks_;
+};
+
+std::vector<Py_ssize_t> numbers_of(PyObject* object) {
+  const Items items(object);
+  std::vector<Py_ssize_t> numbers(static_cast<std::size_t>(items.size()));
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    numbers[static_cast<std::size_t>(i)] = PyLong_AsSsize_t(items[i]);
+  }
+  if (PyErr_Occurred() != nullptr) {
+    throw PythonError{};
+  }
+  return numbers;
+}
+
+// A list with a new reference to each.
+Reference list_of(const std::vector<Block*>& blocks) {
+  Reference list = own(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), share(object_of(blocks[i])).release());
+  }
+  return list;
+}
+
+PyObject* watch(PyObject* self, PyObject*) {
+  return guarded([&] {
+    of(self).watch();
+    return none();
+  });
+}
+
+PyObject* lookup(PyObject* self, PyObject* keys) {
+  return guarded([&] { return number(of(self).lookup(Items(keys))); });
+}
+
+PyObject* present(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    const Items items(keys);
+    Reference list = own(PyList_New(items.size()));
+    of(self).present(items, [&](Py_ssize_t i, bool has) {
+      PyList_SetItem(list.get(), i, share(has ? Py_True : Py_False).release());
+    });
+    return list;
+  });
+}
+
+PyObject* lease(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    const Items items(keys);
+    const std::vector<Block*> blocks = of(self).lease(items);
+    return blocks.empty() && items.size() != 0 ? none() : list_of(blocks);
+  });
+}
+
+PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 2);
+    PyObject* const after = args[1] == Py_None ? nullptr : args[1];
+    Block* const block = of(self).reserve(args[0], after, nullptr);
+    return block == nullptr ? none() : own(object_of(block));
+  });
+}
+
+PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 3);
+    const Items keys(args[0]);
+    const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
+    std::vector<Py_ssize_t> begins = numbers_of(args[2]);
+    std::sort(begins.begin(), begins.end());
+    Reference made = own(PyList_New(0));
+    Block* last = nullptr;
+    for (const Py_ssize_t position : positions) {
+      const bool is_first = std::binary_search(begins.begin(), begins.end(), position);
+      PyObject* const after = is_first ? nullptr : keys[position - 1];
+      Block* const block = of(self).reserve(keys[position], after, last);
+      if (block != nullptr) {
+        const Reference kept = own(object_of(block));
+        if (PyList_Append(made.get(), kept.get()) != 0) {
+          throw PythonError{};
+        }
+        last = block;
+      }
+    }
+    return made;
+  });
+}
+
+template <void (Index::*method)(const std::vector<Block*>&)>
+PyObject* with_blocks(PyObject* self, PyObject* blocks) {
+  return guarded([&] {
+    (of(self).*method)(*Blocks(blocks));
+    return none();
+  });
+}
+
+template <void (Index::*method)(Block*)>
+PyObject* with_block(PyObject* self, PyObject* block) {
+  return guarded([&] {
+    (of(self).*method)(block_of(block));
+    return none();
+  });
+}
+
+PyObject* drop(PyObject* self, PyObject* blocks) {
+  return guarded([&] {
+    const Blocks all(blocks);
+    for (Block* const block : *all) {
+      of(self).drop(block);
+    }
+    return none();
+  });
+}
+
+PyObject* pin(PyObject* self, PyObject* key) {
+  return guarded([&] { return block_or_none(of(self).pin(key)); });
+}
+
+PyObject* holds(PyObject*, PyObject* block) {
+  return guarded([&] {
+    return share(block_of(block)->state == State::dropped ? Py_False : Py_True);
+  });
+}
+
+PyObject* lease_victim(PyObject* self, PyObject*) {
+  return guarded([&] { return block_or_none(of(self).lease_victim()); });
+}
+
+PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 3);
+    if (of(self).policy().follows_requests()) {
+      const Items keys(args[0]);
+      const Reference ready = number(of(self).lookup(keys));
+      of(self).policy().began(keys.sequence(), ready.get(), args[1], args[2]);
+    }
+    return none();
+  });
+}
+
+PyObject* ended(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 3);
+    of(self).policy().ended(args[0], args[1], args[2]);
+    return none();
+  });
+}
+
+PyObject* hit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 2);
+    of(self).hit(Items(args[0]), args[1]);
+    return none();
+  });
+}
+
+PyObject* touch(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    of(self).touch(Items(keys));
+    return none();
+  });
+}
+
+PyObject* clear(PyObject* self, PyObject*) {
+  return guarded([&] {
+    of(self).clear();
+    return none();
+  });
+}
+
+PyObject* get_blocks(PyObject* self, void*) {
+  return guarded([&] {
+    std::vector<Block*> there;
+    for (Block* const block : of(self).blocks()) {
+      if (block != nullptr) {
+        there.push_back(block);
+      }
+    }
+    return list_of(there);
+  });
+}
+
+PyObject* get_changed(PyObject* self, void*) { return share(of(self).changed()).release(); }
+
+template <auto method>
+PyObject* get_number(PyObject* self, void*) {
+  return guarded([&] { return number(static_cast<Py_ssize_t>((of(self).*method)())); });
+}
+
+Py_ssize_t length(PyObject* self) { return static_cast<Py_ssize_t>(of(self).ready()); }
+
+int contains(PyObject* self, PyObject* key) {
+  try {
+    return of(self).has(key) ? 1 : 0;
+  } catch (const PythonError&) {
+    return -1;
+  }
+}
+
+constexpr long long kMostSlots = (1LL << 31) - 1;
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  long long slots = 0;
+  PyObject* policy = nullptr;
+  if (PyArg_ParseTuple(args, "LO", &slots, &policy) == 0) {
+    return nullptr;
+  }
+  if (slots < 0 || slots > kMostSlots) {
+    PyErr_Format(PyExc_ValueError, "%lld slots; allowed: 0 to %lld", slots, kMostSlots);
+    return nullptr;
+  }
+  return guarded([&] {
+    Reference made = own(PyType_GenericAlloc(type, 0));
+    reinterpret_cast<BlockIndex*>(made.get())->index =
+        new Index(static_cast<std::size_t>(slots), policy, block_type);
+    return made;
+  });
+}
+
+void destroy(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<BlockIndex*>(self)->index;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+template <typename Function>
+PyCFunction erased(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"watch", watch, METH_NOARGS, nullptr},
+    {"lookup", lookup, METH_O, nullptr},
+    {"present", present, METH_O, nullptr},
+    {"lease", lease, METH_O, nullptr},
+    {"release", with_blocks<&Index::release>, METH_O, nullptr},
+    {"release_unused", with_blocks<&Index::release_unused>, METH_O, nullptr},
+    {"reserve", erased(reserve), METH_FASTCALL, nullptr},
+    {"reserve_all", erased(reserve_all), METH_FASTCALL, nullptr},
+    {"publish", with_blocks<&Index::publish>, METH_O, nullptr},
+    {"abandon", with_blocks<&Index::abandon>, METH_O, nullptr},
+    {"discard", with_blocks<&Index::discard>, METH_O, nullptr},
+    {"drop", drop, METH_O, nullptr},
+    {"pin", pin, METH_O, nullptr},
+    {"unpin", with_block<&Index::unpin>, METH_O, nullptr},
+    {"holds", holds, METH_O, nullptr},
+    {"lease_victim", lease_victim, METH_NOARGS, nullptr},
+    {"retire", with_block<&Index::retire>, METH_O, nullptr},
+    {"began", erased(began), METH_FASTCALL, nullptr},
+    {"ended", erased(ended), METH_FASTCALL, nullptr},
+    {"hit", erased(hit), METH_FASTCALL, nullptr},
+    {"touch", touch, METH_O, nullptr},
+    {"clear", clear, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef properties[] = {
+    {"num_slots", get_number<&Index::slots>, nullptr, nullptr, nullptr},
+    {"free_slots", get_number<&Index::free_slots>, nullptr, nullptr, nullptr},
+    {"evictions", get_number<&Index::evictions>, nullptr, nullptr, nullptr},
+    {"pinned_blocks", get_number<&Index::pinned>, nullptr, nullptr, nullptr},
+    {"changed", get_changed, nullptr, nullptr, nullptr},
+    {"blocks", get_blocks, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_sq_length, reinterpret_cast<void*>(length)},
+    {Py_sq_contains, reinterpret_cast<void*>(contains)},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"flexkv_kernels.block_index.BlockIndex", sizeof(BlockIndex), 0,
+                    Py_TPFLAGS_DEFAULT, slots};
+
+}  // namespace
+
+// A new reference to the type; null, with an exception set, if it cannot be made.
+PyObject* fkv_block_index_type(PyObject* states) {
+  return guarded([&] {
+    block_type = flexkv::index::make_block_type(states);
+    return own(PyType_FromSpec(&spec));
+  });
+}

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The blocks of a tier by their keys. Its size is fixed: no step of an engine waits while it grows.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "block.hpp"
+
+namespace flexkv::index {
+
+// Throws PythonError if the object is no key.
+inline Py_hash_t hash_of(PyObject* key) {
+  if (!PyBytes_Check(key)) {
+    PyErr_Format(PyExc_TypeError, "a key is %R; allowed: bytes", key);
+    throw PythonError{};
+  }
+  return PyObject_Hash(key);
+}
+
+// Open addressing with linear probing, at most half full. Owns a reference to each of its blocks.
+class BlockTable {
+ public:
+  // For `capacity` blocks. Throws std::bad_alloc.
+  explicit BlockTable(std::size_t capacity)
+      : entries_(std::bit_ceil(2 * capacity + 2)), mask_(entries_.size() - 1) {}
+
+  // The block of this key, or null. Throws PythonError if it is no key.
+  Block* find(PyObject* key) const { return find(key, hash_of(key)); }
+
+  Block* find(PyObject* key, Py_hash_t hash) const noexcept {
+    for (std::size_t i = home(hash);; i = (i + 1) & mask_) {
+      const Entry& entry = entries_[i];
+      if (entry.block == nullptr || (entry.hash == hash && is_same(entry.block->key, key))) {
+        return entry.block;
+      }
+    }
+  }
+
+  // Calls `function` with the place of each key and its block, or null, until it returns false.
+  // A block's memory is seldom in the processor's caches: that of several is fetched at once.
+  template <typename Function>
+  void find_each(const Items& keys, Function function) const {
+    for (Py_ssize_t start = 0; start < keys.size(); start += kAtOnce) {
+      const Py_ssize_t count = std::min(kAtOnce, keys.size() - start);
+      std::array<Py_hash_t, kAtOnce> hashes;
+      const auto entry_of = [&](Py_ssize_t i) -> const Entry& {
+        return entries_[home(hashes[static_cast<std::size_t>(i)])];
+      };
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        hashes[static_cast<std::size_t>(i)] = hash_of(keys[start + i]);
+        __builtin_prefetch(&entry_of(i));
+      }
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        __builtin_prefetch(entry_of(i).block);
+      }
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        if (const Entry& entry = entry_of(i); entry.block != nullptr) {
+          __builtin_prefetch(entry.block->key);
+        }
+      }
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        Block* const block = find(keys[start + i], hashes[static_cast<std::size_t>(i)]);
+        if (!function(start + i, block)) {
+          return;
+        }
+      }
+    }
+  }
+
+  // Adds a block whose key it does not have; there is room.
+  void add(Block* block) noexcept {
+    std::size_t i = home(block->hash);
+    while (entries_[i].block != nullptr) {
+      i = (i + 1) & mask_;
+    }
+    Py_INCREF(object_of(block));
+    entries_[i] = {block->hash, block};
+  }
+
+  // Removes a block that it has. The caller owns its reference then.
+  void remove(Block* block) noexcept {
+    std::size_t gap = home(block->hash);
+    while (entries_[gap].block != block) {
+      gap = (gap + 1) & mask_;
+    }
+    for (std::size_t i = (gap + 1) & mask_; entries_[i].block != nullptr; i = (i + 1) & mask_) {
+      // Entries move up to the gap unless that lies before their home.
+      if (((i - home(entries_[i].hash)) & mask_) >= ((i - gap) & mask_)) {
+        entries_[gap] = entries_[i];
+        gap = i;
+      }
+    }
+    entries_[gap] = {};
+  }
+
+  template <typename Function>
+  void for_each(Function function) const {
+    for (const Entry& entry : entries_) {
+      if (entry.block != nullptr) {
+        function(entry.block);
+      }
+    }
+  }
+
+  void clear() noexcept {
+    for (Entry& entry : entries_) {
+      if (Block* const block = entry.block; block != nullptr) {
+        entry = {};
+        Py_DECREF(object_of(block));
+      }
+    }
+  }
+
+ private:
+  // Not tuned: more than the memory accesses that a core has under way at once.
+  static constexpr Py_ssize_t kAtOnce = 16;
+
+  struct Entry {
+    Py_hash_t hash = 0;
+    Block* block = nullptr;
+  };
+
+  static bool is_same(PyObject* one, PyObject* other) noexcept {
+    if (one == other) {
+      return true;
+    }
+    const Py_ssize_t size = PyBytes_Size(one);
+    return size == PyBytes_Size(other) &&
+           std::memcmp(PyBytes_AsString(one), PyBytes_AsString(other),
+                       static_cast<std::size_t>(size)) == 0;
+  }
+
+  std::size_t home(Py_hash_t hash) const noexcept { return static_cast<std::size_t>(hash) & mask_; }
+
+  std::vector<Entry> entries_;
+  std::size_t mask_;
+};
+
+}  // namespace flexkv::index
