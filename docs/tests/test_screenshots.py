@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script that takes the pictures of `flexkv` on a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.screenshots import ASSETS, take
+
+
+def test_a_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
+    line = {"timestamp": 0, "input_length": 1025, "output_length": 1, "hash_ids": [1, 2, 3]}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n", encoding="utf-8")
+    picture = tmp_path / "plan.svg"
+    take(["plan", trace.name, "--token-bytes", "4096"], picture, tmp_path)
+    text = " ".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    assert "flexkv plan trace.jsonl --token-bytes 4096" in text
+    assert "2 requests" in text
+    assert "Settings to use" in text
+    assert str(tmp_path) not in text
+
+
+def test_a_command_that_fails_makes_no_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    with pytest.raises(RuntimeError, match="is missing|does not exist|cannot"):
+        take(["plan", "none.jsonl", "--token-bytes", "4096"], picture, tmp_path)
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.glob("*.svg")), ids=lambda path: path.name)
+def test_no_picture_asks_others_for_anything(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"(?:href|src)=|url\((?!#)|@import", text) == []
