@@ -2,7 +2,8 @@
 """Two network namespaces with a link between them that delays and drops real IP packets.
 
 Each end of the link is a TUN device. A process of its own, this file, carries the packets, so that
-a kernel without netem serves as well. Needs root.
+a kernel without netem serves as well. Needs root. Processes outside the namespaces reach the far
+end by a relay.
 
     with BadNetwork() as network:
         subprocess.run([*network.near, "COMMAND"])
@@ -10,6 +11,7 @@ a kernel without netem serves as well. Needs root.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -19,6 +21,7 @@ import json
 import os
 import random
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -70,12 +73,13 @@ class BadNetwork:
                 ("link", "set", _DEVICE, "up"),
             ):
                 subprocess.run([*command, "ip", *arguments], check=True)
+        self._relays: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> BadNetwork:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in (self._carrier, self._holder):
+        for process in (*self._relays, self._carrier, self._holder):
             process.kill()
             process.communicate()
 
@@ -85,6 +89,14 @@ class BadNetwork:
         assert self._carrier.stdin is not None
         self._carrier.stdin.write(json.dumps([delay, loss]) + "\n")
         self._carrier.stdin.flush()
+
+    def relay(self, port: int) -> int:
+        """A port of 127.0.0.1 in the namespace of this process. What connects to it is connected,
+        over the link, to `port` at the far end."""
+        self._relays.append(self._begin(sys.executable, __file__, str(self._holder.pid), str(port)))
+        said = self._relays[-1].stdout
+        assert said is not None
+        return int(said.readline())
 
     @staticmethod
     def _begin(*command: str) -> subprocess.Popen[str]:
@@ -141,8 +153,37 @@ def _enter(pid: int) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
+async def pass_on(listener: socket.socket, port: int) -> None:
+    """Connect each connection to a port at the far end, until this process is killed."""
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(_PACKET):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(FAR, port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    server = await asyncio.start_server(connect, sock=listener)
+    await server.serve_forever()
+
+
 def main() -> None:
-    """`bad_network.py PID`: from the namespace of this process to that of another one."""
+    """`bad_network.py PID`: from the namespace of this process to that of another one.
+    `bad_network.py PID PORT`: a relay from this namespace, which connects from that of PID."""
+    if len(sys.argv) > 2:
+        listener = socket.create_server(("127.0.0.1", 0))
+        _enter(int(sys.argv[1]))
+        print(listener.getsockname()[1], flush=True)
+        asyncio.run(pass_on(listener, int(sys.argv[2])))
+        return
     own = os.open("/proc/self/ns/net", os.O_RDONLY)
     far = _open_device()
     _enter(int(sys.argv[1]))

@@ -17,6 +17,8 @@ from pathlib import Path
 import obstore
 from obstore.store import ObjectStore, S3Store
 
+from integration.harness.bad_network import FAR, BadNetwork
+
 BUCKET = "blocks-of-engines"
 KEY, SECRET = "AKIDFORTESTSONLY", "a-secret-that-no-log-may-show"
 
@@ -24,12 +26,18 @@ KEY, SECRET = "AKIDFORTESTSONLY", "a-secret-that-no-log-may-show"
 class S3Server:
     """Started at once, on a port of its own. A context manager that ends it.
 
+    Args:
+        network: the server is at its far end, and reached over it; None for this machine.
+
     Attributes:
         environ: what a client needs to find it.
+        port: of 127.0.0.1, at which clients reach it.
     """
 
-    def __init__(self) -> None:
-        self.port = 0
+    def __init__(self, network: BadNetwork | None = None) -> None:
+        self.port = self._own_port = 0
+        self._network = network
+        self._address = "127.0.0.1" if network is None else FAR
         self._log = tempfile.NamedTemporaryFile("w+", prefix="s3-server-")  # noqa: SIM115
         self._process = self._launch()
         self._request("PUT", f"/{BUCKET}")
@@ -105,8 +113,9 @@ class S3Server:
         begun = Path(self._log.name).stat().st_size
         process = subprocess.Popen(
             [
+                *([] if self._network is None else self._network.far),
                 *(sys.executable, "-c", "from moto.server import main; main()"),
-                *("-H", "127.0.0.1", "-p", str(self.port)),
+                *("-H", self._address, "-p", str(self._own_port)),
             ],
             stdout=subprocess.DEVNULL,
             stderr=self._log,
@@ -115,12 +124,18 @@ class S3Server:
         )
         while True:
             said = Path(self._log.name).read_bytes()[begun:]
-            found = re.search(rb"http://127\.0\.0\.1:(\d+)", said)
+            found = re.search(rb"http://%s:(\d+)" % re.escape(self._address).encode(), said)
             if found:
-                self.port = int(found[1])
+                self._reach(int(found[1]))
                 return process
             assert process.poll() is None, said
             time.sleep(0.02)
+
+    def _reach(self, port: int) -> None:
+        """The server listens at a port; a restart is at the same one."""
+        if port != self._own_port:
+            self._own_port = port
+            self.port = port if self._network is None else self._network.relay(port)
 
     def _store(self) -> ObjectStore:
         return S3Store(

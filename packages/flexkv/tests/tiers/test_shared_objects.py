@@ -4,6 +4,7 @@ and live on without it."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from shared_node import FINGERPRINT, Remote
 
 from flexkv.tiers.epochs import FRESH_SECONDS
 from flexkv.tiers.objects.open import connect
+from integration.harness import bad_network
+from integration.harness.bad_network import BadNetwork
 from integration.harness.s3_server import BUCKET, KEY, SECRET, S3Server
 from packages.conftest import PATIENCE_SECONDS
 
@@ -113,6 +116,37 @@ def test_a_server_that_hangs_or_dies_costs_hits_and_nothing_else(
     assert ended
     assert log.count("in a row failed") == 1
     assert SECRET not in log
+
+
+@pytest.mark.skipif(bad_network.possible() is not None, reason=str(bad_network.possible()))
+def test_a_bad_network_costs_hits_and_nothing_else(start: Callable[..., Remote]) -> None:
+    with BadNetwork() as network, S3Server(network) as far:
+        node = start(far.environ, objects_question_seconds=0.3, objects_timeout_seconds=1.0)
+        fresh = map(chr, itertools.count(0x4E00))
+        late = time.monotonic() + PATIENCE_SECONDS
+
+        # 200 ms there and 200 ms back: every question is late.
+        network.set(delay=0.2)
+        while node.do("state") == "closed":
+            assert time.monotonic() < late
+            node.do("store", text := next(fresh))
+            assert text.startswith(node.do("fetch", text + next(fresh)))
+
+        network.set(loss=0.3)
+        for text in itertools.islice(fresh, 5):
+            node.do("store", text)
+            assert text.startswith(node.do("fetch", text + next(fresh)))
+
+        network.set()
+        other = start(far.environ)
+        late = time.monotonic() + PATIENCE_SECONDS
+        for text in fresh:
+            assert time.monotonic() < late
+            node.do("store", text)
+            node.do("fetch", next(fresh))
+            if other.do("fetch", text) == text and node.do("state") == "closed":
+                break
+            time.sleep(0.2)
 
 
 def test_wrong_credentials_leave_the_engine_alone(
