@@ -26,42 +26,50 @@ class BlockUses:
 
     def __init__(self) -> None:
         self.step = 0
-        self._tables: dict[str, list[int]] = {}
-        self._holders: Counter[int] = Counter()
+        self._tables: dict[str, set[int]] = {}
+        self._held: set[int] = set()
+        self._also_held: Counter[int] = Counter()
+        self._touched: set[int] = set()
         self._last: dict[int, int] = {}
         self._lost = False
 
     def begin_step(self, ended: Iterable[str]) -> None:
         """The engine makes the next step. In it the requests `ended` have no blocks any more, or
         other ones."""
+        self._last.update(dict.fromkeys(self._touched, self.step))
+        self._touched.clear()
         self.step += 1
         for request_id in ended:
             self._release(request_id)
 
     def touched(self, blocks: Iterable[int]) -> None:
         """The workers use these blocks in this step, whoever has them."""
-        self._last.update(dict.fromkeys(blocks, self.step))
+        self._touched.update(blocks)
 
     def last_use(self, blocks: Sequence[int]) -> int:
         """The last step that may use any of the blocks; 0 if none ever did."""
-        if self._lost or not self._holders.keys().isdisjoint(blocks):
+        if self._lost or not self._held.isdisjoint(blocks):
             return EVERYTHING
+        if not self._touched.isdisjoint(blocks):
+            return self.step
         return max(map(self._last.get, blocks, itertools.repeat(0)), default=0)
 
-    def give(self, request_id: str, blocks: Sequence[int]) -> None:
+    def give(self, request_id: str, blocks: Iterable[int]) -> None:
         """In this step a request has exactly these blocks."""
         self._release(request_id)
-        self._tables[request_id] = list(blocks)
-        self._holders.update(blocks)
+        self._tables[request_id] = set()
+        self.add(request_id, blocks)
 
-    def add(self, request_id: str, blocks: Sequence[int]) -> None:
+    def add(self, request_id: str, blocks: Iterable[int]) -> None:
         """In this step a request has these blocks, too."""
         table = self._tables.get(request_id)
         if table is None:
             self.lose()
             return
-        table.extend(blocks)
-        self._holders.update(blocks)
+        new = set(blocks) - table
+        table |= new
+        self._also_held.update(self._held & new)
+        self._held |= new
 
     def check(self, computed: Set[str]) -> None:
         """The step computes these requests: their blocks must be known."""
@@ -71,20 +79,17 @@ class BlockUses:
     def lose(self) -> None:
         """What is known here may be wrong, from now on."""
         self._lost = True
-        self._tables.clear()
-        self._holders.clear()
-        self._last.clear()
+        for known in (self._tables, self._held, self._also_held, self._touched, self._last):
+            known.clear()
 
     def _release(self, request_id: str) -> None:
-        blocks = self._tables.pop(request_id, None)
-        if blocks is None:
+        table = self._tables.pop(request_id, None)
+        if table is None:
             return
-        holders, last, used = self._holders, self._last, self.step - 1
-        for block in blocks:
-            if last.get(block, 0) < used:
-                last[block] = used
-            left = holders[block] - 1
-            if left:
-                holders[block] = left
-            else:
-                del holders[block]
+        self._last.update(dict.fromkeys(table, self.step - 1))
+        shared = self._also_held.keys() & table
+        self._held -= table - shared
+        for block in shared:
+            self._also_held[block] -= 1
+            if not self._also_held[block]:
+                del self._also_held[block]
