@@ -296,8 +296,8 @@ class Engine:
             env = self.config.environment()
             self._process: ForkedProcess | subprocess.Popen[bytes]
             if self.config.forked:
-                fork = fork_server().fork
-                self._process = fork(env, command_read, event_write, log.fileno())
+                fork = fork_server().fork_driver
+                self._process = fork(env, log.fileno(), command_read, event_write)
             else:
                 self._process = subprocess.Popen(
                     [sys.executable, str(_DRIVER), str(command_read), str(event_write)],

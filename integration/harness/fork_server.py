@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers of engines, forked from a process that has imported vLLM; see ``forker``."""
+"""Processes of engines, forked from one that has imported vLLM; see ``forker``."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from integration.harness.config import forked_environment
 
@@ -32,6 +34,11 @@ class ForkedProcess:
         """None while it lives, else 0: only the fork server knows its exit status."""
         return 0 if self._ended(timeout=0) else None
 
+    def terminate(self) -> None:
+        """SIGTERM, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor.fileno(), signal.SIGTERM)
+
     def wait(self) -> int:
         """Wait until it has ended."""
         self._ended(timeout=None)
@@ -44,7 +51,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that has imported vLLM and forks drivers; it ends with the process that made it.
+    """A process that has imported vLLM and forks others; it ends with the process that made it.
 
     ``environment`` is the one in which vLLM is imported. Calls may come from several threads.
     """
@@ -65,26 +72,41 @@ class ForkServer:
                 env=environment,
             )
 
-    def fork(
-        self, environment: Mapping[str, str], command_fd: int, event_fd: int, log_fd: int
+    def fork_driver(
+        self, environment: Mapping[str, str], log_fd: int, command_fd: int, event_fd: int
     ) -> ForkedProcess:
-        """Fork a driver with that environment, two pipes and a log, in a session of its own.
+        """Fork a driver with that environment, a log and two pipes, in a session of its own.
 
         The descriptors stay the caller's. Raises RuntimeError when the server has ended.
         """
-        order = json.dumps(dict(environment)).encode()
+        return self._fork(environment, None, [log_fd, command_fd, event_fd])
+
+    def fork_server(
+        self, environment: Mapping[str, str], log_fd: int, arguments: Sequence[str]
+    ) -> ForkedProcess:
+        """Fork vLLM's HTTP server with that environment, a log and these arguments of its command
+        line, in a session of its own. As ``fork_driver`` otherwise."""
+        return self._fork(environment, arguments, [log_fd])
+
+    def _fork(
+        self,
+        environment: Mapping[str, str],
+        arguments: Sequence[str] | None,
+        descriptors: Sequence[int],
+    ) -> ForkedProcess:
+        order = json.dumps({"environment": dict(environment), "arguments": arguments}).encode()
         with self._lock:
             try:
-                socket.send_fds(self._control, [order], [command_fd, event_fd, log_fd])
-                answer, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
+                socket.send_fds(self._control, [order], descriptors)
+                answer, processes, _, _ = socket.recv_fds(self._control, 64, 1)
             except (BrokenPipeError, ConnectionResetError):
-                answer, descriptors = b"", []
+                answer, processes = b"", []
         if not answer:
             status = self._process.wait()
             self._log.seek(-min(_LOG_TAIL, self._log.seek(0, os.SEEK_END)), os.SEEK_END)
             said = self._log.read().decode(errors="replace")
             raise RuntimeError(f"the fork server has ended (status {status}); its log:\n{said}")
-        return ForkedProcess(int(answer), *descriptors)
+        return ForkedProcess(int(answer), *processes)
 
     @property
     def pid(self) -> int:
@@ -92,7 +114,7 @@ class ForkServer:
         return self._process.pid
 
     def close(self) -> None:
-        """End the server; drivers end with their command pipes."""
+        """End the server. Drivers end with their command pipes; servers stay."""
         self._control.close()
         self._process.wait()
         self._log.close()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports vLLM once and forks a driver for each engine; ``fork_server.ForkServer`` is the client.
+"""Imports vLLM once and forks a process for each engine; ``fork_server.ForkServer`` is the client.
 
-Run as ``python -m integration.harness.forker CONTROL_FD``. An order on the control socket is the
-environment of the driver as JSON, with three descriptors: the driver's command pipe, its event pipe
-and its log. The driver answers with its pid and a descriptor of its process. The end of the control
-socket ends this process; drivers end with their own command pipes.
+Run as ``python -m integration.harness.forker CONTROL_FD``. An order on the control socket is JSON:
+the environment of the process, and the arguments of vLLM's server, or null for a driver. With it
+come descriptors: its log, and of a driver the command pipe and the event pipe. The fork answers
+with its pid and a descriptor of its process. The end of the control socket ends this process;
+drivers end with their own command pipes, servers by SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from integration.harness import driver
@@ -24,8 +27,11 @@ from integration.harness import driver
 MAX_ORDER = 1 << 17
 _DESCRIPTORS = 3
 
-# vLLM imports these while an engine starts.
+_SERVER = "vllm.entrypoints.openai.api_server"
+
+# vLLM imports these while an engine or a server starts.
 _IMPORTED_LATE = (
+    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
@@ -34,12 +40,16 @@ _IMPORTED_LATE = (
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a driver is given: its environment, and descriptors of two pipes and of its log."""
+    """What a process is given.
+
+    ``arguments`` are those of vLLM's server; None for a driver. ``pipes`` are descriptors of a
+    driver's two pipes.
+    """
 
     environment: dict[str, str]
-    command_fd: int
-    event_fd: int
+    arguments: list[str] | None
     log_fd: int
+    pipes: Sequence[int]
 
 
 def serve(control: socket.socket) -> Order | None:
@@ -55,20 +65,25 @@ def serve(control: socket.socket) -> Order | None:
             socket.send_fds(control, [str(os.getpid()).encode()], [me])
             os.close(me)
             control.close()
-            return Order(json.loads(message), *descriptors)
+            log_fd, *pipes = descriptors
+            return Order(**json.loads(message), log_fd=log_fd, pipes=pipes)
         for descriptor in descriptors:
             os.close(descriptor)
         _reap()
 
 
-def become_driver(order: Order) -> int:
+def carry_out(order: Order) -> int:
     """Serve one engine as if this process had been started for it; returns the exit status."""
     os.environ.clear()
     os.environ.update(order.environment)
     for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(order.log_fd, stream)
     os.close(order.log_fd)
-    return asyncio.run(driver.main(order.command_fd, order.event_fd))
+    if order.arguments is None:
+        return asyncio.run(driver.main(*order.pipes))
+    sys.argv = [_SERVER, *order.arguments]
+    runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
+    return 0
 
 
 def have_vllm_fork() -> None:
@@ -110,7 +125,7 @@ def main() -> int:
     if order is None:
         # At the interpreter's end, libraries of vLLM would print what they leak.
         os._exit(0)
-    return become_driver(order)
+    return carry_out(order)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from integration.harness import processes
 from integration.harness.answers import CALL_TIMEOUT, EngineError
 from integration.harness.config import EngineConfig
 from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
+from integration.harness.fork_server import ForkedProcess, fork_server
 
 
 def reserve_port() -> socket.socket:
@@ -36,7 +37,7 @@ class Server:
     """A server of one engine; a context manager that ends it.
 
     Args:
-        config: of the engine, not ``forked``: a server begins its processes as users' do.
+        config: of the engine.
         log_path: receives all that its processes print.
         events: ZeroMQ endpoint that it publishes KV events on; None: it does not.
 
@@ -45,12 +46,9 @@ class Server:
 
     Raises:
         EngineError: it did not start; nothing of it is left then.
-        ValueError: ``config`` is ``forked``.
     """
 
     def __init__(self, config: EngineConfig, log_path: Path, events: str | None) -> None:
-        if config.forked:
-            raise ValueError("a server's config is forked; allowed: forked=False")
         self.log_path = log_path
         self._reserved = reserve_port()
         port: int = self._reserved.getsockname()[1]
@@ -63,16 +61,23 @@ class Server:
                 "publisher": "zmq",
                 "endpoint": events,
             }
+        env = config.environment() | {"VLLM_SERVER_DEV_MODE": "1"}
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._process: ForkedProcess | subprocess.Popen[bytes]
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=config.environment() | {"VLLM_SERVER_DEV_MODE": "1"},
-            )
+            if config.forked:
+                fork = fork_server().fork_server
+                self._process = fork(env, log.fileno(), _flags(arguments))
+            else:
+                module = "vllm.entrypoints.openai.api_server"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, *_flags(arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=env,
+                )
         try:
             self._wait_until_ready()
         except BaseException:

@@ -148,7 +148,7 @@ def test_metrics_and_events_get_through(
     host.close()
     chosen = connector.multi(connector.example(storage), connector.plugin(**flexkv()))
     router = Router(f"ipc://{storage.parent}/events")
-    config = engine_config(chosen, probe=False, forked=False)
+    config = engine_config(chosen, probe=False)
     try:
         with Server(config, work_dir / "logs" / "multi.log", router.endpoint) as server:
             answers = [server.generate(prompt, 4) for prompt in PROMPTS]

@@ -116,7 +116,7 @@ def server(
     router: Router,
 ) -> Iterator[Server]:
     host.close()  # one engine at a time
-    config = disk_config(work_dir / "observed-disk", probe=False, forked=False)
+    config = disk_config(work_dir / "observed-disk", probe=False)
     with Server(config, work_dir / "logs" / "server.log", router.endpoint) as made:
         yield made
 

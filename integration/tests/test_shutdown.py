@@ -40,7 +40,7 @@ def test_blocks_that_wait_are_on_disk_after_sigterm(
     settings = disks.settings(work_dir / "sigterm-disk") | {"cpu_cache_gb": ARENA_GB}
     slow = connector.slow_disk(write_mbps=WRITE_MBPS, **flexkv(**settings))
     allowed = {"shutdown_timeout": TIMEOUT_SECONDS}
-    config = engine_config(slow, probe=False, forked=False, extra_args=allowed)
+    config = engine_config(slow, probe=False, extra_args=allowed)
     host.close()  # one engine at a time
     with Server(config, work_dir / "logs" / "sigterm.log", None) as server:
         for prompt in PROMPTS:
