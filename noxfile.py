@@ -129,7 +129,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["engine-cpu", "engine-sglang"])
 def tests(session: nox.Session) -> None:
-    """All tests, two at a time, those with a real engine last. `-- ARGS` go to pytest."""
+    """All tests, two at a time, those with a real engine first. `-- ARGS` go to pytest."""
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
     workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     pytest = ["-m", "pytest", *workers, "--durations", "20", *session.posargs]

@@ -50,6 +50,13 @@ import pytest
 pytestmark = pytest.mark.proof
 def test_proof(engine): pass
 """
+UNITS = """
+import pytest
+
+@pytest.mark.alone
+def test_alone(): pass
+def test_unit(): pass
+"""
 SERVED = """
 import pytest
 
@@ -106,6 +113,20 @@ def test_what_needs_no_reference_runs_while_the_proof_does(
 ) -> None:
     assert (None, ["test_own_start"]) in groups
     assert groups[-1] == (None, ["test_own_start_and_reference"])
+
+
+def test_two_at_a_time_the_short_tests_are_last(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    alone: x\n    proof: x\n    xdist_group(name): x\n")
+    pytester.makepyfile(
+        test_engine="def test_engine(): pass",
+        test_units=UNITS,
+    )
+    items, _ = pytester.inline_genitems()
+    engines, others = items[:1], items[1:]
+    one = [item.name for item in sharing.in_turn(engines, others, two_at_a_time=False)]
+    assert one == ["test_alone", "test_unit", "test_engine"]
+    two = [item.name for item in sharing.in_turn(engines, others, two_at_a_time=True)]
+    assert two == ["test_engine", "test_unit", "test_alone"]
 
 
 def test_a_group_stays_on_its_worker(pytester: pytest.Pytester) -> None:

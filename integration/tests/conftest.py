@@ -30,14 +30,14 @@ ARENA_GB = 0.125
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook, too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test here, so that unit test runs can leave out what starts engines; sort them."""
     here = Path(__file__).parent
     ours = [item for item in items if item.path.is_relative_to(here)]
     others = [item for item in items if not item.path.is_relative_to(here)]
     for item in ours:
         item.add_marker(pytest.mark.engine)
-    items[:] = others + sharing.grouped(ours)
+    items[:] = sharing.in_turn(ours, others, two_at_a_time=hasattr(config, "workerinput"))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,21 @@ from collections.abc import Iterable
 import pytest
 
 
+def in_turn(
+    engines: Iterable[pytest.Item], others: Iterable[pytest.Item], *, two_at_a_time: bool
+) -> list[pytest.Item]:
+    """The order of all tests.
+
+    Unit tests come first: they fail sooner. If two tests run at a time, those with engines come
+    first, since pytest-xdist hands each worker two tests ahead, whatever the worker is busy with:
+    short tests at the end let both workers end together. Tests marked ``alone`` are the very last:
+    they wait for the other worker's test.
+    """
+    if not two_at_a_time:
+        return [*others, *grouped(engines)]
+    return [*grouped(engines), *sorted(others, key=_runs_alone)]
+
+
 def grouped(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """``items`` group by group, each marked for pytest-xdist with its group.
 
@@ -49,6 +64,10 @@ def _turn(group: list[pytest.Item]) -> int:
     if any(map(_proves, group)):
         return 0
     return 1 + any("reference" in _definitions(item) for item in group)
+
+
+def _runs_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 def _proves(item: pytest.Item) -> bool:
