@@ -4,6 +4,7 @@ a disk."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -12,10 +13,13 @@ import pytest
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
 
+from integration.harness import bad_network
+from integration.harness.bad_network import BadNetwork
+from integration.harness.engine import Engine
 from integration.harness.mooncake_master import MooncakeMaster
 from integration.harness.s3_server import BUCKET, S3Server
 from integration.tests import disks
-from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, FLEXKV_BLOCK, WARM
+from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, FLEXKV_BLOCK, WARM, Tokens
 from integration.tests.disks import restorable, restored
 from integration.tests.nodes import (
     PATIENCE_SECONDS,
@@ -73,13 +77,53 @@ def test_a_bucket_outlives_the_node_that_filled_it(
     answers = [each.result() for each in waiting]
     reference.check_all(LATE[:4] + CONCURRENT, answers, what="while the server hangs")
     server.go_on()
-    late, before = time.monotonic() + PATIENCE_SECONDS, hits_by_tier(other)["objects"]
+    _await_hit(other, LATE[4], reference)
+
+
+@pytest.mark.skipif(bad_network.possible() is not None, reason=str(bad_network.possible()))
+def test_a_bad_network_before_a_bucket_costs_hits_and_nothing_else(
+    nodes: Nodes, reference: Reference
+) -> None:
+    with BadNetwork() as network, S3Server(network) as server:
+        deadlines = {"objects_question_seconds": 0.3, "objects_timeout_seconds": 1.0}
+        engine = nodes.start(env=server.environ, **OBJECTS | deadlines)
+
+        def openings() -> float:
+            return engine.counter("vllm:flexkv_circuit_openings", tier="objects")
+
+        reference.check_all(LATE, ask_each(engine, LATE), what="over a good network")
+        _await_hit(engine, LATE[0], reference)
+
+        # 200 ms there and 200 ms back: every question is late.
+        network.set(delay=0.2)
+        late = time.monotonic() + PATIENCE_SECONDS
+        for attempt in itertools.count():
+            waiting = submit_all(engine, CONCURRENT, cache_salt=f"slow {attempt}")
+            answers = [each.result() for each in waiting]
+            reference.check_all(CONCURRENT, answers, what="over a slow network")
+            if openings():
+                break
+            assert time.monotonic() < late
+
+        network.set(loss=0.3)
+        waiting = submit_all(engine, LATE + CONCURRENT, cache_salt="lost")
+        answers = [each.result() for each in waiting]
+        reference.check_all(LATE + CONCURRENT, answers, what="over a network that loses packets")
+
+        network.set()
+        _await_hit(engine, LATE[0], reference)
+
+
+def _await_hit(engine: Engine, prompt: Tokens, reference: Reference) -> None:
+    """Ask until the answer comes from the bucket, which may have to get its blocks first."""
+    late = time.monotonic() + PATIENCE_SECONDS
+    before = hits_by_tier(engine).get("objects", 0)
     while True:
-        reference.check(LATE[4], ask(other, LATE[4]), what="with the server back")
-        if hits_by_tier(other)["objects"] > before:
-            break
+        reference.check(prompt, ask(engine, prompt), what="with the bucket back")
+        if hits_by_tier(engine).get("objects", 0) > before:
+            return
         assert time.monotonic() < late
-        leave_host_memory(other, ABORTED[1:])
+        leave_host_memory(engine, ABORTED[1:])
 
 
 def test_a_disk_mooncake_and_a_bucket(nodes: Nodes, server: S3Server, reference: Reference) -> None:
