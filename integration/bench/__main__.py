@@ -18,7 +18,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from integration.bench.cluster import cluster_rows
+from integration.bench.cluster import store_rows
 from integration.bench.disk import disk_rows
 from integration.bench.disk_hits import disk_hit_rows
 from integration.bench.engines import engine_rows
@@ -32,6 +32,16 @@ from integration.bench.setup import Bench
 from integration.bench.slow_disk import slow_disk_rows
 
 Say = Callable[[str], None]
+
+
+def _cluster_rows(bench: Bench, say: Say) -> list[Row]:
+    rows = store_rows(bench, say)
+    # Here, as it needs stores that the other parts do without.
+    from integration.bench.cluster_engines import cluster_engine_rows
+
+    return rows + cluster_engine_rows(bench, say)
+
+
 PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "engines": engine_rows,
     "scripts": lambda bench, say: script_rows(),
@@ -41,7 +51,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "load-modes": load_mode_rows,
     "slow-disk": slow_disk_rows,
     "saturated": saturated_rows,
-    "cluster": cluster_rows,
+    "cluster": _cluster_rows,
     "policies": lambda bench, say: policy_rows(bench.trace, say),
 }
 MIN_SAMPLES = 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake Store below FlexKV, against Mooncake's own calls.
+"""Mooncake Store below FlexKV without an engine, against Mooncake's own calls.
 
 All runs on this machine, over TCP on the loopback interface: the master, the node that lends
 memory, and what is measured share its cores.
@@ -29,8 +29,8 @@ Say = Callable[[str], None]
 Samples = dict[str, list[float]]
 
 
-def cluster_rows(bench: Bench, say: Say) -> list[Row]:
-    """All rows about the cluster."""
+def store_rows(bench: Bench, say: Say) -> list[Row]:
+    """All rows about blocks that one process moves, and questions."""
     if importlib.util.find_spec("mooncake") is None:
         raise RuntimeError("Mooncake Store is not installed: pip install 'flexkv[mooncake]'")
     rows: list[Row] = []
@@ -48,14 +48,15 @@ def cluster_rows(bench: Bench, say: Say) -> list[Row]:
 @contextlib.contextmanager
 def _lender(master: MooncakeMaster) -> Iterator[None]:
     """A process that lends memory to the store."""
-    with _start(master, "lend") as process:
+    with start_node(master, "lend") as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield
         process.communicate()
 
 
-def _start(master: MooncakeMaster, role: str, *numbers: int) -> subprocess.Popen[str]:
+def start_node(master: MooncakeMaster, role: str, *numbers: int) -> subprocess.Popen[str]:
+    """A process of `cluster_node`; see there for roles and their numbers."""
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "integration.bench.cluster_node", role),
@@ -64,14 +65,14 @@ def _start(master: MooncakeMaster, role: str, *numbers: int) -> subprocess.Popen
         cwd=_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=None if role == "lend" else subprocess.PIPE,
+        stderr=subprocess.PIPE if role in ("blocks", "questions") else None,
         text=True,
     )
 
 
 def _node(master: MooncakeMaster, role: str, *numbers: int) -> Samples:
     """What a process measures."""
-    with _start(master, role, *numbers) as process:
+    with start_node(master, role, *numbers) as process:
         out, errors = process.communicate()
     if process.returncode != 0:
         raise RuntimeError(f"{role} ended with {process.returncode}: {errors[-2000:]}")

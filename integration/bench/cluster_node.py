@@ -3,13 +3,15 @@
 
 `lend` lends memory to the store until its input ends. `blocks` moves blocks between host memory and
 the memory of another node, by FlexKV's tier and by Mooncake's own calls, in turns. `questions` asks
-which blocks are there, by both.
+which blocks are there, by both. `read` reads blocks by Mooncake's own calls, once for each line of
+its input.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import random
 import sys
 import time
@@ -220,6 +222,27 @@ def measure_questions(settings: dict[str, Any], samples: int) -> Samples:
     return found
 
 
+def read_when_told(settings: dict[str, Any], size: int, count: int) -> None:
+    """Write `count` blocks of `size` bytes, then, for each line of input, read them all in each way
+    and print the seconds of each."""
+    client = connect(settings, 0)
+    memory = mmap.mmap(-1, size * count)
+    start = address_of(memoryview(memory))
+    peer = Mooncake(client, (start, len(memory)), range(start, start + len(memory), size), size)
+    names = [f"read {size} {count} {i}" for i in range(count)]
+    peer.move(client.batch_put_from, names, WAYS[0])
+    print(json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        taken = {
+            f"{way[0]} threads of {way[1] // MIB} MiB": timed(
+                partial(peer.move, client.batch_get_into, names, way)
+            )
+            for way in WAYS
+        }
+        print(json.dumps(taken), flush=True)
+    client.close()
+
+
 def main() -> None:
     """See the module."""
     role, settings, *numbers = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
@@ -230,6 +253,9 @@ def main() -> None:
         client.close()
         return
     settings["mooncake_segment_gb"] = 0
+    if role == "read":
+        read_when_told(settings, *numbers)
+        return
     measure = measure_blocks if role == "blocks" else measure_questions
     print(json.dumps(measure(settings, *numbers)), flush=True)
 

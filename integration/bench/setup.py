@@ -56,8 +56,10 @@ class Bench:
         """vLLM's ExampleConnector with an empty store."""
         return connector.example(self.folder / "example")
 
-    def engine(self, chosen: Connector, async_scheduling: bool | None = None) -> Engine:
-        """The bench model, in bfloat16, behind ``chosen``."""
+    def engine(
+        self, chosen: Connector, async_scheduling: bool | None = None, *, forked: bool = False
+    ) -> Engine:
+        """The bench model, in bfloat16, behind ``chosen``. For ``forked``, see ``EngineConfig``."""
         config = EngineConfig(
             model=write_checkpoint(BENCH, self.folder),
             dtype=BENCH.dtype,
@@ -66,6 +68,7 @@ class Bench:
             max_num_batched_tokens=BATCHED_TOKENS,
             kv_cache_bytes=KV_CACHE_BYTES,
             async_scheduling=async_scheduling,
+            forked=forked,
         )
         return self._start(config)
 
