@@ -96,7 +96,6 @@ class SchedulerSide:
         """vLLM has queued `request`: begin to fetch blocks that only lower tiers have."""
         tracked = self._requests.track(request)
         if self._cache.has_lower_tiers and tracked.may_load:
-            self._poll()
             self._loads.prefetch(tracked)
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -222,6 +221,11 @@ class SchedulerSide:
             tracked.store_nothing()
         self._cache.clear()
         self.figures.note_activity()
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether to take the figures now."""
+        return self.figures.is_due(bool(self._requests.by_id))
 
     @property
     def tells_events(self) -> bool:

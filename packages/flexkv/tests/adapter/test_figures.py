@@ -3,10 +3,16 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.adapter.figures import CopyFigures
+from flexkv.adapter import figures
+from flexkv.adapter.figures import CacheFigures, CopyFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.metrics import INTERNAL_FAILURES, METRICS, sample
+from flexkv.cache import KVCache
+from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
 from flexkv.mover import FALLBACK, Direction, Status
+from packages.conftest import Clock
 
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")
@@ -98,3 +104,20 @@ def test_bytes_are_counted_by_their_way_and_a_fallback_is_logged_once(
     assert figures.take() == {}
     names = {sample(metric.name, *labels) for metric in METRICS for labels in metric.combinations}
     assert {staged, kernel, "fallback_bytes"} <= names
+
+
+def test_a_busy_engine_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(figures, "time", clock)
+    arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), 4), threads=1)
+    try:
+        made = CacheFigures(KVCache(arena, LRUPolicy()), Edge(), lambda: 0)
+        assert made.is_due(busy=True)
+        made.take()
+        made.note_activity()
+        assert not made.is_due(busy=True)
+        assert made.is_due(busy=False), "there may be no later step"
+        clock.skip(0.1)
+        assert made.is_due(busy=True)
+    finally:
+        arena.close()

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
 
 from flexkv.adapter.cost import Span
@@ -120,6 +122,11 @@ class CopyFigures:
         self._samples[name] = self._samples.get(name, 0) + value
 
 
+_BUSY_SECONDS = 0.1
+"""A busy engine is asked in every step, and a look takes 0.07 ms: it looks so often. Not tuned:
+nobody reads the figures more often."""
+
+
 class CacheFigures:
     """The scheduler side's: requests, and all that the cache itself counts.
 
@@ -154,11 +161,16 @@ class CacheFigures:
         self._saved_seconds = 0.0
         self._told: Samples = {}
         self._told_gauges: Samples = {}
+        self._looked = -math.inf
         self.active = True
 
     def note_activity(self) -> None:
         """Something may have changed: the next `take` looks."""
         self.active = True
+
+    def is_due(self, busy: bool) -> bool:
+        """Whether to `take` now. `busy`: the engine has requests, so there is a next time."""
+        return self.active and not (busy and time.monotonic() < self._looked + _BUSY_SECONDS)
 
     def asked(self, tokens: int, hit_tokens: int, fetched: Mapping[Medium, int]) -> None:
         """The engine gave blocks to a request.
@@ -195,6 +207,7 @@ class CacheFigures:
 
     def take(self) -> Samples:
         """What is new since the last call; empty if nothing is."""
+        self._looked = time.monotonic()
         totals = self._totals()
         told, self._told = self._told, totals
         new = {name: value - told.get(name, 0) for name, value in totals.items()}

@@ -15,6 +15,8 @@ Awaited = dict[bytes, Fetch]
 
 def fetched_blocks(awaited: Mapping[bytes, Fetch], keys: Sequence[bytes]) -> Counter[Medium]:
     """How many of the blocks of `keys` came from each lower tier, or are on their way."""
+    if not awaited:
+        return Counter()
     media = (awaited[key].medium_of(key) for key in keys if key in awaited)
     return Counter(medium for medium in media if medium is not Medium.HOST)
 

@@ -108,6 +108,11 @@ class WorkerSide:
         """The session as given, for a cache in the same process. Closed by `close`."""
         return self._session
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether to take the figures now."""
+        return self.figures.active
+
     def calibrate(self, engine_blocks: int) -> None:
         """See `RankCopies.calibrate`."""
         self._copies.calibrate(engine_blocks)

@@ -125,6 +125,9 @@ class LowerTiers:
 
     def poll(self) -> None:
         """Take the results of all tiers, and begin what follows from them. Does not wait."""
+        if not self._sources:
+            self._uses.count()
+            return
         # Before the results: a tier may drop at once what is demoted here.
         for keys, place in self.fetcher.take_arrivals():
             self._promote(keys, place)
