@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from integration.harness.server import reserve_port
+from integration.harness.http_server import reserve_port
 
 INSTALLED = shutil.which("prometheus") is not None
 HOW = "prometheus is missing (Debian: apt install prometheus)"

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from integration.harness import processes
 from integration.harness.answers import CALL_TIMEOUT, Completion, EngineError
 from integration.harness.checkpoint import ModelSpec
 from integration.harness.cores import cores_of_ranks
-from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
-from integration.harness.server import reserve_port
+from integration.harness.http_server import HttpServer, spawned
 from integration.sglang import environment
 
 _ON_CPU: dict[str, Any] = {
@@ -90,11 +85,11 @@ class Answer:
     meta: dict[str, Any]
 
 
-class SglangServer:
+class SglangServer(HttpServer):
     """A server; a context manager that ends it. Methods may be called from several threads.
 
     Args:
-        config: what it is started with.
+        config: what it is started with; its metrics need the flag `enable_metrics`.
         log_path: receives all that its processes print.
 
     Raises:
@@ -104,49 +99,10 @@ class SglangServer:
 
     def __init__(self, config: ServerConfig, log_path: Path) -> None:
         self.config = config
-        self.log_path = log_path
-        self._reserved = reserve_port()
-        port: int = self._reserved.getsockname()[1]
-        self.address = ("127.0.0.1", port)
-        self._url = f"http://127.0.0.1:{port}"
-        arguments = config.arguments() | {"host": "127.0.0.1", "port": port}
-        command = [str(environment.python()), "-m", "sglang.launch_server", *_flags(arguments)]
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=config.environment(),
-            )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def session(self) -> int:
-        """Session id of its processes; see `processes`."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended; SGLang's server ends when its scheduler does."""
-        return self._process.poll() is None
+        command = [str(environment.python()), "-m", "sglang.launch_server"]
+        super().__init__(
+            "SGLang", spawned(command), config.arguments(), config.environment(), log_path
+        )
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 8, **request: Any) -> Answer:
         """The greedy answer to a prompt.
@@ -181,7 +137,7 @@ class SglangServer:
         times: list[float] = []
         meta: dict[str, Any] = {}
         begin = time.monotonic()
-        with self._open("/generate", body) as answer:
+        with self.open("/generate", body) as answer:
             for line in answer:
                 part = line.decode().removeprefix("data: ").strip()
                 if not part.startswith("{"):
@@ -227,72 +183,6 @@ class SglangServer:
             self.generate(random_tokens(f"{seed}/{part}", size, self.config.spec.vocab), 1)
         self.flush()
 
-    def metrics(self) -> str:
-        """What Prometheus would scrape; needs the flag `enable_metrics`."""
-        return self.ask("/metrics")
-
-    def ask(
-        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
-    ) -> str:
-        """The answer to an HTTP request.
-
-        Raises:
-            urllib.error.HTTPError: the server refused it.
-            urllib.error.URLError, ConnectionError: the server is not there.
-        """
-        with self._open(path, body, method) as answer:
-            text: str = answer.read().decode()
-            return text
-
-    def log(self) -> str:
-        """All that it has printed so far."""
-        return self.log_path.read_text(errors="replace")
-
-    def kill(self) -> None:
-        """End it as `kill -9` does: no process of it can do anything more."""
-        processes.kill_session(self._process.pid)
-        self._process.wait()
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-        self._process.terminate()
-        processes.wait_until_gone(self._process.pid, STOP_TIMEOUT)
-        processes.kill_session(self._process.pid)
-        self._process.wait()
-        self._reserved.close()
-
-    def _open(
-        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
-    ) -> Any:
-        """The answer to an HTTP request, to be read and closed."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
-        return urllib.request.urlopen(request, timeout=CALL_TIMEOUT)
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                self.ask("/health")
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.2)
-            else:
-                return
-        raise EngineError(f"SGLang did not start; its log ends with:\n{self.log()[-4000:]}")
-
 
 def _each(request: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: [value] for name, value in request.items()}
-
-
-def _flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as SGLang's command line has them."""
-    flags = []
-    for name, value in arguments.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            flags.append(flag)
-        elif value is not False:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags

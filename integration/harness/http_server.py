@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's own HTTP server in processes of its own: start, requests, end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from integration.harness import processes
+from integration.harness.answers import CALL_TIMEOUT, EngineError
+from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
+
+_KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+"""A server's processes each import thousands of files. Without bytecode from an earlier start they
+compile all of them: for each process of SGLang 0.5.23, 22 s of processor time instead of 9 s."""
+
+
+class Process(Protocol):
+    """What a server needs of `subprocess.Popen`, whoever started the process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+Start = Callable[[Mapping[str, str], int, Sequence[str]], Process]
+"""Starts a server in a session of its own, with an environment, a descriptor that receives what it
+prints and the arguments of its command line."""
+
+
+def spawned(command: Sequence[str]) -> Start:
+    """Starts ``command`` as a user's shell does."""
+
+    def start(env: Mapping[str, str], log: int, arguments: Sequence[str]) -> Process:
+        return subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env,
+        )
+
+    return start
+
+
+class HttpServer:
+    """A server; a context manager that ends it. Methods may be called from several threads.
+
+    Args:
+        name: of the engine, for messages.
+        start: starts its first process.
+        arguments: of its command line but for the address, by their names in Python: True stands
+            for a flag without a value, False for none, a dict for JSON.
+        env: environment of its processes.
+        log_path: receives all that its processes print.
+
+    Attributes:
+        address: host and port that it listens on.
+        log_path: as given.
+
+    Raises:
+        EngineError: it did not start; nothing of it is left then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Start,
+        arguments: Mapping[str, Any],
+        env: Mapping[str, str],
+        log_path: Path,
+    ) -> None:
+        self.log_path = log_path
+        self._name = name
+        self._reserved = reserve_port()
+        port: int = self._reserved.getsockname()[1]
+        self.address = ("127.0.0.1", port)
+        self._url = f"http://127.0.0.1:{port}"
+        flags = _flags({**arguments, "host": "127.0.0.1", "port": port})
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            self._process = start({**env, **_KEEP_BYTECODE}, log.fileno(), flags)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def session(self) -> int:
+        """Session id of its processes; see `processes`."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended; a server ends when its engine does."""
+        return self._process.poll() is None
+
+    def metrics(self) -> str:
+        """What Prometheus would scrape."""
+        return self.ask("/metrics")
+
+    def log(self) -> str:
+        """All that it has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
+    ) -> str:
+        """The answer to an HTTP request.
+
+        Raises:
+            urllib.error.HTTPError: the server refused it.
+            urllib.error.URLError, ConnectionError: the server is not there.
+        """
+        with self.open(path, body, method) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def open(
+        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
+    ) -> Any:
+        """As `ask`, but the answer is to be read, line by line if wanted, and closed."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        return urllib.request.urlopen(request, timeout=CALL_TIMEOUT)
+
+    def kill(self) -> None:
+        """End it as `kill -9` does: no process of it can do anything more."""
+        processes.kill_session(self._process.pid)
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._process.terminate()
+        processes.wait_until_gone(self._process.pid, STOP_TIMEOUT)
+        self.kill()
+        self._reserved.close()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline and self.alive:
+            try:
+                self.ask("/health")
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+            else:
+                return
+        raise EngineError(f"{self._name} did not start; its log ends with:\n{self.log()[-4000:]}")
+
+
+def reserve_port() -> socket.socket:
+    """A socket that is bound to a TCP port and does not listen: while it is open nobody is given
+    that port, but one who asks for it by number, as servers do with SO_REUSEADDR, can have it."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def _flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments by their names in Python as both engines' command lines have them."""
+    flags = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
