@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server under load while everything below its KV cache breaks: `nox -s campaign`.
 
-The campaign's own process never imports torch or vLLM. What breaks inside the engine's processes is
-brought there by a plugin of vLLM (`plugin`), and ordered over a file (`faults`).
+The campaign's own process never imports torch or an engine. What breaks inside the engine's
+processes is brought there by a plugin of it (`plugin`), and ordered over a file (`faults`). What
+a campaign needs of an engine is in `engine`.
 """

@@ -9,9 +9,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from integration.campaign.engine import Engine
 from integration.campaign.report import Report
 from integration.campaign.run import Campaign
-from integration.campaign.setup import POLICIES, reference
+from integration.campaign.vllm import Vllm
+
+ENGINES: dict[str, Engine] = {"vllm": Vllm()}
 
 
 def main() -> int:
@@ -24,13 +27,16 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="flexkv-campaign-") as made:
         folder = options.folder or Path(made)
+        engine = ENGINES[options.engine]
+        policy = options.policy or next(iter(engine.policies))
         say("asking an engine without FlexKV")
-        questions = reference(folder, options.seed)
-        say(f"{len(questions)} prompts; {options.clients} clients, policy {options.policy}")
+        questions = engine.reference(folder, options.seed)
+        say(f"{len(questions)} prompts; {options.clients} clients, policy {policy}")
         campaign = Campaign(
+            engine,
             folder,
             questions,
-            policy=options.policy,
+            policy=policy,
             clients=options.clients,
             seed=options.seed,
             ranks=options.ranks,
@@ -46,13 +52,23 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m integration.campaign", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of load (default 10)")
-    parser.add_argument("--policy", choices=POLICIES, default="recompute")
+    parser.add_argument("--engine", choices=list(ENGINES), default="vllm")
+    policies = {name: list(engine.policies) for name, engine in ENGINES.items()}
+    known = "; ".join(f"{name}: {', '.join(each)}" for name, each in policies.items())
+    parser.add_argument("--policy", help=f"what failed loads mean ({known}); default: the first")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1, help="decides what is asked and breaks")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ones (default 1)")
     parser.add_argument("--out", type=Path, default=Path("campaign.json"))
     parser.add_argument("--folder", type=Path, help="keep logs and files there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    allowed = policies[options.engine]
+    if options.policy not in {None, *allowed}:
+        parser.error(
+            f"--policy is {options.policy!r}; allowed with --engine {options.engine}: "
+            f"{', '.join(allowed)}"
+        )
+    return options
 
 
 def _table(report: Report) -> str:

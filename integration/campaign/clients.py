@@ -11,8 +11,9 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from integration.campaign.prompts import Question
 
@@ -23,8 +24,23 @@ _ABORT_WITHIN_SECONDS = 1.0
 _LIMITED_SHARE = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How a server is asked over HTTP.
+
+    Attributes:
+        path: that requests are posted to.
+        body: of a request for a question, with parameters of FlexKV if the engine passes such on.
+        tokens: of an answer.
+    """
+
+    path: str
+    body: Callable[[Question, Mapping[str, int] | None], dict[str, Any]]
+    tokens: Callable[[str], list[int]]
+
+
 class Outcome(enum.StrEnum):
-    RIGHT = "the tokens that plain vLLM gives"
+    RIGHT = "the tokens that the engine gives without FlexKV"
     WRONG = "other tokens"
     ABORTED = "the client hung up"
     FAILED = "an error"
@@ -54,15 +70,22 @@ class Clients:
 
     Args:
         address: host and port of the server.
+        wire: how it is asked.
         questions: to draw from.
         seed: decides who asks what, and hangs up when.
         count: of threads.
     """
 
     def __init__(
-        self, address: tuple[str, int], questions: Sequence[Question], seed: int, count: int
+        self,
+        address: tuple[str, int],
+        wire: Wire,
+        questions: Sequence[Question],
+        seed: int,
+        count: int,
     ) -> None:
         self._address = address
+        self._wire = wire
         self._questions = questions
         self._requests: list[Request] = []
         self._lock = threading.Lock()
@@ -97,7 +120,10 @@ class Clients:
             params = None
             if rng.random() < _LIMITED_SHARE:
                 params = {"flexkv.max_load_tokens": rng.randrange(1000)}
-            request = ask(self._address, number, self._questions[number], patience, params)
+            question = self._questions[number]
+            request = ask(
+                self._address, self._wire, number, question, patience=patience, params=params
+            )
             with self._lock:
                 self._requests.append(request)
             if request.outcome is Outcome.FAILED:
@@ -106,21 +132,15 @@ class Clients:
 
 def ask(
     address: tuple[str, int],
+    wire: Wire,
     number: int,
     question: Question,
+    *,
     patience: float | None = None,
     params: dict[str, int] | None = None,
 ) -> Request:
     """Send one request; a client with `patience` hangs up after so many seconds."""
-    body = {
-        "token_ids": list(question.prompt),
-        "sampling_params": {
-            "max_tokens": len(question.answer),
-            "temperature": 0,
-            "ignore_eos": True,
-        },
-        "kv_transfer_params": params,
-    }
+    body = json.dumps(wire.body(question, params))
     timeout = LIMIT_SECONDS if patience is None else max(patience, 0.001)
     begun = time.monotonic()
 
@@ -129,12 +149,7 @@ def ask(
 
     connection = http.client.HTTPConnection(*address, timeout=timeout)
     try:
-        connection.request(
-            "POST",
-            "/inference/v1/generate",
-            json.dumps(body),
-            {"Content-Type": "application/json"},
-        )
+        connection.request("POST", wire.path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         text = response.read().decode(errors="replace")
     except TimeoutError:
@@ -145,7 +160,7 @@ def ask(
         _hang_up(connection)
     if response.status != http.client.OK:
         return ended(Outcome.FAILED, f"{response.status}: {text[:300]}")
-    tokens = json.loads(text)["choices"][0]["token_ids"]
+    tokens = wire.tokens(text)
     if tuple(tokens) == question.answer:
         return ended(Outcome.RIGHT)
     return ended(Outcome.WRONG, f"{tokens} instead of {list(question.answer)}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from integration.campaign import damage
-from integration.campaign.faults import DRAWN, IN_ENGINE, Kind, OrderBook
-from integration.harness.server import Server
+from integration.campaign.engine import Server
+from integration.campaign.faults import IN_ENGINE, Kind, OrderBook
 
 _MOST_CALLS = 4
 """That one order spoils. FlexKV leaves a disk alone for 30 s after 16 failures in a row: a campaign
@@ -29,6 +29,7 @@ class Injector:
     Args:
         server: whose processes have the plugin.
         book: that the plugin obeys.
+        kinds: of faults that come.
         root: of the disk tier.
         slot_bytes: of a slot there.
         seed: decides what comes when.
@@ -39,6 +40,7 @@ class Injector:
         self,
         server: Server,
         book: OrderBook,
+        kinds: Sequence[Kind],
         root: Path,
         slot_bytes: int,
         *,
@@ -47,6 +49,7 @@ class Injector:
     ) -> None:
         self._server = server
         self._book = book
+        self._each = kinds
         self._root = root
         self._slot_bytes = slot_bytes
         self._rng = random.Random(f"faults {seed}")
@@ -57,7 +60,7 @@ class Injector:
         server does."""
         deadline = time.monotonic() + seconds
         for number, kind in enumerate(self._kinds()):
-            enough = number >= len(DRAWN) and time.monotonic() > deadline
+            enough = number >= len(self._each) and time.monotonic() > deadline
             if enough or not self._server.alive:
                 return
             self._inject(kind)
@@ -65,7 +68,7 @@ class Injector:
 
     def _kinds(self) -> Iterator[Kind]:
         while True:
-            yield from self._rng.sample(DRAWN, len(DRAWN))
+            yield from self._rng.sample(self._each, len(self._each))
 
     def _inject(self, kind: Kind) -> None:
         count, seconds = self._rng.randint(1, _MOST_CALLS), self._rng.uniform(1, 2)
@@ -99,7 +102,7 @@ class Injector:
 
     def _do(self, kind: Kind, seconds: float) -> None:
         if kind is Kind.RESET:
-            self._server.try_reset(external=True)
+            self._server.forget_all()
         elif kind in damage.AT_ONCE:
             files = damage.find_open_files(self._root, self._server.session, self._slot_bytes)
             files.damage(kind, self._rng)

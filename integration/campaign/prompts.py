@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
-from integration.harness.server import Server
 
 NEW_TOKENS = 32
 TEXT_TOKENS = 1500
@@ -42,16 +42,20 @@ def make_prompts(seed: int) -> list[tuple[int, ...]]:
     return prompts
 
 
-def ask_for_answers(server: Server, prompts: list[tuple[int, ...]]) -> list[Question]:
-    """Each prompt alone. Those whose answer hangs on rounding are left out."""
+def with_answers(
+    prompts: Sequence[tuple[int, ...]],
+    answer: Callable[[Sequence[int], int], tuple[list[int], list[float]]],
+) -> list[Question]:
+    """Each prompt, asked alone. Those whose answer hangs on rounding are left out.
+
+    Args:
+        prompts: to ask.
+        answer: gives so many tokens that follow a prompt, and how far the log probability of each
+            is above the next best.
+    """
     questions = []
     for prompt in prompts:
-        choice = server.choice(prompt, NEW_TOKENS, logprobs=2)
-        if all(_is_clear(token["top_logprobs"]) for token in choice["logprobs"]["content"]):
-            questions.append(Question(prompt, tuple(choice["token_ids"])))
+        tokens, leads = answer(prompt, NEW_TOKENS)
+        if min(leads) > _CLEAR_LEAD:
+            questions.append(Question(prompt, tuple(tokens)))
     return questions
-
-
-def _is_clear(top: list[dict[str, float]]) -> bool:
-    best, second = sorted((each["logprob"] for each in top), reverse=True)[:2]
-    return best - second > _CLEAR_LEAD

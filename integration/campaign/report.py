@@ -27,7 +27,7 @@ class Report:
     given: Counter[Kind] = field(default_factory=Counter)
     hits: list[Hit] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
-    preemptions: int = 0
+    taken_out: int = 0
     log: list[str] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Report:
             "failed_requests": sorted(
                 {request.detail for request in self.requests if request.outcome is Outcome.FAILED}
             )[:10],
-            "preemptions": self.preemptions,
+            "taken_out": self.taken_out,
             "counters": self.counters,
             "log": self.log,
         }

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from integration.campaign import damage, setup
+from integration.campaign import damage
 from integration.campaign.clients import LIMIT_SECONDS, Clients, Outcome, Request, ask
 from integration.campaign.counts import Counts
-from integration.campaign.faults import DRAWN, IN_ENGINE, Hit, Kind, OrderBook
+from integration.campaign.engine import DISK, ORDERS, Engine, Server
+from integration.campaign.faults import IN_ENGINE, Kind, OrderBook
 from integration.campaign.injector import Injector
 from integration.campaign.prompts import Question
 from integration.campaign.report import ENGINE_LIVES, Report
-from integration.campaign.verdict import Check, check_counters, check_requests
+from integration.campaign.verdict import Check, check_requests
 from integration.harness.answers import EngineError
-from integration.harness.server import Server
 
 Say = Callable[[str], None]
 
@@ -35,9 +35,10 @@ class Campaign:
     """See the module.
 
     Args:
+        engine: that is put to the test.
         folder: receives the checkpoint, logs, and the disk tier.
-        questions: from `setup.reference`.
-        policy: vLLM's `kv_load_failure_policy`.
+        questions: its `reference`.
+        policy: one of its policies.
         clients: how many ask at once.
         seed: decides what is asked and what goes wrong.
         ranks: tensor-parallel ones of the engine; copies fail on the last one.
@@ -46,6 +47,7 @@ class Campaign:
 
     def __init__(
         self,
+        engine: Engine,
         folder: Path,
         questions: Sequence[Question],
         *,
@@ -56,20 +58,22 @@ class Campaign:
         ranks: int = 1,
     ) -> None:
         self._folder = folder / policy
-        self._root = self._folder / setup.DISK
+        self._root = self._folder / DISK
+        self._engine = engine
+        self._policy = policy
+        self._ranks = ranks
         self._questions = questions
         self._clients = clients
         self._seed = seed
         self._say = say
-        self._book = OrderBook(self._folder / setup.ORDERS)
-        self._config = setup.campaign_config(folder, self._folder, policy, ranks)
-        self._sizes = setup.sizes(ranks)
+        self._book = OrderBook(self._folder / ORDERS)
+        self._start_server = engine.starter(folder, self._folder, policy, ranks)
         self._report = Report(policy, seed, 0.0)
 
     def run(self, seconds: float, *, restart: bool) -> Report:
         """Load for so long, then the checks; `restart` adds those of a second start."""
         report = self._report
-        with Server(self._config, self._folder / "server.log", None) as server:
+        with self._start_server(self._folder / "server.log") as server:
             try:
                 self._load(server, seconds)
                 report.checks.append(self._all_loads_fail(server))
@@ -77,7 +81,7 @@ class Campaign:
                 report.checks += self._after_the_load(server)
             except (EngineError, OSError) as error:
                 report.checks.append(Check(ENGINE_LIVES, False, repr(error)))
-            report.log = _telling_lines(server.log())
+            report.log = self._telling_lines(server)
         if restart and report.engine_lives:
             report.checks += self._after_restarts()
         return report
@@ -85,7 +89,9 @@ class Campaign:
     def _load(self, server: Server, seconds: float) -> None:
         report, book = self._report, self._book
         begun = time.monotonic()
-        clients = Clients(server.address, self._questions, self._seed, self._clients)
+        clients = Clients(
+            server.address, self._engine.wire, self._questions, self._seed, self._clients
+        )
         told = begun
 
         def pause(duration: float) -> None:
@@ -97,7 +103,13 @@ class Campaign:
 
         try:
             injector = Injector(
-                server, book, self._root, setup.BLOCK_BYTES, seed=self._seed, pause=pause
+                server,
+                book,
+                self._engine.kinds,
+                self._root,
+                self._engine.block_bytes,
+                seed=self._seed,
+                pause=pause,
             )
             injector.run(seconds)
         finally:
@@ -111,12 +123,12 @@ class Campaign:
         ever."""
         numbers = range(_CLEAN)
         for number in numbers:
-            ask(server.address, number, self._questions[number])
-        server.reset_prefix_cache(external=False)
+            self._ask(server, number)
+        server.forget()
         self._book.give(Kind.LOAD_FAILED, _ALWAYS, 10 * LIMIT_SECONDS)
         asked: list[Request] = []
         for number in numbers:
-            asked.append(ask(server.address, number, self._questions[number]))
+            asked.append(self._ask(server, number))
             if asked[-1].outcome is Outcome.HUNG:
                 break  # so would the others
         self._book.withdraw()
@@ -131,34 +143,33 @@ class Campaign:
     def _after_the_load(self, server: Server) -> list[Check]:
         report = self._report
         before = self._settled(server)
-        clean = [ask(server.address, i, self._questions[i]) for i in range(_CLEAN)]
-        server.reset_prefix_cache(external=False)
-        clean += [ask(server.address, i, self._questions[i]) for i in range(_CLEAN)]
+        clean = [self._ask(server, i) for i in range(_CLEAN)]
+        server.forget()
+        clean += [self._ask(server, i) for i in range(_CLEAN)]
         counts = self._settled(server)
         report.counters = counts.flexkv()
-        report.preemptions = counts.value("num_preemptions_total")
-        hits = "external_prefix_cache_hits_total"
-        brought = counts.value(hits) - before.value(hits)
+        report.taken_out = counts.total(self._engine.taken_out)
+        brought = counts.hit_tokens() - before.hit_tokens()
         return [
-            *check_requests(report.policy, report.requests, report.hits),
+            *check_requests(self._engine.policies[self._policy], report.requests, report.hits),
             Check(ENGINE_LIVES, server.alive, ""),
-            _all_met(report.given, report.hits),
+            self._all_met(),
             _all_right("clean requests at the end are right", clean),
             Check("FlexKV still brings blocks", brought > 0, f"{brought} tokens"),
-            *check_counters(counts, report.given, report.hits, report.policy, self._sizes),
+            *self._engine.check(counts, report.given, report.hits, self._policy, self._ranks),
             self._notices_wrong_bytes(server),
         ]
 
     def _notices_wrong_bytes(self, server: Server) -> Check:
         """A load that brings wrong bytes and does not say so must show, or nothing above counts."""
         number = max(range(_CLEAN), key=lambda i: len(self._questions[i].prompt))
-        ask(server.address, number, self._questions[number])
-        server.reset_prefix_cache(external=False)
+        self._ask(server, number)
+        server.forget()
         self._book.give(Kind.LOAD_WRONG, _ALWAYS, LIMIT_SECONDS)
-        wrong = ask(server.address, number, self._questions[number])
+        wrong = self._ask(server, number)
         self._book.withdraw()
-        server.reset_prefix_cache(external=False)
-        right = ask(server.address, number, self._questions[number])
+        server.forget()
+        right = self._ask(server, number)
         return Check(
             "wrong bytes would be noticed",
             (wrong.outcome, right.outcome) == (Outcome.WRONG, Outcome.RIGHT),
@@ -172,7 +183,7 @@ class Campaign:
         with self._start("second") as server:
             checks.append(self._all_are_right(server, "after a restart"))
             self._settled(server)
-            files = damage.find_open_files(self._root, server.session, setup.BLOCK_BYTES)
+            files = damage.find_open_files(self._root, server.session, self._engine.block_bytes)
             for kind in sorted(damage.AT_ONCE):
                 files.damage(kind, random.Random(self._seed))
         with self._start("third") as server:
@@ -181,29 +192,31 @@ class Campaign:
             brought = self._settled(server).value("flexkv_hit_tokens_total", tier="disk")
             checks.append(Check("what is whole on disk is found", brought > 0, f"{brought} tokens"))
             shutil.rmtree(self._root)
-            server.reset_prefix_cache(external=False)
+            server.forget()
             checks.append(self._all_are_right(server, "without the directory"))
             checks.append(Check("the restarted engine lives", server.alive, ""))
         return checks
 
     def _start(self, name: str) -> Server:
         self._say(f"the {name} start, on what is left on disk")
-        return Server(self._config, self._folder / f"{name}.log", None)
+        return self._start_server(self._folder / f"{name}.log")
+
+    def _ask(self, server: Server, number: int) -> Request:
+        return ask(server.address, self._engine.wire, number, self._questions[number])
 
     def _all_are_right(self, server: Server, when: str, step: int = 1) -> Check:
         numbers = range(len(self._questions))[::step]
-        asked = [ask(server.address, i, self._questions[i]) for i in numbers]
+        asked = [self._ask(server, i) for i in numbers]
         return _all_right(f"all answers are right {when}", asked)
 
     def _settled(self, server: Server) -> Counts:
         """Its counts, once nothing is under way. An idle engine tells with its next step."""
-        short = self._questions[0].prompt[: setup.ENGINE_BLOCK // 2]
         deadline = time.monotonic() + _QUIET_SECONDS
         before = None
         while time.monotonic() < deadline:
-            server.generate(short)
+            server.step()
             time.sleep(0.5)
-            counts = Counts(server.metrics())
+            counts = Counts(server.metrics(), self._engine.prefix)
             now = counts.flexkv()
             now.pop("query_tokens:host"), now.pop("query_tokens:disk")
             if now == before and not any(v for k, v in now.items() if k.startswith("queue")):
@@ -211,26 +224,24 @@ class Campaign:
             before = now
         raise EngineError(f"copies did not end within {_QUIET_SECONDS:.0f} s: {before}")
 
+    def _all_met(self) -> Check:
+        """Whether each kind came, and those inside the engine also happened."""
+        met = {hit.kind for hit in self._report.hits} | (self._report.given.keys() - IN_ENGINE)
+        missing = [kind.name for kind in self._engine.kinds if kind not in met]
+        return Check("each kind of fault happened", not missing, ", ".join(missing))
+
+    def _telling_lines(self, server: Server) -> list[str]:
+        """What FlexKV warned of, each once."""
+        lines = self._engine.warnings(server.log())
+        return sorted({re.sub(r"\d+", "N", line) for line in lines})
+
 
 def _all_right(what: str, requests: Sequence[Request]) -> Check:
     others = [request for request in requests if request.outcome is not Outcome.RIGHT]
     return Check(what, not others, f"{len(requests)}; " + "; ".join(map(str, others[:3])))
 
 
-def _all_met(given: Counter[Kind], hits: Sequence[Hit]) -> Check:
-    """Whether each kind came, and those inside the engine also happened."""
-    met = {hit.kind for hit in hits} | (given.keys() - IN_ENGINE)
-    missing = [kind.name for kind in DRAWN if kind not in met]
-    return Check("each kind of fault happened", not missing, ", ".join(missing))
-
-
 def _progress(seconds: float, requests: Sequence[Request], book: OrderBook) -> str:
     outcomes = Counter(request.outcome for request in requests)
     said = ", ".join(f"{outcomes[each]} {each.name.lower()}" for each in Outcome if outcomes[each])
     return f"{seconds:4.0f} s: {said}; {book.given.total()} faults, {len(book.hits())} hits"
-
-
-def _telling_lines(log: str) -> list[str]:
-    """What FlexKV warned of, each once."""
-    lines = re.findall(r"(?:WARNING|ERROR) .*\[FlexKV\] (.*)", log)
-    return sorted({re.sub(r"\d+", "N", line) for line in lines})

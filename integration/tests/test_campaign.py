@@ -9,7 +9,7 @@ import pytest
 
 from integration.campaign.prompts import Question
 from integration.campaign.run import Campaign
-from integration.campaign.setup import POLICIES, reference
+from integration.campaign.vllm import Vllm
 from integration.harness.host import EngineHost
 
 SECONDS = 35
@@ -24,14 +24,14 @@ def folder(host: EngineHost, work_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(folder: Path) -> list[Question]:
-    return reference(folder, SEED)
+    return Vllm().reference(folder, SEED)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", Vllm.policies)
 def test_whatever_breaks_no_answer_is_wrong(
     folder: Path, questions: list[Question], policy: str
 ) -> None:
-    campaign = Campaign(folder, questions, policy=policy, clients=8, seed=SEED, say=print)
+    campaign = Campaign(Vllm(), folder, questions, policy=policy, clients=8, seed=SEED, say=print)
     report = campaign.run(SECONDS, restart=False)
     assert report.checks
     assert [check for check in report.checks if not check.held] == [], report.as_dict()
