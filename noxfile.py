@@ -95,8 +95,9 @@ INTERRUPT_SECONDS = 90.0
 
 HAS_GPU = preflight.has_nvidia_gpu()
 DEMO_ENGINE = "engine-cuda" if HAS_GPU else "engine-cpu"
-# The demo itself runs in vLLM's environment, whichever engine it shows.
-DEMO_ENGINES = [DEMO_ENGINE, "engine-sglang"] if "sglang" in sys.argv else [DEMO_ENGINE]
+# Sessions run in vLLM's environment, whichever engine they start. SGLang's is made if it is named.
+SGLANG = ["engine-sglang"] if "sglang" in sys.argv else []
+BENCH_ENGINES = ["engine-cpu", *(SGLANG if "--only" in sys.argv else ["engine-sglang"])]
 
 # The Python that runs nox may have all that `gpu` needs: torch, pytest and our packages.
 HERE = "--here"
@@ -121,7 +122,7 @@ def engine_sglang(session: nox.Session) -> None:
     _install_engine(session, "sglang", SGLANG_VERSION)
 
 
-@nox.session(venv_backend="none", requires=DEMO_ENGINES)
+@nox.session(venv_backend="none", requires=[DEMO_ENGINE, *SGLANG])
 def demo(session: nox.Session) -> None:
     """A conversation with a real engine, with and without FlexKV. `-- --help` lists its options."""
     _run(session, DEMO_ENGINE, "-m", "integration.demo", *session.posargs)
@@ -138,7 +139,7 @@ def tests(session: nox.Session) -> None:
     _run(session, "engine-cpu", *pytest, env=one_thread, interrupt_timeout=INTERRUPT_SECONDS)
 
 
-@nox.session(venv_backend="none", requires=["engine-cpu"])
+@nox.session(venv_backend="none", requires=BENCH_ENGINES)
 def bench(session: nox.Session) -> None:
     """Measure against the project's goals; prints a table, writes JSON."""
     _run(session, "engine-cpu", "-m", "integration.bench", *session.posargs)
@@ -151,21 +152,22 @@ def mutants(session: nox.Session) -> None:
     _run(session, "engine-cpu", "-m", "mutants", *session.posargs)
 
 
-@nox.session(venv_backend="none", default=False, requires=["engine-cpu"])
+@nox.session(venv_backend="none", default=False, requires=["engine-cpu", *SGLANG])
 def campaign(session: nox.Session) -> None:
     """A real server under load while what is below it breaks. `-- --help` lists its options."""
     _run(session, "engine-cpu", "-m", "integration.campaign", *session.posargs)
 
 
-@nox.session(venv_backend="none", default=False, requires=["engine-cpu"])
+@nox.session(venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang"])
 def nightly(session: nox.Session) -> None:
     """What takes hours: campaigns of ten minutes, mutants, and every version of the engines."""
     session.notify("mutants")
     for release in RELEASES:
         session.notify(f"compat({release.id})")
-    for policy in ("recompute", "fail"):
-        options = ["--policy", policy, "--out", f"campaign-{policy}.json"]
-        _run(session, "engine-cpu", "-m", "integration.campaign", *options)
+    for engine, policy in (("vllm", "recompute"), ("vllm", "fail"), ("sglang", "fail")):
+        options = ["--engine", engine, "--policy", policy]
+        out = f"campaign-{engine}-{policy}.json"
+        _run(session, "engine-cpu", "-m", "integration.campaign", *options, "--out", out)
 
 
 @nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)

@@ -12,9 +12,10 @@ from pathlib import Path
 from integration.campaign.engine import Engine
 from integration.campaign.report import Report
 from integration.campaign.run import Campaign
+from integration.campaign.sglang import Sglang
 from integration.campaign.vllm import Vllm
 
-ENGINES: dict[str, Engine] = {"vllm": Vllm()}
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang()}
 
 
 def main() -> int:

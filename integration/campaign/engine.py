@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a campaign needs of an engine. `vllm` has it."""
+"""What a campaign needs of an engine. `vllm` and `sglang` have it."""
 
 from __future__ import annotations
 

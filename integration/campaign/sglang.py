@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang with FlexKV's linker as a campaign needs it, with the sizes of vLLM's campaign."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.campaign.clients import Wire
+from integration.campaign.counts import Counts
+from integration.campaign.faults import DRAWN, Hit, Kind
+from integration.campaign.prompts import Question, make_prompts, with_answers
+from integration.campaign.sums import Sizes, check_bytes, check_failures, check_queries
+from integration.campaign.verdict import Check, OnFailedLoad
+from integration.campaign.vllm import BLOCK, BLOCK_BYTES, KV_TOKENS, host_and_disk
+from integration.harness.checkpoint import TINY, write_checkpoint
+from integration.sglang.linker import linker_config
+from integration.sglang.server import ServerConfig, SglangServer
+
+_EAGER = 0.2
+"""Of SGLang's `schedule_conservativeness`: it admits requests for whose answers it may have no
+room, and takes some out of the running batch when the room ends."""
+
+
+class Tested(SglangServer):
+    """SGLang's own server."""
+
+    def step(self) -> None:
+        self.generate(range(BLOCK // 2), 1)
+
+    def forget(self) -> None:
+        self.flush()
+
+    def forget_all(self) -> None:
+        raise NotImplementedError("SGLang has no call that forgets what FlexKV has")
+
+
+class Sglang:
+    """See `Engine`. SGLang ends all requests of a batch that load if one of them cannot."""
+
+    policies: Mapping[str, OnFailedLoad] = {"fail": OnFailedLoad.FAILS_BATCH}
+    kinds: Sequence[Kind] = tuple(kind for kind in DRAWN if kind is not Kind.RESET)
+    prefix = "sglang:"
+    taken_out = "num_retracted_requests_total"
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self) -> None:
+        self.wire = Wire("/generate", _body, _tokens)
+
+    def reference(self, folder: Path, seed: int) -> list[Question]:
+        model = write_checkpoint(TINY, folder)
+        flags = {"disable_radix_cache": True}
+        config = ServerConfig(model, TINY, page_size=BLOCK, kv_tokens=KV_TOKENS, flags=flags)
+
+        def answer(prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+            given = server.generate(prompt, count, return_logprob=True, top_logprobs_num=2)
+            tops = given.meta["output_top_logprobs"]
+            return given.tokens, [best[0] - second[0] for best, second in tops]
+
+        with SglangServer(config, folder / "reference.log") as server:
+            return with_answers(make_prompts(seed), answer)
+
+    def starter(
+        self, folder: Path, own_folder: Path, policy: str, ranks: int
+    ) -> Callable[[Path], Tested]:
+        model = write_checkpoint(TINY, folder)
+        options = host_and_disk(own_folder)
+        config = linker_config(
+            model,
+            TINY,
+            {f"FLEXKV_{name.upper()}": str(value) for name, value in options.items()},
+            own_folder,
+            page_size=BLOCK,
+            kv_tokens=KV_TOKENS,
+            tensor_parallel_size=ranks,
+            flags={"schedule_conservativeness": _EAGER},
+        )
+        return lambda log: Tested(config, log)
+
+    def warnings(self, log: str) -> Iterable[str]:
+        return re.findall(r"\[FlexKV\] (.*)", log)
+
+    def check(
+        self,
+        counts: Counts,
+        given: Counter[Kind],
+        hits: Sequence[Hit],
+        policy: str,
+        ranks: int,
+    ) -> Iterable[Check]:
+        sizes = Sizes(BLOCK_BYTES, BLOCK_BYTES, BLOCK, ranks)
+        yield from check_failures(counts, given, hits, in_parts=True)
+        yield from check_queries(counts)
+        # A load may be cancelled before it begins, and a part of one may fail.
+        yield from check_bytes(counts, hits, sizes, all_loaded=False, in_parts=True)
+
+
+def _body(question: Question, params: Mapping[str, int] | None) -> dict[str, Any]:
+    return {
+        "input_ids": list(question.prompt),
+        "sampling_params": {
+            "max_new_tokens": len(question.answer),
+            "temperature": 0.0,
+            "ignore_eos": True,
+        },
+    }
+
+
+def _tokens(text: str) -> list[int]:
+    tokens: list[int] = json.loads(text)["output_ids"]
+    return tokens
