@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
+from flexkv.cli import run
 
-from flexkv.cli import main
-
-sys.exit(main())
+run()

@@ -15,9 +15,10 @@ from packages.flexkv.tests.cli.stores import Cache
 COMMANDS = [command.NAME for command in cli.COMMANDS]
 ARGUMENTS = {
     "clear": "$DIR --yes",
+    "doctor": "--seconds 0",
     "plan": "$TRACE --token-bytes 1000 --prefill-rate 1000 --max-memory-gb 1",
 }
-"""Of commands that need more than the cache."""
+"""Of commands that need more than the cache, or do not take it."""
 
 TRACE = """\
 {"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}
@@ -49,7 +50,9 @@ def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
 def test_a_stream_that_is_closed_changes_nothing(cache: Cache, name: str, closed: str) -> None:
     cache.fill(2)
     arguments = ARGUMENTS.get(name, "$DIR")
-    assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == 0
+    # What the doctor finds depends on the machine.
+    expected = shell(f"$flexkv {name} {arguments}", cache).returncode if name == "doctor" else 0
+    assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == expected
     assert cache.folder.exists() == (name != "clear")
 
 

@@ -8,10 +8,11 @@ skipped or could not be read, or the output could not be written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from flexkv.cli import clear, doctor, plan, stat, top, verify
 from flexkv.errors import FlexKVError
@@ -44,6 +45,19 @@ class Command(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (stat, verify, clear, plan, top, doctor)
+
+
+def run() -> NoReturn:
+    """Be the process of the command.
+
+    It ends without ending the interpreter. A drive or a store that hangs would keep the process
+    with a thread of it, and a thread of obstore that lets go of an answer while the interpreter
+    ends aborts it.
+    """
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
