@@ -182,8 +182,9 @@ def test_what_belongs_to_a_tenant_is_not_everybodys(linked: Linked) -> None:
 def test_metrics_have_all_names_and_labels(linked: Linked) -> None:
     found = {(each.name, frozenset(each.labels.items())) for each in linked.figures()}
     model = ("model_name", str(linked.server.config.model))
+    suffix = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}
     for metric in METRICS:
-        name = "sglang:flexkv_" + metric.name + "_total" * (metric.kind is Kind.COUNTER)
+        name = "sglang:flexkv_" + metric.name + suffix[metric.kind]
         for values in metric.combinations:
             labels = frozenset({model, *zip(metric.label_names, values, strict=True)})
             assert (name, labels) in found

@@ -38,13 +38,13 @@ def log_reaches_pytest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    """Makes worlds over one directory, and closes them."""
+    """Makes worlds over one directory, and closes them; `kind` is a subclass of `World`."""
     from engine_world import World
 
     worlds: list[World] = []
 
-    def make(**options: Any) -> World:
-        worlds.append(World(tmp_path, **options))
+    def make(kind: type[World] = World, **options: Any) -> World:
+        worlds.append(kind(tmp_path, **options))
         return worlds[-1]
 
     yield make

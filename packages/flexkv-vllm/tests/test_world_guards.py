@@ -12,7 +12,9 @@ import pytest
 from disk_world import delay_reads, read_block_by_block
 from engine_world import MakeWorld, World
 from injection import SOURCES, Guarded, all_guarded, hit_all
+from late_device import STREAM, DeviceWorld
 
+from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +37,13 @@ def test_after_an_error_all_is_as_without_flexkv(
             lambda output: {each: [] for each in output.num_scheduled_tokens},
         )
 
+    marks = "marking" in guarded.place
+    if marks:
+        monkeypatch.setattr(HostMemory, "work_so_far", lambda _: STREAM)
+
     def make() -> World:
         world = make_world(
+            DeviceWorld if marks else World,
             num_blocks=60 if states else 40,
             slots=40,
             disk_slots=0 if "shutdown" in guarded.place else 200,
@@ -45,7 +52,8 @@ def test_after_an_error_all_is_as_without_flexkv(
             windows=(70,) if states else (),
             settings={"load_mode": "layerwise"},
         )
-        world.slow_down(rng)
+        if not marks:
+            world.slow_down(rng)
         if "shutdown" not in guarded.place:
             delay_reads(world, rng)
         if "rest of a prefix" in guarded.place:
