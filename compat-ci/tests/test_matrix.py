@@ -28,12 +28,24 @@ def test_every_level_above_static_has_tests() -> None:
 
 
 def test_the_adapter_starts_with_the_versions_that_it_is_tested_with() -> None:
-    compat = pytest.importorskip("flexkv_vllm.compat.core", reason="vLLM is not installed")
-    served = [Version(release.version).release[:2] for release in matrix.load()["vllm"].served]
-    assert [served[0], served[-1]] == [compat.OLDEST, compat.NEWEST]
+    versions = pytest.importorskip("flexkv_vllm.compat.versions", reason="needs flexkv-vllm")
+    vllm = matrix.load()["vllm"]
+    served = [Version(release.version).release[:2] for release in vllm.served]
+    assert [served[0], served[-1]] == [versions.CONNECTOR.oldest, versions.CONNECTOR.newest]
     # All between them, too: the range has no holes.
     minors = [minor for _, minor in served]
     assert minors == list(range(minors[0], minors[-1] + 1))
+    since = Version(vllm.since["flexkv_vllm.offloading"]).release
+    assert [since, served[-1]] == [versions.OFFLOADING.oldest, versions.OFFLOADING.newest]
+
+
+def test_sglangs_adapter_starts_with_the_versions_that_it_is_tested_with() -> None:
+    compat = pytest.importorskip("flexkv_sglang.compat", reason="needs flexkv-sglang")
+    sglang = matrix.load()["sglang"]
+    since = Version(sglang.since["flexkv_sglang.linker"]).release
+    served = [Version(release.version).release for release in sglang.served]
+    assert [since, served[-1]] == [compat.LINKER.oldest, compat.LINKER.newest]
+    assert [served[0], None] == [compat.STORAGE.oldest, compat.STORAGE.newest]
 
 
 def test_what_is_unknown_is_refused_with_what_is_known() -> None:

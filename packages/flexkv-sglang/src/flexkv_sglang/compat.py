@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which SGLang this is, and what FlexKV uses of it. Imports nothing of SGLang by itself."""
+"""Which SGLang this is, and what FlexKV uses of it. Imports nothing of SGLang by itself: it is an
+entry point."""
 
 from __future__ import annotations
 
 import importlib
-import re
 
+from flexkv.adapter.releases import Age, Releases
 from flexkv.errors import EngineVersionError
 
-OLDEST = (0, 5, 23)
-NEWEST = (0, 5, 23)
+LINKER = Releases("--enable-flexkv", (0, 5, 23), (0, 5, 23))
 """Releases with which the external linker has run."""
+
+STORAGE = Releases("HiCache's storage backend", (0, 5, 20), None)
+"""Releases whose HiCache names the tenant in the keys of pages."""
+
+RELEASES = (LINKER, STORAGE)
 
 _USED = {
     "sglang.srt.arg_groups.resolution_hooks": ("register_resolution_hook",),
@@ -49,16 +54,15 @@ def check_version(allow_untested: bool, version: str) -> None:
     Raises:
         EngineVersionError: names the version, what is missing, the range, and how to override.
     """
-    release = _release(version)
-    if allow_untested or OLDEST <= release <= NEWEST:
+    age = LINKER.age(version)
+    if allow_untested or age is Age.TESTED:
         return
-    missing = missing_names() if release > NEWEST else []
-    if release > NEWEST and not missing:
+    missing = missing_names() if age is Age.NEWER else []
+    if age is Age.NEWER and not missing:
         return
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
-    oldest = ".".join(map(str, OLDEST))
     raise EngineVersionError(
-        f"SGLang {version} is installed; allowed with --enable-flexkv: {oldest}, a newer one that "
+        f"SGLang {version} is installed; allowed with {LINKER.runs}: {LINKER}, a newer one that "
         f"has all that FlexKV uses, or with allow_untested_engine=true "
         f"(FLEXKV_ALLOW_UNTESTED_ENGINE=1) any that has an external linker{lacks}"
     )
@@ -80,9 +84,3 @@ def missing_names() -> list[str]:
             if holder is None:
                 missing.append(f"{module}.{name}")
     return missing
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major, minor and patch number; zeros if there are none."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, match.groups())) if match else (0, 0, 0)

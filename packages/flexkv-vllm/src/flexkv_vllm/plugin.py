@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from flexkv_vllm.compat.core import CONNECTOR_NAME
 from flexkv_vllm.compat.patches import call_when_choosing, register_connector
+from flexkv_vllm.compat.versions import CONNECTOR_NAME
 from flexkv_vllm.preflight import check_settings
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexkv import load_config
-from flexkv_vllm.compat.core import CONNECTOR_NAME
+from flexkv_vllm.compat.versions import CONNECTOR_NAME
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

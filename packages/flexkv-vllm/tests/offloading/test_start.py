@@ -85,7 +85,7 @@ def test_an_older_vllm_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     for name in [name for name in sys.modules if name.startswith("flexkv_vllm.offloading")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", older)
-    with pytest.raises(EngineVersionError, match=r"allowed: 0\.26 or newer"):
+    with pytest.raises(EngineVersionError, match=r"allowed: 0\.26 to 0\.33, a newer"):
         importlib.import_module("flexkv_vllm.offloading")
 
 

@@ -10,9 +10,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_server_args
 
 from flexkv.errors import EngineVersionError
+from flexkv_sglang.compat import STORAGE
 from flexkv_sglang.identity import model_identity, outlives_process
 
-OLDEST = "0.5.20"
 _NAMES_TENANTS = "storage_namespace_seed"
 
 
@@ -27,7 +27,7 @@ def check_engine() -> None:
         raise EngineVersionError(
             f"SGLang {sglang_version} is installed, whose HiCache names pages by their tokens "
             f"alone, so that requests of another extra_key or LoRA adapter would be given them; "
-            f"allowed: {OLDEST} or newer"
+            f"allowed: {STORAGE}"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,17 +20,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv import EngineVersionError
+from flexkv.adapter.releases import Age
 from flexkv.changes import Medium
 from flexkv_vllm.compat.features import missing_features
+from flexkv_vllm.compat.versions import CONNECTOR
 
 logger = logging.getLogger("flexkv.vllm")
-
-CONNECTOR_NAME = "FlexKVConnectorV1"
-
-OLDEST = (0, 20)
-NEWEST = (0, 33)
-"""Releases (major, minor) with which at least vLLM's scheduler has run: those of
-compat-ci/versions.toml above the static level."""
 
 
 def check_version(
@@ -49,35 +43,30 @@ def check_version(
     Raises:
         EngineVersionError: names the version, what is missing, the range, and how to override.
     """
-    if allow_untested or OLDEST <= _release(version) <= NEWEST:
+    age = CONNECTOR.age(version)
+    if allow_untested or age is Age.TESTED:
         return
-    missing = missing_features(ours, theirs) if _release(version) > NEWEST else []
-    if _release(version) > NEWEST and not missing:
+    missing = missing_features(ours, theirs) if age is Age.NEWER else []
+    if age is Age.NEWER and not missing:
         return
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     raise EngineVersionError(
-        f"vLLM {version} is installed; allowed: {OLDEST[0]}.{OLDEST[1]} to "
-        f"{NEWEST[0]}.{NEWEST[1]}, a newer version with all features that FlexKV uses, or any "
-        f"version with allow_untested_engine=true (FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
+        f"vLLM {version} is installed; allowed: {CONNECTOR}, a newer version with all features "
+        f"that FlexKV uses, or any version with allow_untested_engine=true "
+        f"(FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
     )
 
 
 def warn_if_newer(version: str = vllm.__version__) -> None:
     """Log one warning if this vLLM is newer than all versions that FlexKV was tested with."""
-    if _release(version) > NEWEST:
+    if CONNECTOR.age(version) is Age.NEWER:
         logger.warning(
-            "vLLM %s is newer than %d.%d, the newest that FlexKV was tested with. FlexKV starts, "
+            "vLLM %s is newer than all versions that FlexKV was tested with (%s). FlexKV starts, "
             "because this vLLM has all features that it uses; compare some answers with and "
             "without FlexKV",
             version,
-            *NEWEST,
+            CONNECTOR,
         )
-
-
-def _release(version: str) -> tuple[int, int]:
-    """Major and minor number; (0, 0) if there are none."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def fences_get_through() -> bool:

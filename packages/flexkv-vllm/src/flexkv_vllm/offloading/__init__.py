@@ -13,11 +13,12 @@ import importlib.util
 import vllm
 
 from flexkv import EngineVersionError
+from flexkv_vllm.compat.versions import CONNECTOR, OFFLOADING
 
 if importlib.util.find_spec("vllm.v1.kv_offload.config") is None:
     raise EngineVersionError(
         f"vLLM {vllm.__version__} is installed, whose OffloadingConnector FlexKV cannot serve; "
-        f"allowed: 0.26 or newer, or FlexKV's own connector (FlexKVConnectorV1)"
+        f"allowed: {OFFLOADING}, a newer version, or FlexKV's own connector ({CONNECTOR.runs})"
     )
 
 from flexkv_vllm.offloading.spec import FlexKVOffloadingSpec

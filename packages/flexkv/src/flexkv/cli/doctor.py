@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check what an engine with FlexKV needs on this machine, and say what to change: settings, kernel,
-memory, drives and their speed, GPU, packages. The settings are those of the environment and of the
-file that FLEXKV_CONFIG_PATH names. The command changes nothing: it measures a drive in a file
-without a name, which is gone when it ends. Exit code 0, or 1 if there is a problem."""
+memory, drives and their speed, GPU, packages, the engine's version. The settings are those of the
+environment and of the file that FLEXKV_CONFIG_PATH names. The command changes nothing: it measures
+a drive in a file without a name, which is gone when it ends. Exit code 0, or 1 if there is a
+problem."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from dataclasses import asdict
 
 from flexkv.cli.common import add_json, print_json
 from flexkv.cli.doctor_disk import check_directory
+from flexkv.cli.doctor_engines import check_engines, check_packages
 from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks
 from flexkv.cli.doctor_host import (
     check_gpu,
     check_kernel,
     check_limits,
     check_memory,
-    check_packages,
     check_runtime_dir,
 )
 from flexkv.config import GIB, CacheConfig, settings
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "limits": functools.partial(check_limits, config),
         "GPU": check_gpu,
         "packages": check_packages,
+        "engine": functools.partial(check_engines, config),
         "runtime_dir": functools.partial(check_runtime_dir, config),
     }
     room = (config.ssd_cache_gb or 0.0) * GIB / max(1, len(config.ssd_cache_dir))

