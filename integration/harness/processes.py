@@ -15,6 +15,8 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 SHM = Path("/dev/shm")
+_STATE, _SESSION, _THREADS = 0, 3, 17
+"""Fields of `/proc/PID/stat` behind the process's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,11 @@ class Memory:
 
 
 def session_pids(session: int) -> list[int]:
-    """Pids of the living processes of session ``session``; zombies are not alive."""
+    """Pids of the living processes of session ``session``; zombies are not alive.
+
+    A process whose first thread has ended is a zombie while its other threads live: they still
+    hold its files and sockets, also for some milliseconds after SIGKILL.
+    """
     found: list[int] = []
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
@@ -40,9 +46,10 @@ def session_pids(session: int) -> list[int]:
             stat = (entry / "stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        # The name in brackets may hold blanks: read from behind it. Fields: state ppid pgrp session
-        state, _, _, sid = stat.rpartition(")")[2].split()[:4]
-        if int(sid) == session and state not in ("Z", "X"):
+        # The name in brackets may hold blanks: read from behind it.
+        fields = stat.rpartition(")")[2].split()
+        ended = fields[_STATE] in ("Z", "X") and int(fields[_THREADS]) <= 1
+        if int(fields[_SESSION]) == session and not ended:
             found.append(int(entry.name))
     return sorted(found)
 
