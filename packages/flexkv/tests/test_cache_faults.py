@@ -33,7 +33,7 @@ from flexkv.mover import Direction, Status
 from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.transfer import demote, fetch, reads, sources
+from flexkv.transfer import demote, fetch, fetcher, reads, sources
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
@@ -77,7 +77,7 @@ class FaultModel(RuleBasedStateMachine):
     def start(self, admission: str) -> None:
         self.clock = Clock()
         self.patch = pytest.MonkeyPatch()
-        for module in (fetch, demote, reads, sources):
+        for module in (fetch, fetcher, demote, reads, sources):
             self.patch.setattr(module, "time", self.clock)
         self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
         self.tiers: list[MemoryTier] = [CheckedTier(), CheckedTier(), MemoryTier()]
@@ -208,11 +208,10 @@ class FaultModel(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """What does not come is given up."""
-        self.clock.skip(STALL_SECONDS + 1)
-        self.poll()
-        self.clock.skip(STALL_SECONDS + 1)
-        self.poll()
+        """What does not come is given up, after each tier was asked and tried to read it."""
+        for _ in range(2 * len(self.tiers)):
+            self.clock.skip(STALL_SECONDS + 1)
+            self.poll()
         assert all(each.done for each in self.fetches)
 
     # At rest.
@@ -318,4 +317,4 @@ class FaultModel(RuleBasedStateMachine):
 
 
 TestFaults = FaultModel.TestCase
-TestFaults.settings = settings(max_examples=40, stateful_step_count=30)
+TestFaults.settings = settings(max_examples=300, stateful_step_count=30)
