@@ -28,6 +28,7 @@ from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
+from flexkv.index import BlockState
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
 from flexkv.presence import Presence
@@ -89,6 +90,7 @@ class FaultModel(RuleBasedStateMachine):
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
         self.transfers: list[Transfer] = []
         self.fetches: list[Fetch] = []
+        self.a_load_failed = False
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -269,8 +271,12 @@ class FaultModel(RuleBasedStateMachine):
 
     @invariant()
     def what_a_fetch_has_stays(self) -> None:
+        """Only a load that fails takes blocks away."""
         for each in getattr(self, "fetches", ()):
-            assert self.cache.lookup(each.keys[: each.arrived]) == each.arrived
+            dropped = [b is not None and b.state is BlockState.DROPPED for b in each.blocks]
+            there = [*dropped[: each.arrived], True].index(True)
+            assert self.cache.lookup(each.keys[: each.arrived]) == there
+            assert there == each.arrived or self.a_load_failed
             held = [block for block in each.blocks if block is not None]
             assert all(block.leases for block in held)
 
@@ -288,6 +294,7 @@ class FaultModel(RuleBasedStateMachine):
             elif transfer.direction is Direction.LOAD:
                 with self.arena.slot_view(block.slot) as view:
                     assert bytes(view) == content(block.key)
+        self.a_load_failed |= status is Status.FAILED and transfer.direction is Direction.LOAD
         self.arena.board.report(transfer.cell, 0, status)
         polled = self.cache.poll()
         assert transfer in polled
