@@ -36,6 +36,9 @@ def test_belady_keeps_what_is_needed_next() -> None:
 def test_a_block_behind_a_gap_is_no_hit() -> None:
     gap = trace_of([(0, 1, 2), (3, 4), (0, 1, 2)])
     assert belady(gap, 2) == 2 / all_blocks(gap)
+    # Block 1 is needed before block 0, which leaves: the last prompt finds its second block alone.
+    behind = trace_of([(0, 1), (1,), (0, 1)])
+    assert belady(behind, 1) == 1 / all_blocks(behind)
 
 
 @pytest.mark.parametrize("make", [returning_chats, hot_system_prompt, scan, agents, sudden_change])

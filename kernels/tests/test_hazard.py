@@ -74,6 +74,20 @@ def test_a_session_tells_requests_apart_that_look_the_same() -> None:
     assert sum(with_sessions) > sum(without)
 
 
+def test_a_session_goes_on_with_prompts_that_share_nothing() -> None:
+    """Each second a session sends a prompt that never comes back, and then one that does."""
+    node = Node(HazardPolicy(SLOTS))
+    pause, hits = 10, []
+    for now in range(600):
+        session = f"session {now}"
+        node.run(prompt_of(f"first {now}", 4), now, 100, session)
+        node.run(prompt_of(f"second {now}", 4), now + 0.3, 100, session)
+        if now >= pause:
+            again = prompt_of(f"second {now - pause}", 4)
+            hits.append(node.run(again, now + 0.6, 100))
+    assert sum(hits[300:]) > 3 * len(hits[300:]), "three of four blocks at least"
+
+
 def test_two_replays_are_the_same() -> None:
     assert found(HazardPolicy(SLOTS), chat_output=20) == found(HazardPolicy(SLOTS), chat_output=20)
 
@@ -195,6 +209,13 @@ def test_more_short_prompts_than_it_follows_leave_nonetheless() -> None:
         index.publish(index.reserve_all(prompt, (0,), (0,)))
         assert index.lookup(prompt)
     assert len(index) == 400
+    kept = [prompt for prompt in prompts if index.lookup(prompt)]
+    for prompt in kept:
+        index.began(prompt, RequestContext(), 1000.0)
+        index.hit(prompt, RequestContext())
+    while index.lease_victim() is not None:
+        kept.pop()
+    assert kept == []
 
 
 @pytest.mark.parametrize(
