@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.cli.screen import on_terminal
 from packages.flexkv.tests.cli.served import Served, served
 from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Flexkv
 
@@ -85,6 +77,16 @@ def test_an_engine_goes_away_and_comes_back() -> None:
         screen.wait_for(r"\d\d:\d\d:\d\d\s+(\x1b\[\d+m)?[24] x stalled of objects")
         assert screen.interrupt() == 0
     engine.stop()
+
+
+def test_q_ends_the_view_and_the_terminal_is_as_before() -> None:
+    with served() as engine, on_terminal("top", f"127.0.0.1:{engine.port}") as screen:
+        modes = screen.modes
+        screen.wait_for("50.0 % since its start")
+        assert screen.modes != modes  # keys come without Enter
+        screen.press("x")
+        assert screen.end_by_key("q") == 0
+        assert screen.modes == modes
 
 
 BAD = {
@@ -174,51 +176,3 @@ def test_a_directory_without_a_cache_is_named(flexkv: Flexkv, tmp_path: Path) ->
     ended = flexkv("top", tmp_path, "--once")
     assert ended.code == 1
     assert "holds no cache of FlexKV" in " ".join(re.split(r"[\s│]+", ended.out))
-
-
-class Screen:
-    """A terminal of 120 columns on which a command runs."""
-
-    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
-        self._process, self._master = process, master
-        self._shown = ""
-
-    def wait_for(self, pattern: str) -> None:
-        """Until the command has printed it since the last call."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (found := re.search(pattern, self._shown)):
-            assert time.monotonic() < deadline, self._shown[-3000:]
-            if select.select([self._master], [], [], 1.0)[0]:
-                self._shown += os.read(self._master, 1 << 16).decode(errors="replace")
-        self._shown = self._shown[found.end() :]
-
-    def interrupt(self) -> int:
-        """Ctrl-C; returns the exit code."""
-        self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):
-            while os.read(self._master, 1 << 16):
-                pass
-        return self._process.wait()
-
-
-@contextlib.contextmanager
-def on_terminal(*arguments: str) -> Iterator[Screen]:
-    """Runs `flexkv` on a terminal; ends it in any case."""
-    master, slave = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-    environment.pop("NO_COLOR", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flexkv", *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=environment,
-        start_new_session=True,
-    )
-    os.close(slave)
-    try:
-        yield Screen(process, master)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)

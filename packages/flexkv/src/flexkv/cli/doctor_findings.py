@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flexkv doctor` finds, and how checks run: beside each other, and none longer than allowed.
-
-A drive that hangs blocks the thread that asks it, for ever perhaps. So each check has a thread of
-its own, and one that does not end is itself a finding.
-"""
+"""What `flexkv doctor` finds. Checks run side by side; one that does not end is a finding too."""
 
 from __future__ import annotations
 
 import enum
-import queue
-import threading
-import time
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from flexkv.cli.deadline import call_within
 
 
 class Level(enum.Enum):
@@ -52,27 +48,17 @@ def run_checks(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
         checks: by name.
         seconds: that each may take. A check that takes longer is left behind in its thread.
     """
-    answers: queue.SimpleQueue[tuple[str, list[Finding]]] = queue.SimpleQueue()
-
-    def run(name: str, check: Check) -> None:
-        try:
-            found = list(check())
-        except Exception as error:  # noqa: BLE001 - a fault of one check must not hide the others
-            text = f"could not be checked: {error!r}"
-            found = [Finding(name, Level.ADVICE, text, "please report this error")]
-        answers.put((name, found))
-
-    for name, check in checks.items():
-        threading.Thread(target=run, args=(name, check), daemon=True).start()
-    ended: dict[str, list[Finding]] = {}
-    deadline = time.monotonic() + seconds
-    while len(ended) < len(checks):
-        try:
-            name, found = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        ended[name] = found
+    calls = {name: functools.partial(_run, name, check) for name, check in checks.items()}
+    ended = call_within(calls, seconds)
     return [finding for name in checks for finding in ended.get(name, [_unanswered(name, seconds)])]
+
+
+def _run(name: str, check: Check) -> list[Finding]:
+    try:
+        return list(check())
+    except Exception as error:  # noqa: BLE001 - a fault of one check must not hide the others
+        text = f"could not be checked: {error!r}"
+        return [Finding(name, Level.ADVICE, text, "please report this error")]
 
 
 def _unanswered(name: str, seconds: float) -> Finding:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show live what FlexKV does: hit rates, saved prefill time, links, room, failures. TARGET is an
 engine's address, as http://HOST:PORT, or a cache directory; several are shown one below the other.
-An engine may go away and come back. Ctrl-C ends the command. Without a terminal, or with --once,
-the figures are printed once. Exit code 0, or 1 if a target gave no figures in the end."""
+An engine may go away and come back; a drive may hang. Press q or Ctrl-C to end the command. Without
+a terminal, or with --once, the figures are printed once. Exit code 0, or 1 if a target gave no
+figures in the end."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +17,11 @@ from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
+from flexkv.cli.top_keys import open_keys
 from flexkv.cli.top_metrics import Reading
-from flexkv.cli.top_sources import Source, address_of, folders_of, is_address, scrape
+from flexkv.cli.top_sources import Kind, Source, address_of, kinds_of, read_folders, scrape
 from flexkv.cli.top_view import EngineHistory, show_directory, show_engine
 from flexkv.errors import ConfigError
 from flexkv.tiers.disk.inspect import FolderState
@@ -28,6 +33,9 @@ _INTERVAL_SECONDS = 2.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.2, 3600.0
 _FIRST_SECONDS = 8.0
 """How long `--once` waits for a target. An engine may take 5 s; see `top_sources`."""
+_REFRESH_SECONDS = 1.0
+"""The view is drawn as often, also while targets do not answer."""
+_HINT = Text("q: quit", style="dim")
 _MOST_TARGETS = 16
 _PIPE_COLUMNS = 120
 """Where there is no terminal, all columns of the tables have room."""
@@ -66,45 +74,48 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{target!r} is {targets.count(target)} times on the command line; allowed: once"
             )
-    shown = [_shown(target) for target in targets]
+    shown = [_shown(target, kind) for target, kind in kinds_of(targets).items()]
     for each in shown:
         each.source.start(interval)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPE_COLUMNS)
     if args.once or not console.is_terminal:
-        deadline = time.monotonic() + _FIRST_SECONDS
-        for each in shown:
-            each.source.wait(max(0.0, deadline - time.monotonic()))
+        _wait(shown, _FIRST_SECONDS)
         console.print(Group(*(each.render() for each in shown)))
         # A thread that hangs in a read of a drive must not keep the process.
         sys.stdout.flush()
     else:
         _show(console, shown, interval)
-    return 1 if any(each.source.look.error is not None for each in shown) else 0
+    return 0 if all(each.source.gives_figures for each in shown) else 1
 
 
 def _show(console: Console, shown: Sequence[_Shown], interval: float) -> None:
-    """Until Ctrl-C."""
-    for each in shown:
-        each.source.wait(min(interval, 1.0))
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(Group(*(each.render() for each in shown)), refresh=True)
-                time.sleep(min(interval, 1.0))
-    except KeyboardInterrupt:
-        pass
+    """Until q or Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _wait(shown, _REFRESH_SECONDS)
+        with Live(console=console, screen=True, auto_refresh=False) as live, open_keys() as keys:
+            ended = False
+            while not ended:
+                live.update(Group(*(each.render() for each in shown), _HINT), refresh=True)
+                ended = keys.quit_within(min(interval, _REFRESH_SECONDS))
     console.print(Group(*(each.render() for each in shown)))
 
 
-def _shown(target: str) -> _Shown:
-    if is_address(target):
+def _wait(shown: Sequence[_Shown], seconds: float) -> None:
+    """Until each target has been asked once, or so many seconds have passed."""
+    deadline = time.monotonic() + seconds
+    for each in shown:
+        each.source.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _shown(target: str, kind: Kind) -> _Shown:
+    if kind is Kind.ENGINE:
         url = address_of(target)
         history = EngineHistory()
         engine = Source(target, lambda: scrape(url), history.take)
         return _Shown(engine, lambda: show_engine(engine, history))
-    folders = Source(target, folders_of(target), lambda _: None)
+    folders = Source(target, functools.partial(read_folders, target), lambda _: None)
     return _Shown(folders, lambda: show_directory(folders))
 
 

@@ -6,6 +6,8 @@ Each source is asked by a thread of its own, so that one that hangs keeps nobody
 
 from __future__ import annotations
 
+import enum
+import functools
 import os
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from flexkv.cli.common import cache_folders
+from flexkv.cli.deadline import call_within
 from flexkv.cli.top_metrics import Reading, read_metrics
 from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk.files import reason_of
@@ -24,6 +27,9 @@ from flexkv.tiers.disk.inspect import FolderState, folder_state
 
 _CALL_SECONDS = 5.0
 """How long an engine may take to answer. Its `/metrics` may wait for a step of the engine."""
+
+_SLOW_SECONDS = 3.0
+"""An attempt that lasts longer is mentioned. Not tuned."""
 
 _MOST_BYTES = 32 << 20
 """Of an answer; engines serve less than a megabyte."""
@@ -35,6 +41,13 @@ _ALLOWED = (
 _MOST_PORT = 65535
 
 Read = TypeVar("Read")
+
+
+class Kind(enum.Enum):
+    """What a target of the command line is."""
+
+    ENGINE = "engine"
+    DIRECTORY = "directory"
 
 
 class SourceError(Exception):
@@ -82,14 +95,24 @@ class Source(Generic[Read]):
 
     def wait(self, seconds: float) -> None:
         """Until the first attempt has ended, or so many seconds have passed."""
-        if not self._asked.wait(seconds):
-            now = time.monotonic()
-            self.look = Look(None, now, f"no answer within {seconds:g} s", now)
+        self._asked.wait(seconds)
 
     @property
     def silent_seconds(self) -> float:
         """How long the attempt under way has lasted; 0 if none is."""
-        return time.monotonic() - self._asked_at if self._asked_at else 0.0
+        asked_at = self._asked_at
+        return time.monotonic() - asked_at if asked_at else 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the attempt under way takes so long that the source may hang."""
+        return self.silent_seconds > _SLOW_SECONDS
+
+    @property
+    def gives_figures(self) -> bool:
+        """Whether its figures are those of now."""
+        look = self.look
+        return look.last is not None and look.error is None and not self.is_silent
 
     def _run(self, interval: float) -> None:
         while True:
@@ -107,20 +130,39 @@ class Source(Generic[Read]):
             time.sleep(interval)
 
 
-def is_address(target: str) -> bool:
-    """Whether a target of the command line is an engine's address rather than a directory.
+def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:
+    """What each target of the command line is.
+
+    A path whose file system does not answer within a second counts as a directory.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: a target is neither an engine's address nor a directory.
     """
+    found = call_within({target: functools.partial(_kind, target) for target in targets}, 1.0)
+    kinds = {}
+    for target in targets:
+        kind = found.get(target, Kind.DIRECTORY)
+        if isinstance(kind, ConfigError):
+            raise kind
+        kinds[target] = kind
+    return kinds
+
+
+def _kind(target: str) -> Kind | ConfigError:
     if "://" in target:
-        return True
-    if os.path.exists(target) or "/" in target:
-        return False
+        return Kind.ENGINE
+    if os.path.isdir(target):
+        return Kind.DIRECTORY
+    if os.path.exists(target):
+        return _refusal(target, "is not a directory")
     host, colon, port = target.rpartition(":")
-    if host and colon and port.isdigit():
-        return True
-    raise ConfigError(f"{target!r} on the command line does not exist; allowed: {_ALLOWED}")
+    if "/" not in target and host and colon and port.isdigit():
+        return Kind.ENGINE
+    return _refusal(target, "does not exist")
+
+
+def _refusal(target: str, problem: str) -> ConfigError:
+    return ConfigError(f"{target!r} on the command line {problem}; allowed: {_ALLOWED}")
 
 
 def address_of(target: str) -> str:
@@ -134,17 +176,14 @@ def address_of(target: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise ConfigError(
-            f"{target!r} on the command line has no port from 1 to {_MOST_PORT}; allowed: "
-            f"{_ALLOWED}"
-        ) from None
+        raise _refusal(target, f"has no port from 1 to {_MOST_PORT}") from None
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
             "a target on the command line holds a user or a password, which others on this "
             f"machine can read; allowed: {_ALLOWED}"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(f"{target!r} on the command line is no address; allowed: {_ALLOWED}")
+        raise _refusal(target, "is no address")
     path = parts.path if parts.path.strip("/") else "/metrics"
     query = f"?{parts.query}" if parts.query else ""
     return f"{parts.scheme}://{parts.netloc}{path}{query}"
@@ -182,13 +221,10 @@ def scrape(url: str) -> Reading:
     return reading
 
 
-def folders_of(target: str) -> Callable[[], Sequence[FolderState]]:
-    """Reads the folders of a cache directory.
+def read_folders(target: str) -> Sequence[FolderState]:
+    """The folders of a cache directory.
 
     Raises:
-        ConfigError: `target` is no directory.
+        DiskError: it cannot be read, or holds no cache.
     """
-    if not os.path.isdir(target):
-        problem = "is not a directory" if os.path.exists(target) else "does not exist"
-        raise ConfigError(f"{target!r} on the command line {problem}; allowed: {_ALLOWED}")
-    return lambda: [folder_state(path) for path in cache_folders(target)]
+    return [folder_state(path) for path in cache_folders(target)]

@@ -25,9 +25,6 @@ _WINDOW_SECONDS = 10.0
 _FAILURES = 6
 """Failures that are listed."""
 
-_SLOW_SECONDS = 3.0
-"""An attempt that lasts longer is mentioned."""
-
 _LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
 _NONE = "-"
 
@@ -80,7 +77,7 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
     parts: list[RenderableType] = [_summary(change), _tiers(change), _links(change)]
     if history.failures:
         parts.append(_failures(history.failures))
-    if source.look.error is not None or source.silent_seconds > _SLOW_SECONDS:
+    if not source.gives_figures:
         parts.insert(0, _state(source))
     return Panel(
         Group(*parts),
@@ -95,8 +92,11 @@ def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
     """One cache directory."""
     states = source.look.last
     parts: list[RenderableType] = []
-    if source.look.error is not None or source.silent_seconds > _SLOW_SECONDS or states is None:
+    if not source.gives_figures:
         parts.append(_state(source))
+        if source.is_silent:
+            change = "the drive, the network or the driver behind it hangs (dmesg)"
+            parts.append(Text(change, style="yellow"))
     if states is not None:
         table = _table("folder", "used by", "full", "bytes", "hits", "damaged", "today", "circuits")
         for each in states:
@@ -117,10 +117,12 @@ def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
 
 def _state(source: Source[Reading] | Source[Sequence[FolderState]]) -> Text:
     look = source.look
+    old = "; the figures are old" if look.last is not None else ""
     if look.error is None:
-        return Text(f"no answer for {source.silent_seconds:.0f} s", style="yellow")
+        silent = f"{source.name} has not answered for {source.silent_seconds:.0f} s"
+        return _plain(f"{silent}{old}", style="red" if source.is_silent else "yellow")
     for_seconds = time.monotonic() - look.since
-    again = f", for {for_seconds:.0f} s now; the figures are old" if look.last is not None else ""
+    again = f", for {for_seconds:.0f} s now{old}" if old else ""
     return _plain(f"{look.error}{again}", style="red")
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A terminal on which a command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+
+from packages.conftest import PATIENCE_SECONDS
+
+
+class Screen:
+    """A terminal of 200 columns on which a command runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int, slave: int) -> None:
+        self._process, self._master, self._slave = process, master, slave
+        self._shown = ""
+
+    @property
+    def modes(self) -> list[object]:
+        """Of the terminal."""
+        return termios.tcgetattr(self._slave)
+
+    def wait_for(self, pattern: str) -> None:
+        """Until the command has printed it since the last call."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (found := re.search(pattern, self._shown)):
+            assert time.monotonic() < deadline, self._shown[-3000:]
+            if select.select([self._master], [], [], 1.0)[0]:
+                self._shown += os.read(self._master, 1 << 16).decode(errors="replace")
+        self._shown = self._shown[found.end() :]
+
+    def press(self, key: str) -> None:
+        os.write(self._master, key.encode())
+
+    def end_by_key(self, key: str) -> int:
+        """Press a key that ends the command; returns the exit code."""
+        self.press(key)
+        return self._end()
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        self._process.send_signal(signal.SIGINT)
+        return self._end()
+
+    def _end(self) -> int:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._process.poll() is None:
+            assert time.monotonic() < deadline, "the command does not end"
+            # A command that prints its last view waits for a reader.
+            if select.select([self._master], [], [], 0.1)[0]:
+                os.read(self._master, 1 << 16)
+        return self._process.returncode
+
+
+@contextlib.contextmanager
+def on_terminal(*arguments: str) -> Iterator[Screen]:
+    """Runs `flexkv` on a terminal; ends it in any case."""
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flexkv", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield Screen(process, master, slave)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
