@@ -30,6 +30,10 @@ LONG_ANSWER = 300
 PATIENCE = 60.0
 """Seconds of an order, and of what has to happen, on a machine that others use."""
 
+EAGER = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+"""SGLang keeps room for so many tokens of an answer when it admits a request. Where answers become
+longer than the room, it takes requests out of the running batch."""
+
 HOST, DISK = "CPU_PINNED", "DISK"
 """SGLang's names of the media of FlexKV's tiers."""
 
@@ -51,6 +55,8 @@ MANY = [tokens(f"many {number}", 900) for number in range(5)]
 OWNED = tokens("owned", 330)
 LATE = [tokens(f"late {number}", 700) for number in range(2)]
 BESIDE = tokens("beside", 400)
+CROWD = [tokens(f"crowd {number}", length) for number, length in enumerate((640,) * 4 + (1440,))]
+"""SGLang's KV cache has room for these prompts together, but not for their answers too."""
 TURN = tokens("turn", 180)
 SAID = tokens("said", 40)
 
@@ -76,7 +82,7 @@ class Plain:
 
 def ask_plainly(server: SglangServer) -> Plain:
     turn = [*TURN]
-    singles = [WRONG, *WARM, *PARTIAL, *BATCH, FAILED, ABORTED, *MANY, *LATE, OWNED, TURN]
+    singles = [WRONG, *WARM, *PARTIAL, *BATCH, FAILED, ABORTED, *MANY, *LATE, *CROWD, OWNED, TURN]
     short = {}
     for prompt in singles:
         server.flush()
@@ -187,7 +193,8 @@ class Linked:
         self.router = Router()
         events = {"publisher": "zmq", "endpoint": self.router.endpoint}
         flags = {"kv_events_config": events}
-        self._config = linker_config(model, TINY, self._settings(), folder, flags=flags)
+        config = linker_config(model, TINY, self._settings(), folder, flags=flags)
+        self._config = dataclasses.replace(config, env={**config.env, **EAGER})
 
     def start(self, **changes: Any) -> None:
         """Start a server; `changes` are of its configuration."""

@@ -3,7 +3,8 @@
 
 A server without FlexKV gives the reference. One with FlexKV has a small arena and a disk. Each slot
 of SGLang's KV cache is overwritten before a prompt is asked again, and the first test shows that
-wrong bytes would change the tokens. The last tests kill the server and start others on its disk.
+wrong bytes would change the tokens. The last tests kill the server and start another one, of two
+ranks, on its disk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapter.metrics import METRICS, Kind
+from integration.campaign.counts import Counts
 from integration.campaign.faults import Kind as Fault
 from integration.sglang.linker import PAGE_TOKENS
 from integration.sglang.server import SglangServer
@@ -27,6 +29,7 @@ from integration.tests.sglang_linked import (
     ARENA_PAGES,
     BATCH,
     BESIDE,
+    CROWD,
     DISK,
     FAILED,
     HOST,
@@ -166,6 +169,19 @@ def test_more_than_the_arena_holds(linked: Linked) -> None:
         assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
 
 
+def test_requests_that_leave_the_running_batch_come_back(linked: Linked) -> None:
+    known = CROWD[:-1]
+    for prompt in known:
+        linked.server.generate(prompt, 1)
+    linked.forget()
+    answers = linked.server.generate_all(CROWD, ANSWER)
+    left = Counts(linked.server.metrics(), "sglang:").total("num_retracted_requests_total")
+    assert left > 0
+    for prompt, answer in zip(CROWD, answers, strict=True):
+        linked.check(prompt, answer)
+        assert answer.cached_tokens == (pages_of(len(prompt)) if prompt in known else 0)
+
+
 @pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
 def test_a_tenant_finds_what_it_has_stored_and_no_other_one_does(linked: Linked, name: str) -> None:
     tenant, other = {name: f"{name} A"}, {name: f"{name} B"}
@@ -226,17 +242,17 @@ def test_events_tell_what_each_tier_has(linked: Linked) -> None:
         assert linked.router.knows(prompt)
 
 
-# From here on other servers run.
+# From here on another server runs.
 
 
-def test_a_kill_loses_nothing_that_was_written(linked: Linked) -> None:
+def test_two_ranks_find_all_that_was_written_before_a_kill(linked: Linked) -> None:
     linked.settle()
     with ThreadPoolExecutor(len(LATE)) as pool:
         asked = [pool.submit(linked.server.generate, prompt, LONG_ANSWER) for prompt in LATE]
         linked.ask(MANY[0])
         linked.server.kill()
         assert all(each.exception() is not None for each in asked), "it was idle"
-    linked.start()
+    linked.start(tensor_parallel_size=2)
     assert linked.ask(OWNED, extra_key="extra_key C").cached_tokens == 0
     tenant = {"extra_key": "extra_key A"}
     assert linked.ask(OWNED, **tenant).cached_tokens == pages_of(len(OWNED))
@@ -252,20 +268,29 @@ def test_a_kill_loses_nothing_that_was_written(linked: Linked) -> None:
         linked.router.listen()
 
 
-def test_two_ranks_find_what_one_has_left(linked: Linked) -> None:
-    linked.settle()
-    linked.server.close()
-    linked.start(tensor_parallel_size=2)
-    for _ in range(2):
-        for prompt in [*WARM, *BATCH]:
-            assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
-        linked.forget()
+def test_two_ranks_load_what_they_have_stored(linked: Linked) -> None:
+    linked.forget()
+    for prompt in LATE:
+        assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
 
 
 def test_two_ranks_load_a_batch(linked: Linked) -> None:
+    linked.forget()
     linked.orders.give(Fault.LOAD_LATE, 12, PATIENCE)
     answers = linked.server.generate_all(BATCH, ANSWER)
     linked.orders.withdraw()
     for prompt, answer in zip(BATCH, answers, strict=True):
         linked.check(prompt, answer)
         assert answer.cached_tokens == pages_of(len(prompt))
+
+
+def test_a_load_that_fails_on_one_of_two_ranks_ends_its_request(linked: Linked) -> None:
+    linked.ask(FAILED)
+    linked.forget()
+    linked.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        linked.server.generate(FAILED, ANSWER)
+    linked.orders.withdraw()
+    linked.ask(FAILED)
+    linked.forget()
+    assert linked.ask(FAILED).cached_tokens == pages_of(len(FAILED))
