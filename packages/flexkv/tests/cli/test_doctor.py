@@ -15,6 +15,8 @@ import pytest
 
 from flexkv.cli.doctor_disk import check_directory, measure
 from flexkv.cli.doctor_findings import Finding, Level, run_checks
+from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.cli.hung_mount import hung
 from packages.flexkv.tests.cli.stores import Cache, Ended
 
 Doctor = Callable[..., Ended]
@@ -31,7 +33,12 @@ def doctor(tmp_path: Path) -> Doctor:
         environment |= {name: str(value) for name, value in settings.items()}
         command = [sys.executable, "-m", "flexkv", "doctor", *map(str, arguments)]
         ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_SECONDS,
         )
         assert "Traceback" not in ended.stderr, ended.stderr
         return Ended(ended.returncode, ended.stdout, ended.stderr)
@@ -249,6 +256,26 @@ def test_what_hangs_is_a_finding_and_hides_nothing() -> None:
     ]
     assert found[0].text == "no answer within 0.5 s"
     assert "oops" in found[1].text
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_mount_that_hangs_is_a_problem_and_hides_nothing(
+    doctor: Doctor, tmp_path: Path, drives: int
+) -> None:
+    folders = [tmp_path / str(number) for number in range(drives)]
+    for folder in folders:
+        folder.mkdir()
+    settings = {
+        "FLEXKV_SSD_CACHE_DIR": ";".join(map(str, folders)),
+        "FLEXKV_SSD_CACHE_GB": 0.01,
+    }
+    with hung(folders[0]):
+        ended = doctor("--seconds", "0", **settings)
+    assert ended.code == 1
+    assert re.search(r"(ok|advice) +kernel: ", ended.out)
+    # Several directories are compared with each other before any is known.
+    check = f"disk {folders[0]}" if drives == 1 else "settings"
+    assert f"problem  {check}: no answer within 15 s" in ended.out
 
 
 def test_a_measurement_writes_no_more_than_a_share_of_the_room(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from flexkv.cli.common import add_json, print_json
+from flexkv.cli.deadline import call_within
 from flexkv.cli.doctor_disk import check_directory
 from flexkv.cli.doctor_engines import check_engines, check_packages
-from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks
+from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks, unanswered
 from flexkv.cli.doctor_host import (
     check_gpu,
     check_kernel,
@@ -48,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     seconds = _seconds(args.seconds)
-    config, findings = _settings()
+    # Settings of several directories ask the file systems whether two are the same.
+    read = call_within({"settings": _settings}, _WAIT_SECONDS)
+    config, findings = read.get(
+        "settings", (CacheConfig(), [unanswered("settings", _WAIT_SECONDS)])
+    )
     checks: dict[str, Check] = {
         "kernel": check_kernel,
         "memory": functools.partial(check_memory, config),

@@ -50,7 +50,7 @@ def run_checks(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
     """
     calls = {name: functools.partial(_run, name, check) for name, check in checks.items()}
     ended = call_within(calls, seconds)
-    return [finding for name in checks for finding in ended.get(name, [_unanswered(name, seconds)])]
+    return [finding for name in checks for finding in ended.get(name, [unanswered(name, seconds)])]
 
 
 def _run(name: str, check: Check) -> list[Finding]:
@@ -61,7 +61,8 @@ def _run(name: str, check: Check) -> list[Finding]:
         return [Finding(name, Level.ADVICE, text, "please report this error")]
 
 
-def _unanswered(name: str, seconds: float) -> Finding:
+def unanswered(name: str, seconds: float) -> Finding:
+    """The finding about a check that did not end within so many seconds."""
     return Finding(
         name,
         Level.PROBLEM,
