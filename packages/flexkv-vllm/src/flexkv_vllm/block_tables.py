@@ -92,7 +92,7 @@ class BlockTables:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.add_blocks(self.of_cached(new_blocks))
-        if written:
+        if written and self._stores.under_way:
             self._stores.fence(written, orders)
         zeroed = zeroed_blocks(output)
         if zeroed and self._stores.under_way:

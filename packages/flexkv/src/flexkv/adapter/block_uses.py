@@ -57,8 +57,8 @@ class BlockUses:
     def give(self, request_id: str, blocks: Iterable[int]) -> None:
         """In this step a request has exactly these blocks."""
         self._release(request_id)
-        self._tables[request_id] = set()
-        self.add(request_id, blocks)
+        table = self._tables[request_id] = set(blocks)
+        self._hold(table)
 
     def add(self, request_id: str, blocks: Iterable[int]) -> None:
         """In this step a request has these blocks, too."""
@@ -68,8 +68,7 @@ class BlockUses:
             return
         new = set(blocks) - table
         table |= new
-        self._also_held.update(self._held & new)
-        self._held |= new
+        self._hold(new)
 
     def check(self, computed: Set[str]) -> None:
         """The step computes these requests: their blocks must be known."""
@@ -81,6 +80,12 @@ class BlockUses:
         self._lost = True
         for known in (self._tables, self._held, self._also_held, self._touched, self._last):
             known.clear()
+
+    def _hold(self, new: set[int]) -> None:
+        """One more request has each of these blocks."""
+        if not self._held.isdisjoint(new):
+            self._also_held.update(self._held & new)
+        self._held |= new
 
     def _release(self, request_id: str) -> None:
         table = self._tables.pop(request_id, None)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -283,11 +282,14 @@ class Stores:
         attention. It does not need earlier blocks of its own group that no hit needs.
         """
         request, options = tracked.request, tracked.options
-        chains = batch.setdefault(tracked.built_on, _Chains())
+        chains = batch.get(tracked.built_on)
+        if chains is None:
+            chains = batch[tracked.built_on] = _Chains()
         keys, begin = chains.keys, len(chains.keys)
         stored: list[bytes] = []
+        alone = len(self._by_reach) == 1
         for group in self._by_reach:
-            runs = [run for run in found if run.group is group]
+            runs = found if alone else [run for run in found if run.group is group]
             if not runs:
                 continue
             first, last = runs[0].position, runs[-1]
@@ -313,8 +315,7 @@ class Stores:
         places = list(chain.from_iterable(range(at, at + run.blocks) for at, run in runs))
         transfer = self._cache.store(keys, places, chains.begins)
         if transfer is not None:
-            with contextlib.ExitStack() as undo:
-                undo.callback(self._cache.cancel, transfer)
+            try:
                 all_stored = len(transfer.blocks) == len(places)
                 stored = (
                     [run for _, run in runs]
@@ -328,7 +329,9 @@ class Stores:
                 running = _Running(transfer, stored, frozenset(engine_blocks))
                 self._running[transfer.id] = running
                 orders.stores.append(order)
-                undo.pop_all()
+            except BaseException:
+                self._cache.cancel(transfer)
+                raise
             self._tell(running)
         for pin in chains.pins:
             self._cache.pin(pin.keys, pin.owner, pin.seconds)
