@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,15 +225,15 @@ def test_unknown_arguments_are_bad_use(doctor: Doctor, arguments: list[str]) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_a_directory_of_others_is_a_problem(tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir(mode=0o700)
-    pid = os.fork()
-    if pid == 0:
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        found = list(check_directory("/root/theirs", 1.0, 0.0))
-        os._exit(0 if [each.level for each in found] == [Level.PROBLEM] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def test_a_directory_of_others_is_a_problem() -> None:
+    # Below `tmp_path` nobody else reaches anything.
+    with tempfile.TemporaryDirectory() as theirs:
+        pid = os.fork()
+        if pid == 0:
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            found = list(check_directory(theirs, 1.0, 0.0))
+            os._exit(0 if [each.level for each in found] == [Level.PROBLEM] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_what_hangs_is_a_finding_and_hides_nothing() -> None:
