@@ -29,6 +29,7 @@ from integration.bench.rows import Row, table
 from integration.bench.saturated import saturated_rows
 from integration.bench.scripts import script_rows
 from integration.bench.setup import Bench
+from integration.bench.sglang import sglang_rows
 from integration.bench.slow_disk import slow_disk_rows
 
 Say = Callable[[str], None]
@@ -53,6 +54,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "saturated": saturated_rows,
     "cluster": _cluster_rows,
     "policies": lambda bench, say: policy_rows(bench.trace, say),
+    "sglang": sglang_rows,
 }
 MIN_SAMPLES = 5
 
