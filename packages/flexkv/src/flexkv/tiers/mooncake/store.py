@@ -11,7 +11,6 @@ import contextlib
 import http.client
 import mmap
 import queue
-import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome
 from flexkv.tiers.remote import address_of
+from flexkv.tiers.turns import Turns
 
 _NO_SPACE = -200
 _WRONG_SIZE = (-600, -800)
@@ -86,7 +86,8 @@ class MooncakeBlocks:
         self._epochs = epochs
         self._fingerprint = fingerprint
         self._sizes = [ENVELOPE_BYTES, slot_bytes]
-        self._transfers = threading.BoundedSemaphore(transfers)
+        # In their order: of a prefix, only blocks without a gap before them can be loaded.
+        self._transfers = Turns(transfers)
         self._usable = True
         self._memory = mmap.mmap(-1, blocks * ENVELOPE_BYTES)
         view = memoryview(self._memory)

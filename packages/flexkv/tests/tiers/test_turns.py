@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from flexkv.tiers.turns import Turns
+from packages.conftest import PATIENCE_SECONDS
+
+
+def begin(work: Callable[[], None]) -> threading.Thread:
+    """A thread that keeps no process alive if it waits for ever."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def end(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def wait_for(turns: Turns, waiting: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while turns.waiting < waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_who_waits_comes_before_who_has_just_left() -> None:
+    turns = Turns(1)
+    came: list[str] = []
+    waiting: list[threading.Thread] = []
+
+    def come(name: str) -> None:
+        with turns:
+            came.append(name)
+
+    def come_twice() -> None:
+        with turns:
+            came.append("first")
+            for number, name in enumerate("abc", 1):
+                waiting.append(begin(partial(come, name)))
+                wait_for(turns, number)
+        come("again")
+
+    end(begin(come_twice))
+    end(*waiting)
+    assert came == ["first", "a", "b", "c", "again"]
+
+
+def test_so_many_are_inside_at_once() -> None:
+    turns = Turns(2)
+    inside, leave = threading.Semaphore(0), threading.Event()
+
+    def stay() -> None:
+        with turns:
+            inside.release()
+            leave.wait(PATIENCE_SECONDS)
+
+    threads = [begin(stay) for _ in range(3)]
+    assert all(inside.acquire(timeout=PATIENCE_SECONDS) for _ in range(2))
+    wait_for(turns, 1)
+    assert not inside.acquire(blocking=False)
+    leave.set()
+    assert inside.acquire(timeout=PATIENCE_SECONDS)
+    end(*threads)
+
+
+def test_an_error_inside_frees_the_place() -> None:
+    turns = Turns(1)
+    with pytest.raises(OSError, match="inside"), turns:
+        raise OSError("inside")
+
+    def come() -> None:
+        with turns:
+            pass
+
+    end(begin(come))
