@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that waiting requests need and a lower tier reads."""
+"""Fetches from lower tiers for requests that wait in SGLang's queue."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flexkv.transfer.fetch import Fetch
 
 
 class AwaitedPrefixes:
-    """The fetches of one engine's requests, one at most for each.
+    """The fetches of one engine's requests, at most one for each. Single-threaded.
 
     Args:
-        cache: of the engine.
-        chooser: says what is worth waiting for.
-        block_tokens: of a block.
+        cache: the engine's cache; borrowed.
+        chooser: decides which fetches are worth waiting for; borrowed.
+        block_tokens: tokens of a block.
     """
 
     def __init__(self, cache: KVCache, chooser: LoadChooser, block_tokens: int) -> None:
@@ -30,12 +30,12 @@ class AwaitedPrefixes:
         self._fetches: dict[str, Fetch] = {}
 
     def begin(self, rid: str, keys: Sequence[bytes], found: int) -> None:
-        """Have lower tiers read what they have of a prefix, unless they do so already.
+        """Begin to fetch a prefix from lower tiers, unless the request's fetch is under way.
 
         Args:
             rid: the request.
-            keys: that it looks for.
-            found: how many of them are in host memory, from the first on.
+            keys: keys of its blocks, in order.
+            found: how many of the leading blocks are in host memory.
         """
         if found == len(keys) or rid in self._fetches or not self._cache.has_lower_tiers:
             return
@@ -44,26 +44,30 @@ class AwaitedPrefixes:
             self._fetches[rid] = fetch
 
     def held(self, rids: Sequence[str]) -> list[bool]:
-        """Which of these requests wait for something that may still come, and sooner than it is
-        computed; all others that have waited are gone."""
+        """Whether each request should wait, because its fetch is expected to end sooner than
+        computing would. Fetches of all other requests end: those requests have left the queue.
+
+        Args:
+            rids: all requests of the queue.
+        """
         for rid in self._fetches.keys() - set(rids):
             self.end(rid)
         return [rid in self._fetches and self._is_awaited(self._fetches[rid]) for rid in rids]
 
     def count(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
-        """How many of these blocks each lower tier has read for the request."""
+        """How many blocks of `keys` each lower tier has fetched for the request."""
         fetch = self._fetches.get(rid)
         return fetched_blocks({} if fetch is None else dict.fromkeys(fetch.awaited, fetch), keys)
 
     def end(self, rid: str) -> None:
-        """The request has what it wanted, or wants nothing any more. Idempotent."""
+        """End the request's fetch and release its blocks. Idempotent."""
         fetch = self._fetches.pop(rid, None)
         if fetch is not None:
             self._cache.end_fetch(fetch)
             self._chooser.fetched(fetch)
 
     def end_all(self) -> None:
-        """No request waits any more."""
+        """End the fetches of all requests. Idempotent."""
         for rid in list(self._fetches):
             self.end(rid)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and stores that SGLang has ordered and that have not ended."""
+"""Loads and stores that SGLang has ordered and that are under way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class QueuedLoad:
 
     Attributes:
         order: the copy, the same on all ranks.
-        transfer: the leased blocks; None on ranks that do not decide.
+        transfer: the load with its leases; None on all ranks but the first, which decides.
     """
 
     order: CopyOrder
@@ -24,11 +24,11 @@ class QueuedLoad:
 
 @dataclass(slots=True)
 class Offload:
-    """A store whose end SGLang asks for, in the order of its calls.
+    """A store that SGLang has ordered. SGLang asks for the ends of stores in its calls' order.
 
     Attributes:
-        transfer: the store under way; None if nothing is copied, and on ranks that do not decide.
-        stored: whether the cache has all its pages, or will have once `transfer` ends well.
+        transfer: the store under way; None if nothing is copied, and on all ranks but the first.
+        stored: whether the cache has all pages of the store, once `transfer` ends without failure.
     """
 
     transfer: Transfer | None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FlexKV adds to SGLang's own classes, in the scheduler's process and once a linker runs.
+"""Hooks of SGLang's own classes, in the scheduler's process and once a linker runs.
 
-SGLang's linker has no word for "not yet". A request whose prefix is on disk would be computed while
-the disk reads. So it is kept out of sight of the scheduler until the blocks are in host memory;
-other requests are scheduled meanwhile. SGLang does the same for its own storage backends.
+A linker cannot answer "not yet": SGLang would compute a prompt while the disk reads its prefix. So
+FlexKV hides such a request from the scheduler until the blocks are in host memory. SGLang schedules
+other requests meanwhile. It does the same for its own storage backends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flexkv_sglang.side import RankSide
 logger = logging.getLogger("flexkv.sglang")
 
 _LOOKAHEAD = 64
-"""Waiting requests that are looked up before it is their turn, so that disks read for them while
-others compute: more than a batch of prompts, few enough to cost a step little."""
+"""Waiting requests that are looked up ahead of their turn, so that disks read for them while others
+compute. Chosen to be more than a batch of prompts and to cost a step little; not tuned."""
 
 _REST_SECONDS = 0.001
-"""How long SGLang's loop rests where all that it has waits for a lower tier. Without a rest the
-loop keeps Python's lock, and each step of the threads that read waits 5 ms for it. vLLM's loop
-rests as long."""
+"""How long SGLang's loop sleeps if all requests wait for lower tiers. Without the sleep the loop
+keeps Python's lock, and each step of the reading threads waits 5 ms for it. vLLM's loop sleeps as
+long."""
 
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 _OFFLOAD = (
@@ -43,7 +43,8 @@ _edge = Edge()
 
 
 def serve(side: RankSide) -> None:
-    """Have SGLang's classes ask this side. Idempotent for the classes."""
+    """Hook SGLang's classes to this side. The first call replaces the methods; they stay replaced.
+    The side is borrowed until `leave`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if not _sides:
@@ -58,13 +59,13 @@ def serve(side: RankSide) -> None:
 
 
 def leave(side: RankSide) -> None:
-    """Ask this side no more."""
+    """Unhook this side. Idempotent."""
     if side in _sides:
         _sides.remove(side)
 
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang looks for prompts to compute: keep those out of its sight that wait for a disk."""
+    """Hook of SGLang's choice of prompts to compute: hide those that wait for a lower tier."""
     side = next(iter(_sides), None)
     if side is None:
         return original(scheduler, *args, **kwargs)
@@ -92,7 +93,7 @@ def _schedule_ready(
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
     _look_ahead(side, scheduler)
-    # Not guarded: ranks agree in it, and one that left it out would take the answer for another.
+    # Not guarded: ranks agree here, and a rank that skipped it would mistake the next answer.
     held = side.held([request.rid for request in queue])
     if not any(held):
         return original(scheduler, *args, **kwargs)
@@ -103,7 +104,7 @@ def _schedule_ready(
     finally:
         left = {id(request) for request in scheduler.waiting_queue}
         known = {id(request) for request in queue}
-        # In SGLang's order; what it put back into its queue comes last, as it does there.
+        # In SGLang's order; requests that SGLang has put back come last, as in its own queue.
         scheduler.waiting_queue = [
             *(each for each in queue if id(each) in waiting or id(each) in left),
             *(each for each in scheduler.waiting_queue if id(each) not in known),
@@ -115,7 +116,7 @@ def _schedule_ready(
 
 
 def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
-    """SGLang offloads the pages of a node of its tree: say what they build on."""
+    """Hook of SGLang's offload of a tree node's pages: report the page that they follow."""
     for side in _sides:
         with _edge.guard("following the tree", "blocks may outlive those that they build on"):
             if side.leads:
@@ -125,7 +126,7 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
 
 
 def take_events(original: Callable[..., Any], tree: Any) -> Any:
-    """SGLang publishes the events of its tree: FlexKV's follow."""
+    """Hook of SGLang's publication of its tree's events: append FlexKV's events."""
     events = original(tree)
     for side in _sides:
         with _edge.guard("telling KV events", "they are lost"):
@@ -135,7 +136,8 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
 
 
 def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model gets other weights: what is stored was computed by the old ones."""
+    """Hook of SGLang's updates of weights. All stored blocks belong to the old weights afterwards,
+    also if the update fails."""
     try:
         return original(updater, *args, **kwargs)
     finally:
@@ -144,9 +146,9 @@ def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwa
 
 
 def _look_ahead(side: RankSide, scheduler: Any) -> None:
-    """Look up new requests of the queue, which begins to read what they need.
+    """Look up new requests of the queue, which begins their fetches.
 
-    Each is guarded by itself: ranks agree on each, so that no rank may leave out the others.
+    Each lookup has its own guard: ranks agree on each, so a failed one must not skip the others.
     """
     for request in scheduler.waiting_queue[:_LOOKAHEAD]:
         with _edge.guard("looking ahead", "a request is looked up when it is its turn"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes the bytes of a block what they are, apart from its key: model, weights, engine.
+"""All that a block's bytes depend on apart from its key: model, weights, engine.
 
-Blocks on disk outlive the engine. They are found again only if all of this is the same. SGLang's
-page hashes stand for the tokens and, by `extra_key` and `cache_salt`, for the tenant and the LoRA
-adapter; they know nothing of what is here.
+Blocks on disk outlive the engine. An engine finds them again only if all of this is the same.
+SGLang's page hashes cover the tokens and, by `extra_key` and `cache_salt`, the tenant and the LoRA
+adapter, but nothing of what is here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NAMED = (
 
 
 def model_identity(settings: Any, model: Any, version: str) -> list[str]:
-    """What goes into the fingerprint. Reads names and times of the model's files, not them.
+    """The parts of the fingerprint. Reads names and times of the model's files, not their contents.
 
     Args:
-        settings: of SGLang, as resolved.
+        settings: SGLang's resolved settings.
         model: SGLang's configuration of the model.
-        version: of SGLang: the inner layout of a page is its own, and may change.
+        version: SGLang's version, because each release may order a page's bytes differently.
     """
     stamps = file_stamps(weight_files(str(settings.model_path), settings.revision))
     seed = [str(settings.random_seed)] if _is_dummy(settings) else []
@@ -58,7 +58,7 @@ def model_identity(settings: Any, model: Any, version: str) -> list[str]:
 
 
 def outlives_process(settings: Any) -> bool:
-    """Whether blocks on disk mean the same to the next process. If not, logs why."""
+    """Whether blocks on disk are valid for the next process. If not, the reason is logged."""
     if _is_dummy(settings) or weight_files(str(settings.model_path), settings.revision):
         return True
     logger.warning(
@@ -71,13 +71,13 @@ def outlives_process(settings: Any) -> bool:
 
 
 def _adapters(references: Iterable[Any]) -> list[str]:
-    """What tells LoRA adapters of the command line from others of their names and paths: SGLang
-    derives their ids from these, so that an adapter trained anew would have the old one's blocks.
-    An adapter that is loaded later has an id of its own."""
+    """Identifies the LoRA adapters of the command line by their files as well. SGLang derives their
+    ids from names and paths, so a retrained adapter would find the old one's blocks. Adapters that
+    are loaded later have unique ids."""
     parts = []
     for reference in references:
         path = Path(str(reference.lora_path))
-        # Weights that are nowhere on this machine are not known to be the same in the next process.
+        # Without files here, nothing shows whether the next process has the same weights.
         files = weights_in(path) if path.exists() else []
         known = file_stamps(files) or [secrets.token_hex()]
         parts += [str(reference.lora_name), str(path), *known]
@@ -89,5 +89,5 @@ def _is_dummy(settings: Any) -> bool:
 
 
 def _cpu_traits(settings: Any) -> list[str]:
-    """SGLang's CPU kernels may choose by the instructions that there are."""
+    """The processor's instruction set, by which SGLang's CPU kernels may differ."""
     return [torch.backends.cpu.get_cpu_capability()] if settings.device == "cpu" else []

@@ -11,11 +11,11 @@ from flexkv_sglang.tier_events import Page, TierEvents, Told
 
 
 def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
-    """SGLang's events, and FlexKV's behind them.
+    """SGLang's events followed by FlexKV's.
 
     Args:
-        events: SGLang's, in their order.
-        ours: learns from them what pages are.
+        events: SGLang's events, in order; unchanged.
+        ours: learns the pages' tokens from them.
         page_size: tokens of a page.
     """
     from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -31,8 +31,8 @@ def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
 
 
 def _pages_of(event: Any) -> Iterator[Page]:
-    """The pages that an event tells of. For a tenant and an adapter SGLang's events have other
-    hashes than its storage, by which no tier can look up a page: these are left out."""
+    """The pages of an event. Pages of a tenant or an adapter are left out: SGLang's events have
+    other hashes for them than its storage, and no tier can find a page by those."""
     if event.cache_salt is not None or event.lora_name is not None:
         return
     parent, size = event.parent_block_hash, event.block_size
@@ -42,11 +42,11 @@ def _pages_of(event: Any) -> Iterator[Page]:
 
 
 def _to_sglang(told: Iterable[Told], page_size: int) -> list[Any]:
-    """Events as SGLang has them, neighbours joined as it joins its own."""
+    """FlexKV's events as SGLang's, adjacent pages joined as SGLang joins its own."""
     from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
-    # Stores on a network do not tell what they have.
+    # Shared stores report no changes.
     media = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
     recorder = KVCacheEventRecorder(enabled=True, page_size=page_size)
     for each in told:

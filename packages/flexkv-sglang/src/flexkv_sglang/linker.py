@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's external linker: its KV pool beside FlexKV's host memory, with no second host tier.
+"""SGLang's external linker: its KV pool above FlexKV's host memory, without its own host tier.
 
-SGLang makes one in each of its schedulers. What it does is in `side`; here are SGLang's types and
-calls, and nothing here raises once it has started.
+SGLang creates a linker in each scheduler. This module has SGLang's types and calls; `side` does the
+work. After the start nothing here raises.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from flexkv_sglang.support import check_cache, check_settings
 logger = logging.getLogger("flexkv.sglang")
 
 FLUSH_SECONDS = 2.5
-"""How long blocks that wait for a disk may be written when SGLang ends on its own."""
+"""How long blocks may still be written to lower tiers when SGLang ends on its own. Not tuned."""
 
 
 class FlexKVLinker(UnifiedCacheLinker):
-    """FlexKV behind SGLang's interface; see there for what each method is called for.
+    """FlexKV behind SGLang's interface, which documents the methods.
+
+    Borrows SGLang's pools and streams. Owns its side of the cache, its stream and its metrics.
 
     Raises:
         FlexKVError: a setting, SGLang's version, its configuration or its pools are not allowed.
@@ -131,8 +133,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.side.close(FLUSH_SECONDS)
 
     def _pages(self, slots: torch.Tensor) -> list[int] | None:
-        """The pages of token slots; None if they are no whole pages. The same on all ranks, whose
-        allocators go in step."""
+        """Page numbers of token slots (a 1-D integer tensor); None if these are not whole pages.
+        All ranks get the same pages, because their allocators run in step."""
         size = self._page_size
         rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
         steps = torch.arange(size, device=slots.device)
@@ -143,8 +145,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         return pages
 
     def _after_forward(self) -> AbstractContextManager[object]:
-        """Within, copies wait for all work that SGLang has given to the device so far: it may still
-        write what is stored, or read what the loaded pages held before."""
+        """A context in which copies wait for all work that SGLang has queued on the device: that
+        work may still write stored pages, or read the former contents of loaded pages."""
         if self._stream is None:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -155,7 +157,7 @@ class FlexKVLinker(UnifiedCacheLinker):
 
 
 def _metric_labels() -> dict[str, str] | None:
-    """SGLang's own labels of this engine's metrics; None if it serves none."""
+    """SGLang's own labels of this engine's metrics; None if SGLang serves no metrics."""
     observability, parallel = get_observability(), get_parallel()
     if not observability.enable_metrics:
         return None
@@ -167,7 +169,11 @@ def _metric_labels() -> dict[str, str] | None:
 
 
 def _of_kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
-    """The transfer of full attention's pages, the only ones that there are; see `check_cache`."""
+    """The transfer of full attention's pages. There are no others; see `check_cache`.
+
+    Raises:
+        LayoutError: SGLang names pages of another pool.
+    """
     (transfer,) = transfers
     if transfer.name != PoolName.KV:
         raise LayoutError(f"SGLang names pages of {transfer.name}; allowed: kv")

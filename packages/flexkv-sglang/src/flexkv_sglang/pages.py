@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's KV pools look like, and which part of a page each rank holds."""
+"""The layout of SGLang's KV pools, and the part of a page that each rank holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flexkv.errors import LayoutError
 from flexkv.layout import KVLayout, Sharding, TensorView
 
 _INDEXER = "index_k_with_scale_buffer"
-"""Where SGLang's pools for sparse attention (DSA) keep the keys of their index: one row a page."""
+"""Attribute of SGLang's pools for sparse attention (DSA): the indexer's keys, one row a page."""
 _TOKEN_ROWS = "nhd"
 _HEAD_DIM = {"nhd": 2, "paged_nhd": 2, "hnd": 1}
-"""The dimension of KV heads once the first one counts pages, by SGLang's name of the order."""
+"""The dimension of KV heads, by SGLang's name of the order. Dimension 0 counts pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Pages:
     """The pages of one rank.
 
     Attributes:
-        layout: where they are; its layers are named as SGLang counts them while it computes.
-        sharding: how a block is shared out to ranks.
-        tensors: by name; kept alive by SGLang until it ends.
-        traits: what the bytes mean beside the layout's geometry.
+        layout: where the pages are; its layers have SGLang's numbers on this rank, from 0.
+        sharding: how ranks share a block.
+        tensors: SGLang's tensors by name, dimension 0 counting pages; SGLang keeps them alive.
+        traits: dtypes, which the layout's geometry leaves out.
     """
 
     layout: KVLayout
@@ -37,14 +37,14 @@ class Pages:
 
 
 def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Pages:
-    """The pages of SGLang's KV pool, by head if possible.
+    """Describe the pages of SGLang's KV pool, split by head if possible.
 
     Args:
-        pool: what SGLang's allocator gives out slots of.
+        pool: the pool whose slots SGLang's allocator gives out; borrowed.
         page_size: tokens of a page.
         heads: KV heads of the model over all ranks; 1 with latent attention (MLA), where every
-            rank holds the same.
-        ranks: that share out a page.
+            rank holds the same bytes.
+        ranks: number of ranks that share a page.
 
     Raises:
         LayoutError: the pool cannot be cached right.
@@ -77,10 +77,10 @@ def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Page
 
 
 def _infos(pool: Any) -> list[Any]:
-    """SGLang's description of a pool that has nothing beside it.
+    """SGLang's description of a pool, which has exactly one part.
 
     Raises:
-        LayoutError: there is no such description.
+        LayoutError: the pool has other parts or no description.
     """
     kind = type(pool).__name__
     allowed = "allowed: one pool of MHA, MLA or DSA without scales"
@@ -105,8 +105,8 @@ def _infos(pool: Any) -> list[Any]:
 def _tensors(
     pool: Any, infos: list[Any], pages: int, page_size: int
 ) -> Iterator[tuple[int, str, torch.Tensor, int | None]]:
-    """The tensors of a pool in the order of the layers: layer, name, tensor whose first dimension
-    counts pages, dimension of its KV heads."""
+    """The tensors of a pool in the order of the layers: layer, name, tensor whose dimension 0
+    counts pages, and dimension of its KV heads."""
     (info,) = infos
     buffers = info.buffer_info.buffers
     for number, layer in enumerate(info.layer_ids):
@@ -128,5 +128,5 @@ def _tensors(
 
 
 def _by_page(tensor: torch.Tensor, pages: int, page_size: int) -> torch.Tensor:
-    """A tensor of rows that are tokens, with a dimension of pages before them."""
+    """A view of a tensor (tokens, ...) as (pages, page_size, ...)."""
     return tensor[: pages * page_size].unflatten(0, (pages, page_size))

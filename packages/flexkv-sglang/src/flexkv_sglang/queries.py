@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests ask for, counted once each. SGLang looks a waiting request up in every step."""
+"""Counts each request's query once, although SGLang looks up a waiting request in every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.adapter.load_choice import Left
 from flexkv.changes import Medium
 
 _UNANSWERED = 64
-"""Requests that may have left before they were scheduled, until somebody looks. Not tuned."""
+"""Queries of requests that left unscheduled, before these are searched for. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Queries:
     """The requests of one engine, from their last lookup until they get their pages.
 
     Args:
-        figures: that count.
+        figures: counts the queries; borrowed.
         page_tokens: tokens of a page.
     """
 
@@ -36,26 +36,32 @@ class Queries:
         self._open: dict[str, _Query] = {}
 
     def asked(self, rid: str, pages: int, left: Left | None, left_pages: int) -> None:
-        """A request was looked up.
+        """Note the lookup of a request, in place of its earlier lookups.
 
         Args:
             rid: the request.
-            pages: that the engine does not have itself.
-            left: why some that could be loaded are not; None if all are.
-            left_pages: how many these are.
+            pages: pages that the engine's own cache lacks.
+            left: why some loadable pages are not loaded; None if all are loaded.
+            left_pages: how many loadable pages are not loaded.
         """
         self._open[rid] = _Query(pages, left, left_pages)
 
     def loaded(self, rid: str, pages: int, fetched: Mapping[Medium, int]) -> None:
-        """A request gets so many pages; `fetched` are those of them that lower tiers had."""
+        """Count a request that loads `pages` pages.
+
+        Args:
+            rid: the request.
+            pages: pages that it loads.
+            fetched: how many of them came from each lower tier.
+        """
         self._count(self._open.pop(rid, _Query(pages, None, 0)), pages, fetched)
 
     def scheduled(self, rids: Sequence[str], waiting: Sequence[str]) -> None:
-        """The engine computes requests.
+        """Count the requests of a batch that load nothing.
 
         Args:
-            rids: of the batch.
-            waiting: of all requests that still wait. What others asked for is forgotten.
+            rids: requests of the batch.
+            waiting: all requests that still wait. Queries of any others are discarded in time.
         """
         for rid in rids:
             query = self._open.pop(rid, None)
@@ -70,7 +76,7 @@ class Queries:
         tokens = {medium: count * size for medium, count in fetched.items()}
         self._figures.asked(query.pages * size, hits * size, tokens)
         if hits:
-            # Where in the prompt they lie is not known here. Further back they would cost more.
+            # The pages' place in the prompt is unknown here. Later pages would have cost more.
             self._figures.hit(hits, Span(0, hits * size))
         if query.left is not None:
             self._figures.left(query.left, query.left_pages * size)

@@ -13,8 +13,8 @@ class Ranks(Protocol):
     """The ranks that hold the shards of one KV cache, as one of them sees them.
 
     Attributes:
-        rank: this one.
-        count: of all.
+        rank: number of this rank, from 0.
+        count: how many ranks there are.
     """
 
     @property
@@ -23,11 +23,13 @@ class Ranks(Protocol):
     def count(self) -> int: ...
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
-        """The numbers that rank 0 gives. All ranks call it in the same order.
+        """Rank 0's numbers, on all ranks. Waits until all ranks have called.
+
+        All ranks make these calls in the same order.
 
         Args:
-            numbers: of rank 0; what others give is ignored.
-            count: how many there are, the same for all ranks.
+            numbers: 64-bit integers; ignored on all ranks but 0.
+            count: length of rank 0's `numbers`, the same on all ranks.
         """
         ...
 
@@ -43,10 +45,10 @@ class OneRank:
 
 
 class CpuGroup:
-    """Ranks that SGLang joined in a group whose messages go by CPU.
+    """The ranks of a group of SGLang's whose messages are CPU tensors.
 
     Args:
-        group: SGLang's.
+        group: a `torch.distributed` group; borrowed.
     """
 
     def __init__(self, group: Any) -> None:
@@ -64,7 +66,7 @@ class CpuGroup:
 
 
 def ranks_of(group: Any | None) -> Ranks:
-    """The ranks of a group of SGLang's; one if there is no group."""
+    """The ranks of a `torch.distributed` group; one rank if there is no group."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if group is None or not distributed or torch.distributed.get_world_size(group) == 1:
         return OneRank()

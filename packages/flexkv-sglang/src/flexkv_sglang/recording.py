@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells a recorder what SGLang computes: its batches show each prompt, and later its end."""
+"""Reports SGLang's requests to a recorder, from the batches in which it computes them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from flexkv.adapter.recorder import Recorder
 
 _LOOK_SECONDS = 1.0
-"""How often requests are asked whether they have ended, which is one call for each. Not tuned."""
+"""Time between two checks of which requests have ended; each costs a call a request. Not tuned."""
 
 
 class BatchRecorder:
     """Follows the requests of one engine, on the rank that decides. Single-threaded.
 
     Args:
-        recorder: takes them; owned.
+        recorder: records them; owned.
         page_size: tokens of a block.
     """
 
@@ -31,14 +31,14 @@ class BatchRecorder:
         self._looked = time.monotonic()
 
     def batch(self, requests: Sequence[Any], loaded: dict[str, int]) -> None:
-        """SGLang computes these requests next.
+        """Report the batch that SGLang computes next.
 
         Args:
-            requests: SGLang's own, of the batch.
-            loaded: tokens that were loaded for requests, by id; those in the batch are taken out.
+            requests: SGLang's requests of the batch; borrowed until they end.
+            loaded: tokens loaded for each request, by id; the batch's requests are removed from it.
         """
         for request in requests:
-            # Of a prompt that is computed in parts, the recorder keeps what the first part says.
+            # If SGLang computes a prompt in parts, the recorder keeps the first part's figures.
             hit = loaded.pop(request.rid, 0)
             self._running[request.rid] = request
             own = max(0, request.prefix_len - hit)
@@ -50,7 +50,7 @@ class BatchRecorder:
             self._end([each for each in self._running.values() if each.finished()])
 
     def close(self) -> None:
-        """The engine ends, and all requests with it."""
+        """Report the end of all requests and close the recorder."""
         self._end(list(self._running.values()))
         self._recorder.close()
 
@@ -68,7 +68,7 @@ class BatchRecorder:
 def _names(
     prompt: Sequence[int], answer: Sequence[int], blocks: int, size: int, tenant: bytes
 ) -> Iterator[bytes]:
-    """A name of each block: its tokens, and whose they are."""
+    """A name for each block: its tokens and its tenant."""
     tokens = chain(prompt, answer)
     for _ in range(blocks):
         yield array("q", islice(tokens, size)).tobytes() + tenant

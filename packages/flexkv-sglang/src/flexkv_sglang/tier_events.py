@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages tiers have that SGLang's subscribers were not told of, and the other way round.
+"""Events for the pages in FlexKV's tiers: those that SGLang's subscribers do not know of yet.
 
-Tiers know pages by their hashes alone. Their tokens are learned from SGLang's own events, which
-tell of each page that it computes or FlexKV loads, also of those that an earlier process has
-written. Knows no module of SGLang.
+Tiers know pages by their hashes alone. SGLang's own events give the tokens: they report each page
+that SGLang computes or FlexKV loads, also pages that an earlier process has stored. This module
+imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from flexkv.changes import Change, Medium
 
 _HASH_BYTES = 32
 _NUMBER_BYTES = 8
-"""Of a hash, which SGLang's events have as a number."""
+"""Leading bytes of a hash that SGLang's events carry, as a signed number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page as SGLang's events have it.
+    """A page as SGLang's events describe it.
 
     Attributes:
-        number: the beginning of its hash.
-        parent: that of the page before it; None if there is none.
-        tokens: all its tokens.
+        number: the first 8 bytes of its hash, as a signed number.
+        parent: the number of the page before it; None for the first page of a prompt.
+        tokens: its tokens.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """An event: a tier has a page from now on, or no longer (not `stored`)."""
+    """An event: a tier has a page from now on (`stored`), or has it no longer."""
 
     medium: Medium
     page: Page
@@ -48,7 +48,7 @@ class TierEvents:
     """The events of one engine. Single-threaded.
 
     Args:
-        cache: of the engine; watched from now on.
+        cache: the engine's cache; borrowed. Its changes are recorded from now on.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -64,12 +64,12 @@ class TierEvents:
         cache.watch()
 
     def learn(self, stored: Iterable[Page], removed: Iterable[int], cleared: bool) -> None:
-        """What SGLang tells of the device.
+        """Take in SGLang's events about pages on the device.
 
         Args:
-            stored: pages, each behind the one that it builds on.
-            removed: numbers of pages that are not there any more.
-            cleared: whether subscribers have been told first that nothing is anywhere.
+            stored: new pages, each after its parent.
+            removed: numbers of pages that have left the device.
+            cleared: whether SGLang first told its subscribers that no tier has any page.
         """
         if cleared:
             for medium, told in self._told.items():
@@ -85,8 +85,8 @@ class TierEvents:
         self._leave(removed)
 
     def take(self) -> list[Told]:
-        """The events of changes since the last call: removals, then pages in the order in which
-        SGLang told of them."""
+        """The events since the last call: removals first, then stored pages in the order of
+        SGLang's own events."""
         for change in self._cache.take_changes():
             self._note(change)
         changed, self._changed = self._changed, {}
@@ -106,10 +106,11 @@ class TierEvents:
         return removed + [each for _, each in stored]
 
     def forget_all(self, epoch: bytes) -> None:
-        """What tiers have now is never found again: the next `take` tells that it is gone.
+        """Forget all pages in tiers: no lookup finds them again. The next `take` reports their
+        removal.
 
         Args:
-            epoch: that keys end with from now on.
+            epoch: the end of all keys from now on.
         """
         self._epoch = epoch
         for medium, told in self._told.items():
@@ -130,7 +131,7 @@ class TierEvents:
         present.add(number)
 
     def _number(self, key: bytes) -> int | None:
-        """The number of the page of `key`; None if the page is of other weights."""
+        """The number of the page of `key`; None if the page belongs to other weights."""
         if key[_HASH_BYTES:] != self._epoch:
             return None
         return int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True)
@@ -140,8 +141,8 @@ class TierEvents:
         self._unsure.update(numbers)
 
     def _forget(self) -> None:
-        """Keep nothing of pages that neither SGLang nor a tier has. SGLang keeps a page on the
-        device until it is stored."""
+        """Discard pages that neither SGLang nor a tier has. SGLang keeps a page on the device until
+        it is stored."""
         for number in self._unsure & self._left:
             if not any(number in present for present in self._present.values()):
                 self._left.discard(number)

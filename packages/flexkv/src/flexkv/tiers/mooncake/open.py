@@ -19,20 +19,21 @@ from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
 logger = logging.getLogger(__name__)
 
 SETUP_SECONDS = 15.0
-"""How long the start of an engine waits for Mooncake, which itself waits for its master forever."""
+"""Longest wait for Mooncake at an engine's start. Mooncake itself waits for its master for ever.
+Not tuned."""
 
 TRANSFERS = {"tcp": 1, "rdma": 4}
-"""Calls that move bytes at once. Over TCP several disturb each other: on two busy cores one call
-after another got 64 MiB, in blocks of 2 MiB, at 0.5 to 0.8 GB/s, two at a time at 0.2 to 0.6, eight
-at 0.1 to 0.2, however many blocks a call had. RDMA was not measured."""
+"""Calls that move bytes at the same time, by protocol. Over TCP, calls slow each other down: on two
+busy cores, reading 64 MiB in blocks of 2 MiB reached 0.5 to 0.8 GB/s with one call at a time, 0.2
+to 0.6 with two and 0.1 to 0.2 with eight, whatever the blocks per call. RDMA was not measured."""
 
 _LOCAL_BYTES = 16 << 20
-"""Memory that Mooncake registers for calls that FlexKV does not use."""
+"""Bytes that Mooncake registers for calls that FlexKV does not use. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """The settings `mooncake_...`."""
+    """The settings `mooncake_...`, each without that prefix; `segment_bytes` is in bytes."""
 
     master: str
     metadata: str
@@ -49,17 +50,22 @@ def open_mooncake_tier(
     limits: RemoteLimits,
     states: States | None = None,
 ) -> RemoteTier | None:
-    """The tier of a Mooncake Store, to which this process lends a segment of memory.
+    """Open the tier of a Mooncake Store and lend the store a segment of this process's memory.
+
+    The call takes up to `SETUP_SECONDS`, and the time of some requests to the metadata server. If
+    that server fails, the tier shares blocks with no other engine.
 
     Args:
-        settings: see there.
-        fingerprint: of the blocks.
-        slot_bytes: of a block.
+        settings: of the store.
+        fingerprint: digest of all that the blocks' bytes depend on apart from their keys.
+        slot_bytes: bytes of a block.
         limits: of the tier.
-        states: see `RemoteTier`.
+        states: reports the tier's circuits to other processes; the tier owns it. None if
+            nothing is reported.
 
     Returns:
-        None if the store cannot be reached: then the engine runs without it.
+        The tier, which owns its client; None if the store cannot be reached. The error is logged
+        then, and the engine runs without the store.
     """
     client = _set_up(settings)
     if client is None:
@@ -102,7 +108,7 @@ def open_mooncake_tier(
 
 
 def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | None:
-    """A client that has joined the store; None if that fails or takes too long."""
+    """Join the store. Returns None if that fails or takes longer than `SETUP_SECONDS`."""
     client = MooncakeDistributedStore()
     lock = threading.Lock()
     codes: list[int] = []
@@ -134,8 +140,12 @@ def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | None:
 
 
 def _own_address(master: str) -> str:
-    """The address of this machine on the way to the master, where other nodes reach it. Sends
-    nothing."""
+    """This machine's address on the route to the master, by which other nodes reach it. Sends
+    nothing.
+
+    Raises:
+        OSError: the master's name cannot be resolved, or there is no route to it.
+    """
     host, _, port = master.rpartition(":")
     family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in Mooncake Store, from and to the arena without a copy.
+"""Blocks in Mooncake Store, read into and written from the arena without a copy.
 
-The store verifies nothing, so each block has its envelope beside it: one object of two pieces of
-registered memory, the envelope's and the arena's slot.
+The store verifies nothing, so an object holds a block's envelope and its bytes. The two come from
+two pieces of registered memory: the envelope's buffer and the arena's slot.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from flexkv.tiers.turns import Turns
 _NO_SPACE = -200
 _WRONG_SIZE = (-600, -800)
 _NOT_FOUND = -704
-"""Mooncake's codes, as 0.3.13 returns them."""
+"""Error codes of Mooncake 0.3.13."""
 
 _SETTLE_SECONDS = 0.5
-"""The metadata server knows no conditions: of several that create a record at once, the last one
-wins, and after this time all read that one. A node that is later still goes on by itself."""
+"""Wait after the creation of a record. The metadata server has no conditional writes: if several
+nodes create a record at once, the last one wins, and all nodes that waited read it. A node that
+writes even later shares blocks with no other. Not tuned."""
 
 
 class MooncakeError(OSError):
-    """Mooncake Store did not do what it was asked."""
+    """A call to Mooncake Store or its metadata server failed."""
 
 
 class Client(Protocol):
-    """The part of `mooncake.store.MooncakeDistributedStore` that is used. Every call but the first
-    two releases the interpreter's lock while it waits. Codes are 0 or sizes, or negative."""
+    """The part of `mooncake.store.MooncakeDistributedStore` that FlexKV calls.
+
+    Every call but the first two releases the interpreter's lock while it waits. Calls return 0 or
+    sizes in bytes, and negative codes for errors. Addresses and sizes are in bytes; the memory
+    behind them stays the caller's and must be registered.
+    """
 
     def register_buffer(self, address: int, size: int, /) -> int: ...
 
@@ -58,16 +63,19 @@ class Client(Protocol):
 
 
 class MooncakeBlocks:
-    """See `flexkv.tiers.remote.BlockStore`.
+    """A `flexkv.tiers.remote.BlockStore` of one fingerprint. Thread-safe.
+
+    Its calls raise `MooncakeError` if the arena could not be registered or the master fails.
 
     Args:
-        client: set up.
-        config: Mooncake's, of each write.
+        client: a client that has joined the store; closed by `close`.
+        config: Mooncake's `ReplicateConfig` of each write.
         epochs: of the fingerprint.
         fingerprint: of the blocks.
-        slot_bytes: of a block.
-        blocks: most that are read or written at the same time.
-        transfers: calls that move bytes at once. Others verify or seal theirs meanwhile.
+        slot_bytes: bytes of a block.
+        blocks: most blocks that are read or written at the same time; each has a buffer of
+            `ENVELOPE_BYTES` here.
+        transfers: calls that move bytes at the same time. Other calls verify or seal meanwhile.
     """
 
     def __init__(
@@ -127,7 +135,7 @@ class MooncakeBlocks:
             if outcome is Outcome.DAMAGED
         ]
         if damaged:
-            # By force: having read them, this node has a lease on them. A put does not overwrite.
+            # Forced, because this node's reads hold leases on them; a put would not overwrite them.
             self._client.batch_remove(damaged, True)
         return outcomes
 
@@ -198,13 +206,15 @@ class MooncakeBlocks:
 
 
 class MetadataRecord:
-    """See `flexkv.tiers.epochs.EpochRecord`. At Mooncake's metadata server and not in its store,
-    where a record would be evicted, and would go with the node whose memory it is in.
+    """A `flexkv.tiers.epochs.EpochRecord` at Mooncake's metadata server.
+
+    In the store itself the record could be evicted, or vanish with the node that holds it. The
+    methods raise `OSError` if the server fails or does not answer in time.
 
     Args:
-        url: of the server.
+        url: of the metadata server.
         fingerprint: of the blocks.
-        timeout_seconds: of each request.
+        timeout_seconds: longest wait for each request's connection and answer.
     """
 
     def __init__(self, url: str, fingerprint: str, timeout_seconds: float) -> None:

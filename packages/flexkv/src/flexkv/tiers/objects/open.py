@@ -22,7 +22,8 @@ _TRUE = {"1", "true", "yes", "on"}
 _PLAIN_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _RETRIES = 2
-"""Of a request that a store answers with a passing error; within the call's own time."""
+"""Retries of a request that fails with a transient error, within the time of its call. Not
+tuned."""
 
 
 def open_object_tier(
@@ -32,19 +33,22 @@ def open_object_tier(
     limits: RemoteLimits,
     states: States | None = None,
 ) -> RemoteTier:
-    """The tier of a bucket. If the bucket does not answer, the tier shares nothing with others
-    until the engine is started again: it cannot know whether keys still mean the same.
+    """Open the tier of a bucket.
+
+    If the bucket does not answer, the tier shares no blocks with other engines until this engine
+    is restarted, because the keys' current epoch is unknown. The error is logged.
 
     Args:
-        url: the setting `objects_url`. Credentials come from the environment, as the store's own
-            tools take them.
-        fingerprint: of the blocks.
-        slot_bytes: of a block.
+        url: the setting `objects_url`. Credentials come from the environment variables that the
+            store's own tools read.
+        fingerprint: digest of all that the blocks' bytes depend on apart from their keys.
+        slot_bytes: bytes of a block.
         limits: of the tier.
-        states: see `RemoteTier`.
+        states: reports the tier's circuits to other processes; the tier owns it. None if
+            nothing is reported.
 
     Raises:
-        StoreSettingError: the URL, or a variable that belongs to it, cannot be used.
+        StoreSettingError: the URL or an environment variable of its store cannot be used.
     """
     blocks = ObjectBlocks(connect(url, limits.timeout_seconds), fingerprint, limits.timeout_seconds)
     try:
@@ -62,10 +66,14 @@ def open_object_tier(
 
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:
-    """The store of a URL; sends nothing.
+    """The store of a URL. Sends nothing.
+
+    Args:
+        url: the setting `objects_url`.
+        timeout_seconds: longest time of a request, its retries included.
 
     Raises:
-        StoreSettingError: see `open_object_tier`.
+        StoreSettingError: the URL or an environment variable of its store cannot be used.
     """
     allow_http = any(os.environ.get(name, "").lower() in _TRUE for name in _PLAIN_HTTP)
     for name in _ENDPOINTS:

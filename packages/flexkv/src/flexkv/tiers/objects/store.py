@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks as objects: in S3, GCS, Azure or a directory, through obstore.
+"""Blocks as objects in S3, GCS, Azure or a directory, through obstore.
 
-Each block is an object: a block that many prefixes share is stored once, and each can be read
-without the others. FlexKV deletes no object. A damaged one is overwritten when its block is stored
-again. The bucket's own lifecycle ends old ones, for which all blocks lie in `blocks/`.
+Each block is an object of its own, so a block that many prefixes share is stored once. FlexKV
+deletes no object; it overwrites a damaged object when the block is stored again. The bucket's own
+lifecycle rules expire old objects: all blocks lie in `blocks/`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,46 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 REQUESTS = 64
-"""Requests at once: enough for 2 GB/s of blocks of 2 MiB where each takes 60 ms."""
+"""Concurrent requests. By arithmetic they reach 2 GB/s with blocks of 2 MiB and 60 ms a request."""
 
 PROBES = 16
-"""Blocks of a prefix that are asked about at once. Of a prefix of 256 blocks 32 requests find out
-how far it is there, in two round trips; asking about each takes 256, which buckets charge for."""
+"""Blocks of a prefix that are looked up at once. For a prefix of 256 blocks, 32 requests in two
+round trips find its stored length. A request for each block would be 256, and buckets charge for
+requests."""
 
 MULTIPART_BYTES = 64 << 20
 """Larger blocks are uploaded in parts."""
 
 _PART_BYTES = 16 << 20
 _PARTS = 4
-"""Of an upload at once."""
+"""Concurrent parts of one upload. Not tuned."""
 
 _COPY_BYTES = 1 << 20
-"""Copied at a time: the interpreter's lock is held meanwhile."""
+"""Bytes of one copy, which holds the interpreter's lock. Not tuned."""
 
 _SETTLE_SECONDS = 0.05
-"""After an answer obstore's threads still need the interpreter to let go of what belonged to the
-request. One that does so while the interpreter ends aborts the process. At load 8 on 2 cores 7 of
-120 processes that ended right after `close` were aborted without this pause, none with it."""
+"""Pause in `close`. After an answer, obstore's threads still need the interpreter to release the
+request's objects; a release while the interpreter ends aborts the process. At load 8 on 2 cores, 7
+of 120 processes that ended right after `close` aborted without this pause, and none with it."""
 
 _DAMAGED = 1 << 12
-"""Names of damaged objects that are remembered at most."""
+"""Most names of damaged objects that are remembered. Not tuned."""
 
 T = TypeVar("T")
 
 
 class StoreError(OSError):
-    """An object store did not do what it was asked. Its own message is not repeated: it may hold
-    what a request was signed with."""
+    """A request to an object store failed. The store's own message is left out, because it may
+    hold a request's signature."""
 
 
 class ObjectBlocks:
-    """See `flexkv.tiers.remote.BlockStore`.
+    """A `flexkv.tiers.remote.BlockStore` of one fingerprint. Thread-safe.
 
     Args:
-        store: of obstore; all that FlexKV keeps lies below its prefix.
+        store: of obstore; all of FlexKV's objects lie below its prefix.
         fingerprint: of the blocks.
-        timeout_seconds: of a call as a whole; after that it fails, whatever the store does.
+        timeout_seconds: longest time of a call; the call then fails, whatever the store does.
 
     Attributes:
         epochs: of the fingerprint.
@@ -77,11 +78,17 @@ class ObjectBlocks:
         self.epochs = Epochs(ObjectRecord(self._requests, fingerprint))
 
     def register(self, address: int, size: int) -> None:
-        """Objects are copied: nothing to register."""
+        """Does nothing: blocks are copied from and to objects."""
 
     def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        """See `BlockStore.find`. `keys` are a prefix, in order: what lies behind an absent block
-        counts as absent, and what lies before one that is there as there."""
+        """See `BlockStore.find`.
+
+        `keys` are those of a prefix, in order. A block behind an absent one counts as absent, and a
+        block before a present one as present.
+
+        Raises:
+            StoreError: the store fails or does not answer in time.
+        """
         folder = self.epochs.folder(epoch)
         names = [self._name(folder, key) for key in keys]
         there = self._requests.run(self._reach(names))
@@ -118,10 +125,10 @@ class ObjectBlocks:
         return f"blocks/{self._fingerprint}/{folder}/{key.hex()}"
 
     async def _reach(self, names: Sequence[str]) -> int:
-        """How many blocks of a prefix are there, told by those that are asked about."""
+        """How many leading blocks of a prefix the store has, by a search among them."""
         there, absent = 0, len(names)
         while there < absent:
-            # The next block is always among them: it alone tells most misses.
+            # The next block is always among them, because it alone shows most misses.
             step = -(-(absent - there) // PROBES)
             asked = list(range(there, absent, step))
             found = await asyncio.gather(*(self._has(names[i]) for i in asked))
@@ -139,7 +146,7 @@ class ObjectBlocks:
         damaged = name in self._damaged
         if not damaged and await self._requests.has(name):
             return
-        # The seal is made here and not before, of blocks that are really sent.
+        # Only blocks that are sent are sealed.
         envelope = await asyncio.to_thread(seal, name.encode(), block)
         await self._requests.put(name, [envelope, block], overwrite=damaged)
         self._damaged.pop(name, None)
@@ -160,7 +167,8 @@ class ObjectBlocks:
 
 
 class ObjectRecord:
-    """See `flexkv.tiers.epochs.EpochRecord`. Not in `blocks/`: no lifecycle may end it."""
+    """A `flexkv.tiers.epochs.EpochRecord` as an object outside `blocks/`, where no lifecycle rule
+    expires it. The methods raise `StoreError` if the store fails or does not answer in time."""
 
     def __init__(self, requests: Requests, fingerprint: str) -> None:
         self._requests = requests
@@ -178,8 +186,9 @@ class ObjectRecord:
 
 
 def fingerprints_in(store: ObjectStore) -> list[str]:
-    """All that engines have shared blocks of in a bucket. Needs the permission to list it, which
-    engines do not need.
+    """Fingerprints of all blocks that engines have shared in a bucket, sorted.
+
+    Needs the permission to list the bucket, which engines do not need.
 
     Raises:
         StoreError: the bucket does not answer.
@@ -192,11 +201,11 @@ def fingerprints_in(store: ObjectStore) -> list[str]:
 
 
 class Requests:
-    """Requests to an object store, many at once, on a thread of their own. Thread-safe.
+    """Concurrent requests to an object store, on one thread of their own. Thread-safe.
 
     Args:
         store: of obstore.
-        timeout_seconds: of each call of `run` and `run_all`.
+        timeout_seconds: longest time of each coroutine given to `run` and `run_all`.
     """
 
     def __init__(self, store: ObjectStore, timeout_seconds: float) -> None:
@@ -209,11 +218,15 @@ class Requests:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises OSError if it fails or takes too long."""
+        """The result of `work`.
+
+        Raises:
+            OSError: `work` fails or takes too long.
+        """
         return asyncio.run_coroutine_threadsafe(self._timed(work), self._loop).result()
 
     def run_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T | OSError]:
-        """The result of each of `works`, or why there is none."""
+        """The result of each of `works`, or the error that it ended with, in their order."""
 
         async def gather() -> list[T | OSError]:
             tried = [self._try(work) for work in works]
@@ -225,7 +238,11 @@ class Requests:
         return await self._ask(lambda: obstore.head_async(self._store, name)) is not None
 
     async def get(self, name: str) -> memoryview | None:
-        """The bytes of an object; None if there is none."""
+        """The bytes of an object, which the caller owns; None if there is no such object.
+
+        Raises:
+            StoreError: the store fails.
+        """
 
         async def read() -> memoryview:
             result = await obstore.get_async(self._store, name)
@@ -234,7 +251,16 @@ class Requests:
         return await self._ask(read)
 
     async def put(self, name: str, parts: Sequence[bytes | memoryview], overwrite: bool) -> None:
-        """Write an object, unless there is one and `overwrite` is False."""
+        """Write an object of the concatenated `parts`, which are borrowed until the end.
+
+        Args:
+            name: of the object.
+            parts: its bytes.
+            overwrite: replace an object of that name; otherwise it stays, which is no error.
+
+        Raises:
+            StoreError: the store fails.
+        """
         size = sum(map(len, parts))
         # No bucket has conditions for uploads in parts; two of them write the same bytes.
         large = size > MULTIPART_BYTES
@@ -252,7 +278,7 @@ class Requests:
             )
 
     def close(self) -> None:
-        """End the thread; no request runs any more."""
+        """End the thread; no request may be under way. Takes `_SETTLE_SECONDS`."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         time.sleep(_SETTLE_SECONDS)
@@ -263,7 +289,12 @@ class Requests:
         self._loop.close()
 
     async def _ask(self, request: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer to a request; None if there is no such object."""
+        """The answer to a request; None if there is no such object.
+
+        Raises:
+            AlreadyExistsError: the object exists and may not be replaced.
+            StoreError: the store fails.
+        """
         try:
             async with self._free:
                 return await request()
