@@ -8,16 +8,22 @@ import pytest
 from flexkv import LayoutError
 from flexkv_sglang.support import check_cache
 
-FULL, SWA = SimpleNamespace(name="FULL"), SimpleNamespace(name="SWA")
+FULL, SWA, MAMBA = (SimpleNamespace(name=name) for name in ("FULL", "SWA", "MAMBA"))
 
 
 def test_full_attention_is_cached() -> None:
     check_cache([FULL], SimpleNamespace(mtp_draft_device_pools=()))
 
 
-def test_what_is_beside_full_attention_is_refused() -> None:
-    with pytest.raises(LayoutError, match="keeps SWA beside full attention; allowed: full"):
+def test_windows_in_pages_of_their_own_are_refused_with_the_way_out() -> None:
+    allowed = "in all layers, or --disable-hybrid-swa-memory of SGLang$"
+    with pytest.raises(LayoutError, match=f"keeps SWA beside full attention; .* {allowed}"):
         check_cache([FULL, SWA], SimpleNamespace())
+
+
+def test_recurrent_states_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"keeps MAMBA, SWA beside .* in all layers$"):
+        check_cache([FULL, SWA, MAMBA], SimpleNamespace())
 
 
 def test_a_draft_with_kv_of_its_own_is_refused() -> None:

@@ -44,9 +44,10 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
     """
     others = sorted(each.name for each in components if each.name != "FULL")
     if others:
+        windows = ", or --disable-hybrid-swa-memory of SGLang" if others == ["SWA"] else ""
         raise LayoutError(
             f"the model keeps {', '.join(others)} beside full attention; allowed: full attention "
-            f"(MHA, MLA, DSA) in all layers"
+            f"(MHA, MLA, DSA) in all layers{windows}"
         )
     drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools", "mtp_draft_mamba_pools")
     found = [name for name in drafts if getattr(params, name, ())]
