@@ -117,7 +117,7 @@ class Matcher:
         if choice.left is not None:
             left.append((choice.left, end - loaded))
         tokens = loaded - local_tokens
-        fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens) if tokens else {}
+        fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens)
         return tokens, Match(local_tokens, fetched, left=_some(left))
 
     def _match_groups(
