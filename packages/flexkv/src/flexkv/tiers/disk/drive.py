@@ -64,7 +64,7 @@ outcomes."""
 
 @dataclass(slots=True)
 class _Running:
-    """A job for blocks: what it does to the index when it ends."""
+    """A running job: its blocks, and its effect on the index when it ends."""
 
     slots: Sequence[int]
     writes: bool
@@ -122,7 +122,7 @@ class Drive:
 
     @property
     def readable(self) -> bool:
-        """Whether reads are worth asking for now."""
+        """Whether the circuit allows reads and the disk does not stall."""
         return self.reads.allows and not self.link.stalled
 
     def may_write(self, size: int) -> bool:
@@ -162,7 +162,7 @@ class Drive:
         return self._begin(self.reads, jobs, runs)
 
     def reserve(self, key: bytes, behind: int | None) -> int | None:
-        """A slot for a block that the index does not have, to be given to `write`; see
+        """Reserve a slot for a block that the index does not have; `write` takes the slot. See
         `SlotIndex.reserve`."""
         slot = self.index.reserve(key, behind)
         if slot is not None:
@@ -204,7 +204,7 @@ class Drive:
                 self._upkeep.renew(slot, record)
 
     def delete(self, key: bytes) -> None:
-        """Forget a block, on disk too, if there is one."""
+        """Remove a block from the index and from disk, if it is there."""
         slot = self.index.lease(key)
         if slot is not None:
             self._erase(slot)
@@ -212,7 +212,7 @@ class Drive:
             self.index.cancel(key)
 
     def clear(self) -> None:
-        """Forget all blocks; see `LowerTier.clear`."""
+        """Remove all blocks; see `LowerTier.clear`."""
         self.index.clear()
         # What is written from now on is bound to a seal that no table has: after a restart neither
         # old nor new blocks are found.
@@ -276,7 +276,7 @@ class Drive:
         return True
 
     def _runs(self, slots: Sequence[int], run_bytes: int) -> list[list[int]]:
-        """Positions in a batch, for each job; see `find_runs`."""
+        """The positions of a batch's blocks, grouped by job; see `find_runs`."""
         size = self._store.slot_bytes
         # A full queue drops whole jobs: each is a small part of it.
         run_bytes = min(run_bytes, self.link.queue_bytes // THREADS)
@@ -290,7 +290,7 @@ class Drive:
         buffers: list[memoryview],
         priority: Priority,
     ) -> Job:
-        """A job that reads neighbouring slots."""
+        """A job that reads adjacent slots."""
         checksums = [self.index.checksum(slot) for slot in slots]
         work = partial(self._store.read, slots[0], keys, checksums, self._seal, buffers)
         job = Job(priority, len(slots) * self._store.slot_bytes, work, len(slots))
@@ -304,7 +304,7 @@ class Drive:
         generations: list[int],
         buffers: list[memoryview],
     ) -> Job:
-        """A job that writes neighbouring slots."""
+        """A job that writes adjacent slots."""
         running = _Running(slots, writes=True)
         write = partial(self._store.write, slots[0], keys, generations, self._seal, buffers)
 
@@ -377,8 +377,8 @@ class Drive:
         self._upkeep.erase(slot)
 
     def _note(self, job: Job, writes: bool) -> None:
-        """Let the circuit know of a job: it failed if it got nothing done at all. One bad place
-        costs one block, and says nothing of the others."""
+        """Report a job to the circuit, as failed if none of its blocks succeeded. A single bad
+        place on disk costs one block and says nothing about the others."""
         device, what = (self.writes, "writes to") if writes else (self.reads, "reads from")
         if Outcome.DROPPED in job.outcomes:
             device.drop()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk store: the files of one folder, and what is done to them.
+"""A disk store: the files of one folder, read and written.
 
-Everything here waits for the disk. `DiskTier` decides what is done, and calls from its threads.
+All calls wait for the disk; `Drive` makes them on threads of its own.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ class DiskStore:
             ) from None
 
     def _open(self) -> None:
-        """Open the files, created, grown or cut if need be.
+        """Open the files. Creates, grows or truncates them if need be.
 
         Raises:
-            OSError: as the system says.
+            OSError: a system call failed.
         """
         files, folder = self._files, self._folder.fd
         self._table = files.open(folder, directory.TABLE, os.O_RDWR | os.O_CREAT)
@@ -192,9 +192,9 @@ class DiskStore:
         seal: int,
         buffers: Sequence[memoryview],
     ) -> list[Outcome]:
-        """Read neighbouring slots of one slab, from `slot` on, each into its buffer.
+        """Read adjacent slots of one slab, the first of which is `slot`, each into its buffer.
 
-        Returns for each DONE, FAILED, or DAMAGED if its bytes are not those that were written.
+        Returns one outcome a slot: DONE, FAILED, or DAMAGED if the checksum does not fit the bytes.
         """
         assert self._slabs is not None
         whole = len(buffers) > 1 and self._slabs.read_run(slot, buffers)
@@ -218,10 +218,10 @@ class DiskStore:
         seal: int,
         buffers: Sequence[memoryview],
     ) -> list[bytes | None]:
-        """Write neighbouring slots of one slab, from `slot` on, and then their records.
+        """Write adjacent slots of one slab, the first of which is `slot`, and then their records.
 
-        Returns for each the checksum of its bytes. None if it failed: the slot then holds
-        anything, and its record may be the old one, whose checksum no longer fits.
+        Returns the checksum of each block, or None if its write failed. The contents of such a slot
+        are undefined, and its record may be the old one, whose checksum no longer fits.
         """
         checksums = [
             table.checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
@@ -238,18 +238,18 @@ class DiskStore:
         ]
 
     def erase(self, slot: int) -> None:
-        """Make the record of a slot empty.
+        """Clear the record of a slot.
 
         Raises:
-            OSError: as the system says.
+            OSError: a system call failed.
         """
         self.write_record(slot, table.EMPTY_RECORD)
 
     def write_record(self, slot: int, record: bytes) -> None:
-        """Write the record of a slot alone.
+        """Write the record of a slot without its bytes.
 
         Raises:
-            OSError: as the system says.
+            OSError: a system call failed.
         """
         offset = table.record_offset(slot)
         write_fully(self._files, self._table, memoryview(record), offset)
@@ -281,7 +281,7 @@ class DiskStore:
         save_ledger(self._folder.fd, content)
 
     def close(self) -> None:
-        """Close the files and give the lock back. Idempotent."""
+        """Close the files and release the lock. Idempotent."""
         if self._slabs is not None:
             self._slabs.close()
         if self._table >= 0:
@@ -291,10 +291,10 @@ class DiskStore:
         self._folder.release()
 
     def _save_header(self, header: table.Header) -> None:
-        """Write all copies of a header, later than any before it.
+        """Write all copies of a header, with a higher number than all before it.
 
         Raises:
-            OSError: as the system says, of one copy or of all.
+            OSError: the write of a copy failed.
         """
         self._header = replace(header, serial=header.serial + 1)
         failed = None
@@ -308,7 +308,7 @@ class DiskStore:
             raise failed
 
     def _mark(self) -> bool:
-        """Say beside the table that it is worth nothing. False if the system refuses."""
+        """Create the file that makes the table invalid. False if a system call fails."""
         try:
             fd = self._files.open(self._folder.fd, directory.RESET, os.O_WRONLY | os.O_CREAT)
             self._files.close(fd)
@@ -318,12 +318,12 @@ class DiskStore:
         return True
 
     def _unmark(self) -> None:
-        """Take back what `_mark` said. If the system refuses, the table stays worth nothing."""
+        """Remove the file of `_mark`. If a system call fails, the table stays invalid."""
         with contextlib.suppress(OSError):
             os.unlink(directory.RESET, dir_fd=self._folder.fd)
 
     def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[bool]:
-        """Whether each was written."""
+        """Write the slots' bytes. Returns for each slot whether that succeeded."""
         assert self._slabs is not None
         if len(buffers) > 1 and self._slabs.write_run(slot, buffers):
             return [True] * len(buffers)
@@ -340,7 +340,7 @@ class DiskStore:
     def _write_records(
         self, slot: int, records: Sequence[bytes], wanted: Sequence[bool]
     ) -> list[bool]:
-        """Write those of neighbouring records that are wanted; returns which were."""
+        """Write the wanted ones among adjacent records. Returns which were written."""
         if len(records) > 1 and all(wanted) and self._try_record(slot, b"".join(records)):
             return [True] * len(records)
         return [
@@ -349,7 +349,7 @@ class DiskStore:
         ]
 
     def _try_record(self, slot: int, records: bytes) -> bool:
-        """Write one record, or several that follow each other. False if the system refuses."""
+        """Write one record or several adjacent ones. False if a system call fails."""
         offset = table.record_offset(slot)
         try:
             write_fully(self._files, self._table, memoryview(records), offset)
@@ -390,5 +390,5 @@ class DiskStore:
 
 
 def new_epoch() -> int:
-    """A random one, never 0, of 64 bits."""
+    """A random epoch of 64 bits, never 0."""
     return random.SystemRandom().randrange(1, 1 << 64)

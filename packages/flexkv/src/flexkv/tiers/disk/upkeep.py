@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of a cache directory need beside reads and writes of blocks.
+"""Upkeep of a cache directory's files, beside reads and writes of blocks.
 
-One thread a directory does it: nobody waits for it, none of it makes the drive look stalled, and
-it goes on while the engine is idle and nobody polls.
+One thread a directory does the upkeep. No caller waits for it, it does not make the drive look
+stalled, and it continues while the engine is idle and does not poll.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LONGEST_RETRY_SECONDS = 5.0
 
 
 class _Task:
-    """What is to be done when it is due, and again until it succeeds.
+    """A task that runs when it is due, and again until it succeeds.
 
     Args:
-        action: does it; waits for the disk.
-        pause: seconds after a success before it is done again.
-        failure: what to log when it fails for the first time in a row.
+        action: does the task; waits for the disk.
+        pause: seconds between a success and the next run.
+        failure: log line of the first failure in a row.
 
     Attributes:
-        wanted: whether it is to be done.
-        running: whether it is being done.
-        due: time.monotonic() from which on.
+        wanted: whether the task has to run.
+        running: whether the task runs now.
+        due: earliest start, by time.monotonic().
     """
 
     def __init__(self, action: Callable[[], None], pause: float, failure: str) -> None:
@@ -56,7 +56,7 @@ class _Task:
         return self.wanted and self.due <= now
 
     def run(self, path: str, last: bool) -> None:
-        """Do it. If it fails and this is not the last time, it stays wanted."""
+        """Run the task. If it fails and this is not the last run, it stays wanted."""
         self.running = True
         self.wanted = False  # who wants it from now on wants it done once more
         try:
@@ -108,34 +108,35 @@ class Upkeep:
         self._thread.start()
 
     def reset(self) -> None:
-        """Have no block of this folder found by the next process; see `DiskStore.invalidate`."""
+        """Make the next process find no block in this folder; see `DiskStore.invalidate`."""
         with self._work:
             self._reset.wanted, self._reset.due = True, 0.0
             self._work.notify()
 
     def erase(self, slot: int) -> None:
-        """Erase the record of a slot. `poll` returns the slot when that has ended."""
+        """Erase the record of a slot. `poll` returns the slot afterwards."""
         self._write(slot, table.EMPTY_RECORD)
 
     def renew(self, slot: int, record: bytes) -> None:
-        """Write the record of a slot again, before any later erasure. `poll` returns the slot when
-        that has ended."""
+        """Write the record of a slot again, before any later erasure. `poll` returns the slot
+        afterwards."""
         self._write(slot, record)
 
     def count(self) -> None:
-        """The ledger has changed."""
+        """Save the ledger, which has changed, when it is due."""
         if not self._save.wanted:
             with self._work:
                 self._save.wanted = True
                 self._work.notify()
 
     def poll(self) -> list[tuple[int, bool]]:
-        """Slots that are done with since the last call, and whether they need no erasure."""
+        """Slots whose records were written since the last call, and whether they need no
+        erasure."""
         written = self._written
         return [written.popleft() for _ in range(len(written))]
 
     def close(self, timeout: float) -> bool:
-        """Do what is left once and at once, for up to `timeout` seconds. Idempotent.
+        """Run all wanted tasks once, for up to `timeout` seconds. Idempotent.
 
         Returns whether the thread has ended; if not, the device hangs.
         """
@@ -156,7 +157,7 @@ class Upkeep:
                 self._save.run(self._store.path, self._closing)
 
     def _wait(self) -> bool:
-        """Wait until something is due. False at the end."""
+        """Wait until a task is due. False once the upkeep ends."""
         with self._work:
             while True:
                 wanted = [task for task in (self._reset, self._save) if task.wanted]
