@@ -74,6 +74,22 @@ def test_blocks_that_begin_alike_share_what_is_told(make_world: MakeWorld) -> No
     assert len(later.token_ids) == 2 * BLOCK_TOKENS
 
 
+def test_only_blocks_in_host_memory_are_described(make_world: MakeWorld) -> None:
+    world = make_world(events=True, slots=4)
+    subscriber = Subscriber(world)
+    rng = random.Random(2)
+    for _ in range(4):
+        world.generate(random_prompt(rng, 50))
+        drain(subscriber)
+    in_host = {block.key for block in world.cache._index.blocks}
+    events = world.side._events
+    assert events is not None
+    assert events._described.keys() == in_host
+    (request,) = list(world.requests.values())[-1:]
+    events.describe(request, world.side._groups.members[0], [(0, b"in no slot")])
+    assert events._described.keys() == in_host
+
+
 def test_a_block_on_disk_is_told_as_storage(make_world: MakeWorld) -> None:
     world = make_world(events=True, slots=14, disk_slots=100)
     subscriber = Subscriber(world)
@@ -88,10 +104,11 @@ def test_a_block_on_disk_is_told_as_storage(make_world: MakeWorld) -> None:
     assert subscriber.told == loadable(world)
     on_disk = [event for event in subscriber.stored if event.medium == DISK]
     assert sum(len(event.token_ids) for event in on_disk) == 36 * BLOCK_TOKENS
-    # Back in host memory, they are told there, too.
+    # Back in host memory, they are told there, too, and not again for the disk.
     world.generate(texts[0])
     drain(subscriber)
     assert subscriber.told == loadable(world)
+    assert on_disk == [event for event in subscriber.stored if event.medium == DISK]
 
 
 def test_what_the_disk_held_at_the_start_is_told(make_world: MakeWorld) -> None:
