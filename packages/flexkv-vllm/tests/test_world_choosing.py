@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, drive_of, fill, hits, prompts
@@ -166,15 +168,27 @@ def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world:
     index = world.cache._index
     full, _ = world.side._groups.members
     tracked = TrackedRequest(world.requests["r1"], RequestOptions())
-    lost = index.lease(world.side._keys.of(tracked, full)[15:])
+    behind = world.side._keys.of(tracked, full)[15:]
+    lost = index.lease(behind)
     assert len(lost) == 5
     index.drop(lost)
     index.release(lost)
-    drive_of(world)._store.read = lambda _, keys, *rest: [Outcome.FAILED] * len(keys)
+    store = drive_of(world)._store
+    read = store.read
+
+    def read_all_but_the_first(view: Any, keys: Sequence[bytes], *rest: Any) -> list[Outcome]:
+        outcomes = list(read(view, keys, *rest))
+        return [
+            Outcome.FAILED if key == behind[0] else outcome
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+    store.read = read_all_but_the_first
     # Ten blocks, and three for the window.
     world.believe(13 * world.cache._block_bytes / (0.9 * part * TOKEN_SECONDS))
     assert world.external_tokens[world.generate(prompt)] == part
-    assert world.cache.counters.fetched_blocks == 0
+    # They came, but behind one that did not.
+    assert world.cache.counters.fetched_blocks == 4
     total = collected(world)
     assert total[sample("hit_tokens", "host")] == part
     assert total.get(sample("hit_tokens", "disk"), 0) == 0
