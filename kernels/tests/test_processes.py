@@ -60,7 +60,7 @@ def start(script: str, *args: str, fds: tuple[int, ...] = ()) -> subprocess.Pope
         [sys.executable, "-c", script, *args],
         stdout=subprocess.PIPE,
         pass_fds=fds,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
 
 
@@ -101,6 +101,14 @@ def test_a_process_may_end_while_it_copies() -> None:
 
 
 def test_in_a_fork_the_mover_is_closed() -> None:
+    # pytest's own process may have become too large to be forked.
+    process = start("from kernels.tests.test_processes import fork; fork()")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def fork() -> None:
+    """Use a mover in a forked process, and then in this one."""
     world = endless_world()
     mover = world.mover(threads=2)
     ticket = mover.submit(Direction.STORE, [0], [0])

@@ -32,7 +32,7 @@ from flexkv.index import BlockState
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
 from flexkv.presence import Presence
-from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.base import AttachedTier, BlockResult
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer import demote, fetch, fetcher, reads, sources
 from flexkv.transfer.copies import Transfer
@@ -60,14 +60,26 @@ def content(key: bytes) -> bytes:
 
 
 class CheckedTier(MemoryTier):
-    """A tier that is never given a block without the one before it, nor wrong bytes."""
+    """A tier that is never given a block without the one before it, nor wrong bytes. What it
+    drops at once is told with the next poll."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.untold: set[bytes] = set()
+
+    def poll(self) -> list[BlockResult]:
+        self.untold.clear()
+        return super().poll()
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         reached = {task.key for task in self.tasks if task.writes} | self.blocks.keys()
+        reached |= self.untold
         for key, buffer in zip(keys, buffers, strict=True):
             assert bytes(buffer) == content(key)
             assert before(key) is None or before(key) in reached, f"{key!r} is out of reach"
             reached.add(key)
+        if self.full:
+            self.untold.update(keys)
         return super().write(keys, buffers)
 
 
