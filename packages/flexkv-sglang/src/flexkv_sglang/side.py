@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does for SGLang: looks up, loads, stores. Knows no module of SGLang.
+"""What one rank does for SGLang: it looks prefixes up, loads and stores. It imports nothing of
+SGLang.
 
-SGLang runs one scheduler beside each rank, and they go in step. Rank 0 has the cache and decides;
-what it decides is agreed on within the same call, so that no rank acts on a decision of its own.
+SGLang runs one scheduler beside each rank, and all go in step. Rank 0 has the cache and decides. It
+tells the others within the same call, so that no rank acts on a decision of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _EPOCH_BYTES = 16
 
 
 class RankSide:
-    """All that SGLang calls on one rank. Single-threaded; nothing raises for a single request.
+    """All that SGLang calls on one rank. Single-threaded. Errors of single requests end at
+    `edge`.
 
     Args:
         worker: copies this rank's shard.
@@ -96,24 +98,24 @@ class RankSide:
         return self._cache is not None
 
     def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
-        """SGLang's hashes, which cover the prefix, the tenant and the adapter, as keys."""
+        """The keys of blocks for SGLang's hashes in hex, which cover prefix, tenant and adapter."""
         epoch = self._epoch
         return [bytes.fromhex(each) + epoch for each in hashes]
 
     def watch(self) -> None:
-        """From now on `events` tells what tiers have."""
+        """Make `events`, on the rank that decides."""
         if self._cache is not None:
             self.events = TierEvents(self._cache)
 
     # Requests that SGLang is about to schedule.
 
     def lookup(self, rid: str, hashes: Sequence[str]) -> list[int]:
-        """Lengths, in pages, of prefixes that can be loaded. SGLang takes the longest that all
-        ranks name, so that those that do not decide name all.
+        """Lengths, in pages, of the prefixes that can be loaded. SGLang takes the longest that all
+        ranks name. Ranks that do not decide therefore name all lengths.
 
         Args:
-            rid: the request.
-            hashes: SGLang's of the pages that it does not have itself, in order.
+            rid: id of the request.
+            hashes: SGLang's hashes of the pages that it lacks, in the order of the prompt.
         """
         if self._cache is None:
             return list(range(1, len(hashes) + 1))
@@ -126,12 +128,15 @@ class RankSide:
         return []
 
     def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
-        """Queue a load for the next batch; False if it is a miss by now. All ranks answer the same.
+        """Queue a load for the next batch. All ranks return the same.
 
         Args:
-            rid: the request.
-            hashes: of the pages to load.
-            pages: SGLang's, which it has allocated for them.
+            rid: id of the request.
+            hashes: hashes of the pages to load.
+            pages: numbers of the pages that SGLang has allocated for them.
+
+        Returns:
+            False if the blocks have left host memory since the lookup.
         """
         transfer = None
         if self._cache is not None:
@@ -147,7 +152,7 @@ class RankSide:
         return True
 
     def cancel(self, rid: str) -> bool:
-        """Forget a load that has not begun; False if there is none."""
+        """Drop a queued load. Returns False if the request has none."""
         queued = self._queued.pop(rid, None)
         self._loaded.pop(rid, None)
         if queued is None:
@@ -158,17 +163,17 @@ class RankSide:
         return True
 
     def is_new(self, rid: str) -> bool:
-        """Whether this waiting request was not asked for before, since it last began to wait."""
+        """Whether this is the first call for the request since it last began to wait."""
         new = rid not in self._seen
         self._seen.add(rid)
         return new
 
     def held(self, rids: Sequence[str]) -> list[bool]:
-        """Which of the waiting requests are not to be scheduled yet, since a lower tier reads what
-        they need. All ranks answer the same.
+        """Which of the waiting requests SGLang must not schedule yet, because a lower tier reads
+        blocks for them. All ranks return the same.
 
         Args:
-            rids: of all waiting requests. What others have waited for is given up.
+            rids: ids of all waiting requests. Fetches for any other request are ended.
         """
         self._seen.intersection_update(rids)
         held = [False] * len(rids)
@@ -182,13 +187,13 @@ class RankSide:
     # The batch that needs them.
 
     def scheduled(self, rids: Sequence[str], waiting: Sequence[str]) -> None:
-        """SGLang computes these requests next, and those still wait; see `Queries`."""
+        """SGLang computes `rids` next, and `waiting` stay in its queue. See `Queries`."""
         if self._queries is not None:
             self._queries.scheduled(rids, waiting)
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
-        """SGLang computes these prompts next, and is done with them when it asks for ended offloads
-        again. Called only where that is true."""
+        """SGLang computes these parts of prompts next. The step counts as ended with the next call
+        of `ended_offloads`; the caller makes sure that it is."""
         self._chooser.step_ended(0)
         self._step = self._chooser.step_begins(spans)
 
@@ -198,12 +203,12 @@ class RankSide:
         return self._recorder is not None
 
     def record_batch(self, requests: Sequence[Any]) -> None:
-        """SGLang computes these requests next, which are its own."""
+        """Record the requests, objects of SGLang, that it computes next."""
         if self._recorder is not None:
             self._recorder.batch(requests, self._loaded)
 
     def start_batch(self) -> int:
-        """Begin all queued loads. Returns the number of the batch; -1 if there are none."""
+        """Begin all queued loads. Returns the number of the batch, or -1 if nothing is queued."""
         if not self._queued:
             return _NO_BATCH
         orders = StepOrders(layerwise=[each.order for each in self._queued.values()])
@@ -216,11 +221,11 @@ class RankSide:
         return self._batch
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let the forward go on with a layer only when what it looks at is loaded."""
+        """Make the forward pass wait until the loads of a layer have ended."""
         self._worker.wait_for_layer(str(layer))
 
     def finish_batch(self) -> bool:
-        """Wait until nothing writes to pages of the batch any more. True if all loads succeeded."""
+        """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
         orders = StepOrders(has_forward=True)
         with self._edge.guard("ending loads", "copies end, now and for good"):
             self._worker.finished(orders)
@@ -236,15 +241,15 @@ class RankSide:
     # Pages that SGLang has computed.
 
     def builds_on(self, before: str | None) -> None:
-        """The next offload is of pages behind the page of this hash; None if it is unknown."""
+        """The pages of the next offload follow the page of this hash; None if it is unknown."""
         self._before = before
 
     def offload(self, hashes: Sequence[str], pages: Sequence[int]) -> None:
-        """Store pages. SGLang keeps them until `take_offload` has told the end.
+        """Store pages. SGLang must keep them until `take_offload` has returned for them.
 
         Args:
-            hashes: of the pages, each of which builds on the one before.
-            pages: SGLang's.
+            hashes: hashes of the pages, in the order of the prompt.
+            pages: SGLang's numbers of the pages.
         """
         transfer, stored, slots = None, False, [-1] * len(pages)
         if self._cache is not None:
@@ -266,8 +271,8 @@ class RankSide:
         self._pending.append(Offload(transfer, stored))
 
     def ended_offloads(self) -> int:
-        """How many of the oldest offloads have ended. SGLang takes the least of all ranks, so that
-        those that do not decide name all."""
+        """How many of the oldest offloads have ended. SGLang takes the least number of all ranks.
+        Ranks that do not decide therefore count all."""
         with self._edge.guard("polling copies", "they are polled in the next step"):
             self._chooser.step_ended(self._step)
             self._step = 0
@@ -281,7 +286,7 @@ class RankSide:
         return ended
 
     def take_offload(self) -> bool:
-        """Whether the oldest offload is stored; it must have ended."""
+        """Remove the oldest offload, which must have ended. Returns whether it is stored."""
         offload = self._pending.popleft()
         failed = offload.transfer is not None and offload.transfer.status is not Status.DONE
         return self._cache is None or (offload.stored and not failed)
@@ -289,8 +294,8 @@ class RankSide:
     # The engine.
 
     def reset(self) -> None:
-        """SGLang forgets all pages: nothing reads or writes them when this returns. What is stored
-        stays, and so does what is on its way from them, which is complete by then."""
+        """SGLang frees all pages. Waits until no copy reads or writes them. Stored blocks
+        stay, also those of copies that end here."""
         for rid in list(self._queued):
             self.cancel(rid)
         self._pending.clear()
@@ -302,14 +307,18 @@ class RankSide:
         self._worker.stop_copying()
 
     def weights_changed(self) -> None:
-        """From now on nothing that was stored before is found, nor by a later process what this one
-        stores, whose files still have the old weights."""
+        """The weights in memory differ from the model's files now. No block stored before is found
+        any more, and no later process finds what this one stores from here on."""
         self._epoch = secrets.token_bytes(_EPOCH_BYTES)
         if self.events is not None:
             self.events.forget_all(self._epoch)
 
     def close(self, flush_seconds: float) -> None:
-        """End all copies and the cache. Idempotent."""
+        """End all copies and close the cache. Idempotent.
+
+        Args:
+            flush_seconds: how long blocks that wait may be written to lower tiers.
+        """
         self.reset()
         if self._awaited is not None:
             self._awaited.end_all()
@@ -326,14 +335,14 @@ class RankSide:
         return self._worker.figures.active or (figures is not None and figures.active)
 
     def take_samples(self) -> Samples:
-        """What this rank counted since the last call."""
+        """The counts of this rank since the last call."""
         samples = self._worker.figures.take()
         if self._figures is not None:
             add(samples, self._figures.take())
         return samples
 
     def _worth_loading(self, rid: str, asked: int, found: int) -> int:
-        """How many of so many pages in host memory are loaded rather than computed."""
+        """How many of the `found` pages in host memory to load; the engine computes the others."""
         blocks, left = 0, None
         if found:
             choice = self._chooser.choose_load(Span(0, found * self._page_size), found)
@@ -345,8 +354,8 @@ class RankSide:
         return blocks
 
     def _reserve(self, cache: KVCache, keys: Sequence[bytes]) -> Transfer | None:
-        """A store of these blocks, behind the block that they build on if host memory has it: that
-        one stays then as long as they do."""
+        """Begin the store of blocks. If host memory has the block before them, it keeps that
+        block at least as long as them."""
         before, self._before = self._before, None
         chain = [*self.keys_of([before] if before else []), *keys]
         if before and not cache.missing(chain[:1]):
@@ -354,7 +363,7 @@ class RankSide:
         return cache.store(keys, range(len(keys)))
 
     def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
-        """The transfer of a load, if all of it is in host memory."""
+        """Begin a load; None if host memory lacks one of the blocks."""
         assert self._cache is not None
         assert self._awaited is not None
         keys = self.keys_of(hashes)
@@ -369,8 +378,8 @@ class RankSide:
         return transfer
 
     def _agree(self, transfer: Transfer | None, slots: Sequence[int]) -> list[int]:
-        """A transfer as rank 0 made it: its id, its cell, a slot for each page; zeros if it made
-        none."""
+        """The transfer of rank 0 as numbers: its id, its cell, and a slot for each page. All are 0
+        if rank 0 made none."""
         ids = [0, 0] if transfer is None else [transfer.id, transfer.cell]
         return self._ranks.agree([*ids, *slots], len(slots) + 2)
 
