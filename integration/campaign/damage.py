@@ -129,6 +129,6 @@ def _flip(file: int, place: int) -> None:
     os.pwrite(file, bytes(a ^ b for a, b in zip(there, _FLIPPED, strict=False)), place)
 
 
-def find_open_files(root: Path, session: int, slot_bytes: int) -> OpenFiles:
+def find_open_files(root: Path, group: int, slot_bytes: int) -> OpenFiles:
     """The files below `root` that an engine's processes hold open."""
-    return OpenFiles(root, processes.session_pids(session), slot_bytes)
+    return OpenFiles(root, processes.group_pids(group), slot_bytes)

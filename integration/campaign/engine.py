@@ -24,14 +24,14 @@ class Server(Protocol):
 
     Attributes:
         address: host and port.
-        session: id of the session of its processes.
+        group: id of its process group.
         alive: whether it has not ended.
     """
 
     @property
     def address(self) -> tuple[str, int]: ...
     @property
-    def session(self) -> int: ...
+    def group(self) -> int: ...
     @property
     def alive(self) -> bool: ...
     def __enter__(self) -> Self: ...

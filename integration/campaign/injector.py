@@ -104,7 +104,7 @@ class Injector:
         if kind is Kind.RESET:
             self._server.forget_all()
         elif kind in damage.AT_ONCE:
-            files = damage.find_open_files(self._root, self._server.session, self._slot_bytes)
+            files = damage.find_open_files(self._root, self._server.group, self._slot_bytes)
             files.damage(kind, self._rng)
         else:
             without = damage.gone if kind is Kind.DIRECTORY_GONE else damage.locked

@@ -183,7 +183,7 @@ class Campaign:
         with self._start("second") as server:
             checks.append(self._all_are_right(server, "after a restart"))
             self._settled(server)
-            files = damage.find_open_files(self._root, server.session, self._engine.block_bytes)
+            files = damage.find_open_files(self._root, server.group, self._engine.block_bytes)
             for kind in sorted(damage.AT_ONCE):
                 files.damage(kind, random.Random(self._seed))
         with self._start("third") as server:

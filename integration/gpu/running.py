@@ -81,7 +81,7 @@ def run_section(run: Run, name: str) -> bool:
 
 def run_command(command: Sequence[str], seconds: float) -> tuple[list[str], str | None]:
     """Its lines, and its exit status; None if it was ended after `seconds`. No process that it has
-    started in its own session lives on."""
+    started in its own process group lives on."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -89,7 +89,7 @@ def run_command(command: Sequence[str], seconds: float) -> tuple[list[str], str 
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
+        process_group=0,
     )
     late = threading.Event()
 
@@ -103,7 +103,7 @@ def run_command(command: Sequence[str], seconds: float) -> tuple[list[str], str 
 
     timer = threading.Timer(seconds, end)
     timer.start()
-    cleared = threading.Thread(target=clear, name="clears a session")
+    cleared = threading.Thread(target=clear, name="clears a process group")
     cleared.start()
     lines = []
     assert process.stdout is not None
@@ -117,9 +117,9 @@ def run_command(command: Sequence[str], seconds: float) -> tuple[list[str], str 
     return lines, None if late.is_set() else f"exit status {status}"
 
 
-def _kill(session: int) -> None:
+def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _seconds_left(run: Run) -> float | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine in processes of its own, driven from a process that imports neither.
 
-``Engine`` starts ``driver.py`` in a session of its own, by itself or by the fork server, so all
-processes of the engine are known and end with it. Methods may be called from several threads.
+``Engine`` starts ``driver.py`` in a process group of its own, by itself or by the fork server, so
+all processes of the engine are known and end with it. Methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ class Engine:
     # Processes ------------------------------------------------------------------------------------
 
     @property
-    def session(self) -> int:
-        """Session id of the engine's processes: the pid of the driver."""
+    def group(self) -> int:
+        """Id of the engine's process group: the pid of the driver."""
         return self._process.pid
 
     @property
@@ -247,7 +247,7 @@ class Engine:
 
     def pids(self) -> list[int]:
         """Pids of all living processes of the engine, the driver included."""
-        return processes.session_pids(self.session)
+        return processes.group_pids(self.group)
 
     def memory(self) -> processes.Memory:
         """Memory of all processes of the engine."""
@@ -260,7 +260,7 @@ class Engine:
     def kill(self) -> list[int]:
         """SIGKILL all processes at once, as a crash would; return their pids."""
         shm = processes.shm_files(self.pids())
-        killed = processes.kill_session(self.session)
+        killed = processes.kill_group(self.group)
         self.close()
         self._note_leftovers(shm)
         return killed
@@ -272,12 +272,12 @@ class Engine:
         self._closed = True
         shm = processes.shm_files(self.pids())
         self._commands.close()
-        stubborn = processes.wait_until_gone(self.session, timeout)
+        stubborn = processes.wait_until_gone(self.group, timeout)
         if stubborn:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.session, signal.SIGTERM)
-            processes.wait_until_gone(self.session, _TERM_SECONDS)
-        processes.kill_session(self.session)
+                os.killpg(self.group, signal.SIGTERM)
+            processes.wait_until_gone(self.group, _TERM_SECONDS)
+        processes.kill_group(self.group)
         self._process.wait()
         self._reader.join()
         self._note_leftovers(shm)
@@ -305,7 +305,7 @@ class Engine:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(command_read, event_write),
-                    start_new_session=True,
+                    process_group=0,
                     env=env,
                 )
         os.close(command_read)

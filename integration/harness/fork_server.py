@@ -68,14 +68,14 @@ class ForkServer:
                 stderr=self._log,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C is for the process that made it.
-                start_new_session=True,
+                process_group=0,
                 env=environment,
             )
 
     def fork_driver(
         self, environment: Mapping[str, str], log_fd: int, command_fd: int, event_fd: int
     ) -> ForkedProcess:
-        """Fork a driver with that environment, a log and two pipes, in a session of its own.
+        """Fork a driver with that environment, a log and two pipes, in a process group of its own.
 
         The descriptors stay the caller's. Raises RuntimeError when the server has ended.
         """
@@ -85,7 +85,7 @@ class ForkServer:
         self, environment: Mapping[str, str], log_fd: int, arguments: Sequence[str]
     ) -> ForkedProcess:
         """Fork vLLM's HTTP server with that environment, a log and these arguments of its command
-        line, in a session of its own. As ``fork_driver`` otherwise."""
+        line, in a process group of its own. As ``fork_driver`` otherwise."""
         return self._fork(environment, arguments, [log_fd])
 
     def _fork(
@@ -110,7 +110,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Pid of the server, which is also the id of its session."""
+        """Pid of the server, which is also the id of its process group."""
         return self._process.pid
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def serve(control: socket.socket) -> Order | None:
         if not message:
             return None
         if os.fork() == 0:
-            os.setsid()
+            os.setpgrp()
             me = os.pidfd_open(os.getpid())
             socket.send_fds(control, [str(os.getpid()).encode()], [me])
             os.close(me)

@@ -37,8 +37,8 @@ class Process(Protocol):
 
 
 Start = Callable[[Mapping[str, str], int, Sequence[str]], Process]
-"""Starts a server in a session of its own, with an environment, a descriptor that receives what it
-prints and the arguments of its command line."""
+"""Starts a server in a process group of its own, with an environment, a descriptor that receives
+what it prints and the arguments of its command line."""
 
 
 def spawned(command: Sequence[str]) -> Start:
@@ -50,7 +50,7 @@ def spawned(command: Sequence[str]) -> Start:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
             env=env,
         )
 
@@ -112,8 +112,8 @@ class HttpServer:
         self.close()
 
     @property
-    def session(self) -> int:
-        """Session id of its processes; see `processes`."""
+    def group(self) -> int:
+        """Id of its process group; see `processes`."""
         return self._process.pid
 
     @property
@@ -153,7 +153,7 @@ class HttpServer:
 
     def kill(self) -> None:
         """End it as `kill -9` does: no process of it can do anything more."""
-        processes.kill_session(self._process.pid)
+        processes.kill_group(self._process.pid)
         self._process.wait()
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ def await_sharing(one: Engine, other: Engine, prompt: Tokens) -> list[Completion
     answers = []
     for attempt in itertools.count():
         assert time.monotonic() < late, f"{attempt} prompts were not found"
-        salt = f"{one.session} {attempt}"
+        salt = f"{one.group} {attempt}"
         answers.append(ask(one, prompt, cache_salt=salt))
         time.sleep(0.2)
         answers.append(ask(other, prompt, cache_salt=salt))

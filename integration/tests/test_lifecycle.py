@@ -80,7 +80,7 @@ from integration.harness.engine import Engine
 from integration.harness.fork_server import fork_server
 from integration.tests.reference import plain_config
 engine = Engine(plain_config(Path(sys.argv[1])), Path(sys.argv[2]))
-print(engine.session, fork_server().pid, flush=True)
+print(engine.group, fork_server().pid, flush=True)
 time.sleep(3600)
 """
 
@@ -92,7 +92,7 @@ def test_a_forked_engine_ends_with_the_process_that_asked_for_it(
     command = [sys.executable, "-c", START_AND_WAIT, str(model), str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
-        sessions = [int(word) for word in client.stdout.readline().split()]
-        assert [bool(processes.session_pids(session)) for session in sessions] == [True, True]
+        groups = [int(word) for word in client.stdout.readline().split()]
+        assert [bool(processes.group_pids(group)) for group in groups] == [True, True]
         client.send_signal(signal.SIGKILL)
-    assert [processes.wait_until_gone(session, STOP_TIMEOUT) for session in sessions] == [[], []]
+    assert [processes.wait_until_gone(group, STOP_TIMEOUT) for group in groups] == [[], []]
