@@ -19,4 +19,4 @@ def test_larger_pages_are_advised_where_there_are_any(
 ) -> None:
     with caplog.at_level(logging.WARNING, "flexkv.sglang"):
         make_rank(page_size=page_size)
-    assert ("--page-size 64 makes that cheaper" in caplog.text) is advised
+    assert ("--page-size 64 makes this cheaper" in caplog.text) is advised

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexKV for SGLang.
 
-`plugin` has `--enable-flexkv` run `linker`, which SGLang makes in each of its schedulers. `start`
-builds what it consists of: `pages` describes SGLang's pools, `identity` its model, and `side` does
-what SGLang asks, in step with the other `ranks`. `hooks` keeps requests out of the scheduler's
-sight while a disk reads for them.
+`plugin` turns `--enable-flexkv` into the flags that load `linker`. SGLang creates one linker in
+each of its schedulers. `start` assembles a rank: `pages` describes SGLang's pools, `identity`
+describes its model, and `side` answers SGLang's calls in step with the other `ranks`. `hooks` hides
+requests from the scheduler while a disk reads for them.
 """
 
 from __future__ import annotations

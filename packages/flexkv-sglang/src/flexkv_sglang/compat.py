@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which SGLang this is, and what FlexKV uses of it. Imports nothing of SGLang by itself: it is an
-entry point."""
+"""Which SGLang is installed, and which of its names FlexKV uses.
+
+An entry point imports this module, so it imports nothing of SGLang before it is called.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from flexkv.adapter.releases import Age, Releases
 from flexkv.errors import EngineVersionError
 
 LINKER = Releases("--enable-flexkv", (0, 5, 23), (0, 5, 23))
-"""Releases with which the external linker has run."""
+"""Releases with which the external linker was tested: the first and the newest."""
 
 STORAGE = Releases("HiCache's storage backend", (0, 5, 20), None)
-"""Releases whose HiCache names the tenant in the keys of pages."""
+"""Releases whose HiCache includes the tenant in the keys of pages: 0.5.20 and all newer ones."""
 
 RELEASES = (LINKER, STORAGE)
 
@@ -35,7 +37,7 @@ _USED = {
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
     "sglang.srt.mem_cache.unified_radix_cache": ("UnifiedRadixCache.take_events",),
 }
-"""Names that FlexKV calls or replaces, by module."""
+"""Names of SGLang that FlexKV calls or replaces, by module."""
 
 
 def sglang_version() -> str:
@@ -45,14 +47,15 @@ def sglang_version() -> str:
 
 
 def check_version(allow_untested: bool, version: str) -> None:
-    """Refuse an SGLang that is older than the supported range, or newer and lacks what FlexKV uses.
+    """Refuse an SGLang that is older than the tested releases, or newer and lacks a used name.
 
     Args:
         allow_untested: the setting `allow_untested_engine`.
-        version: SGLang's own.
+        version: SGLang's version string.
 
     Raises:
-        EngineVersionError: names the version, what is missing, the range, and how to override.
+        EngineVersionError: this SGLang is refused. The message names its version, the missing
+            names, the tested releases, and the setting that skips this check.
     """
     age = LINKER.age(version)
     if allow_untested or age is Age.TESTED:
@@ -63,13 +66,13 @@ def check_version(allow_untested: bool, version: str) -> None:
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     raise EngineVersionError(
         f"SGLang {version} is installed; allowed with {LINKER.runs}: {LINKER}, a newer one that "
-        f"has all that FlexKV uses, or with allow_untested_engine=true "
+        f"has every name FlexKV uses, or with allow_untested_engine=true "
         f"(FLEXKV_ALLOW_UNTESTED_ENGINE=1) any that has an external linker{lacks}"
     )
 
 
 def missing_names() -> list[str]:
-    """Names of SGLang that FlexKV uses and this one lacks."""
+    """Names that FlexKV uses and the installed SGLang lacks."""
     missing = []
     for module, names in _USED.items():
         try:

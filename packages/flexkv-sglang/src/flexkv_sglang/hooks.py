@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of SGLang's own classes, in the scheduler's process and once a linker runs.
+"""Hooks of SGLang's own classes. They are installed in the scheduler's process when a linker
+starts.
 
-A linker cannot answer "not yet": SGLang would compute a prompt while the disk reads its prefix. So
-FlexKV hides such a request from the scheduler until the blocks are in host memory. SGLang schedules
-other requests meanwhile. It does the same for its own storage backends.
+A linker cannot answer "not yet": SGLang would compute a prompt while the disk reads its prefix.
+FlexKV therefore hides such a request from the scheduler until the blocks are in host memory. SGLang
+schedules other requests meanwhile. SGLang's own storage backends hold requests back the same way.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from flexkv_sglang.side import RankSide
 logger = logging.getLogger("flexkv.sglang")
 
 _LOOKAHEAD = 64
-"""Waiting requests that are looked up ahead of their turn, so that disks read for them while others
-compute. Chosen to be more than a batch of prompts and to cost a step little; not tuned."""
+"""The most waiting requests that are looked up ahead of their turn, so that disks read for them
+while SGLang computes others. Larger than a batch of prompts, and cheap for a step; not tuned."""
 
 _REST_SECONDS = 0.001
-"""How long SGLang's loop sleeps if all requests wait for lower tiers. Without the sleep the loop
-keeps Python's lock, and each step of the reading threads waits 5 ms for it. vLLM's loop sleeps as
-long."""
+"""Seconds that SGLang's loop sleeps if all requests wait for lower tiers. Without the sleep, the
+loop holds the GIL, and the reading threads wait up to 5 ms, Python's switch interval, for each
+step. vLLM's loop sleeps as long."""
 
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 _OFFLOAD = (
@@ -65,7 +66,7 @@ def leave(side: RankSide) -> None:
 
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook of SGLang's choice of prompts to compute: hide those that wait for a lower tier."""
+    """Hook of SGLang's choice of prompts to compute. Hides requests that wait for a lower tier."""
     side = next(iter(_sides), None)
     if side is None:
         return original(scheduler, *args, **kwargs)
@@ -80,8 +81,9 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         with _edge.guard("recording a batch", "its requests are not in the trace"):
             side.record_batch(requests)
     if scheduler.device == "cpu":
-        # Elsewhere SGLang prepares the next step before this one has ended: its time is unknown.
-        with _edge.guard("measuring a batch", "its time is not known"):
+        # On other devices, SGLang prepares the next step before this one ends, so its time is
+        # unknown.
+        with _edge.guard("measuring a batch", "its time is not measured"):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
 
@@ -93,7 +95,8 @@ def _schedule_ready(
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
     _look_ahead(side, scheduler)
-    # Not guarded: ranks agree here, and a rank that skipped it would mistake the next answer.
+    # Not guarded: the ranks agree here. A rank that skipped this exchange would read its answer as
+    # that of the next one.
     held = side.held([request.rid for request in queue])
     if not any(held):
         return original(scheduler, *args, **kwargs)
@@ -104,7 +107,7 @@ def _schedule_ready(
     finally:
         left = {id(request) for request in scheduler.waiting_queue}
         known = {id(request) for request in queue}
-        # In SGLang's order; requests that SGLang has put back come last, as in its own queue.
+        # Restore SGLang's order. Requests that SGLang put back come last, as in its own queue.
         scheduler.waiting_queue = [
             *(each for each in queue if id(each) in waiting or id(each) in left),
             *(each for each in scheduler.waiting_queue if id(each) not in known),
@@ -116,9 +119,10 @@ def _schedule_ready(
 
 
 def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
-    """Hook of SGLang's offload of a tree node's pages: report the page that they follow."""
+    """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the
+    prefix."""
     for side in _sides:
-        with _edge.guard("following the tree", "blocks may outlive those that they build on"):
+        with _edge.guard("following the tree", "blocks may outlive the prefix before them"):
             if side.leads:
                 prefix = wrapper.cache.get_prefix_hash_values(node)
                 side.builds_on(prefix[-1] if prefix else None)
@@ -126,18 +130,18 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
 
 
 def take_events(original: Callable[..., Any], tree: Any) -> Any:
-    """Hook of SGLang's publication of its tree's events: append FlexKV's events."""
+    """Hook of SGLang's publication of its tree's events. Appends FlexKV's events."""
     events = original(tree)
     for side in _sides:
-        with _edge.guard("telling KV events", "they are lost"):
+        with _edge.guard("emitting KV events", "they are lost"):
             if side.events is not None:
                 return follow(events, side.events, tree.page_size)
     return events
 
 
 def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook of SGLang's updates of weights. All stored blocks belong to the old weights afterwards,
-    also if the update fails."""
+    """Hook of SGLang's updates of weights. Afterwards no stored block is found, even if the update
+    fails, because it may have changed some weights."""
     try:
         return original(updater, *args, **kwargs)
     finally:
@@ -146,11 +150,12 @@ def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwa
 
 
 def _look_ahead(side: RankSide, scheduler: Any) -> None:
-    """Look up new requests of the queue, which begins their fetches.
+    """Look up new requests of the queue. A lookup starts the request's fetch.
 
-    Each lookup has its own guard: ranks agree on each, so a failed one must not skip the others.
+    Each lookup has its own guard: the ranks agree on each, so a failed one must not skip the
+    others.
     """
     for request in scheduler.waiting_queue[:_LOOKAHEAD]:
-        with _edge.guard("looking ahead", "a request is looked up when it is its turn"):
+        with _edge.guard("looking ahead", "the request is looked up at its turn"):
             if side.is_new(request.rid):
                 request.init_next_round_input(scheduler.tree_cache, cow_mamba=False)

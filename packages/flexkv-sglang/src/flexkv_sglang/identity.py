@@ -71,13 +71,13 @@ def outlives_process(settings: Any) -> bool:
 
 
 def _adapters(references: Iterable[Any]) -> list[str]:
-    """Identifies the LoRA adapters of the command line by their files as well. SGLang derives their
-    ids from names and paths, so a retrained adapter would find the old one's blocks. Adapters that
-    are loaded later have unique ids."""
+    """The names, paths and files of the LoRA adapters of the command line. SGLang derives adapter
+    ids from names and paths alone, so a retrained adapter would find the old one's blocks. Adapters
+    that are loaded later have unique ids."""
     parts = []
     for reference in references:
         path = Path(str(reference.lora_path))
-        # Without files here, nothing shows whether the next process has the same weights.
+        # Without local files, FlexKV cannot know whether the next process has the same weights.
         files = weights_in(path) if path.exists() else []
         known = file_stamps(files) or [secrets.token_hex()]
         parts += [str(reference.lora_name), str(path), *known]

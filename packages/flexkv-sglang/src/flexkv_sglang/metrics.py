@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's figures at SGLang's `/metrics`, under the same names as at vLLM's.
+"""FlexKV's metrics at SGLang's `/metrics`. Except for the prefix, their names are those under vLLM.
 
-SGLang's schedulers write their metrics to files that its HTTP server adds up. Every rank counts its
-own copies, and rank 0 all else, so that counters without a label of the rank are those of all ranks
-together.
+SGLang's schedulers write their metrics to files, and its HTTP server adds the files up. Each rank
+counts its own copies; rank 0 counts everything else. A counter without a label for the rank is
+therefore the sum over all ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _THIS = 0
 
 
 class Metrics:
-    """What one rank reports.
+    """The metrics of one rank.
 
     Args:
         config: FlexKV's settings.
-        labels: SGLang's own; None if nobody asks for metrics.
-        leads: whether this rank reports what has a last value.
+        labels: SGLang's own labels of its metrics; None if SGLang's metrics are off.
+        leads: whether this rank reports the gauges.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Metrics:
         self._edge = Edge()
         if labels is None:
             return
-        # Imported late: it looks at once for the folder that SGLang names in the environment.
+        # Imported late: on import, it reads the folder that SGLang names in the environment.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._exposition = Exposition(
@@ -50,11 +50,11 @@ class Metrics:
             config=config,
         )
         if leads:
-            # Of a value that nobody has set, the server that adds up the files shows nothing.
+            # The server that adds up the files omits gauges that no rank has set.
             self._exposition.observe(dict.fromkeys(GAUGES, 0.0), _THIS)
 
     def report(self, side: RankSide) -> None:
-        """Report what a rank has counted since the last call."""
+        """Report the samples that `side` has collected since the last call. Never raises."""
         if self._exposition is not None and side.has_samples:
             with self._edge.guard("counting", "the counts are lost"):
                 self._exposition.observe(side.take_samples(), _THIS)

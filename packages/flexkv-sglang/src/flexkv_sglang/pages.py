@@ -47,7 +47,7 @@ def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Page
         ranks: number of ranks that share a page.
 
     Raises:
-        LayoutError: the pool cannot be cached right.
+        LayoutError: FlexKV cannot cache this pool.
     """
     infos = _infos(pool)
     pages = pool.size // page_size + 1  # page 0 is padding

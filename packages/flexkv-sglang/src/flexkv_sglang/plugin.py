@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `sglang.srt.plugins` entry point: SGLang calls `register` in each of its processes.
 
-`--enable-flexkv` then stands for the external linker of this package. SGLang has a file of its own
-behind that flag, which finds one tenant's prefixes for another and returns wrong tokens when three
-requests of a batch hit.
+`--enable-flexkv` then loads the external linker of this package. SGLang's own code behind that flag
+finds one tenant's prefixes for another, and returns wrong tokens when three requests of a batch
+hit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from flexkv_sglang.settings import linker_config, read_settings
 from flexkv_sglang.support import check_settings
 
 _STEP = "handle_hicache_ratio_default"
-"""The first of SGLang's steps from its command line to its configuration that is about caches."""
+"""The first step about caches, of those in which SGLang resolves its command line."""
 _FACTORY = "sglang.srt.mem_cache.registry.default_radix_cache_factory"
 
 
 def register() -> None:
-    """Take `--enable-flexkv` over, or have SGLang refuse it with one message."""
+    """Replace SGLang's code behind `--enable-flexkv`. If this SGLang is too old, make it refuse the
+    flag with one message instead."""
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except ImportError:
@@ -31,8 +32,12 @@ def register() -> None:
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Turn `--enable-flexkv` into the flags of the external linker, and check all settings before
-    SGLang reads a weight.
+    """Turn `--enable-flexkv` into the flags of the external linker. Checks all settings before
+    SGLang loads weights.
+
+    Args:
+        server_args: SGLang's settings, of which flags are changed.
+        previous: SGLang's own function for this step; called last.
 
     Raises:
         FlexKVError: a setting or SGLang's version is not allowed.
@@ -57,7 +62,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _refuse_later() -> None:
-    """This SGLang has no external linker for others: refuse to start where FlexKV is chosen."""
+    """Refuse `--enable-flexkv` when SGLang makes its prefix cache. This SGLang is too old to load
+    an external linker."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def refuse(original: Callable[..., Any], context: Any) -> Any:

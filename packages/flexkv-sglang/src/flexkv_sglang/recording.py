@@ -13,11 +13,12 @@ from typing import Any
 from flexkv.adapter.recorder import Recorder
 
 _LOOK_SECONDS = 1.0
-"""Time between two checks of which requests have ended; each costs a call a request. Not tuned."""
+"""Seconds between two checks for ended requests. A check costs one call per running request. Not
+tuned."""
 
 
 class BatchRecorder:
-    """Follows the requests of one engine, on the rank that decides. Single-threaded.
+    """Records the requests of one engine, on the rank that decides. Single-threaded.
 
     Args:
         recorder: records them; owned.
@@ -38,7 +39,7 @@ class BatchRecorder:
             loaded: tokens loaded for each request, by id; the batch's requests are removed from it.
         """
         for request in requests:
-            # If SGLang computes a prompt in parts, the recorder keeps the first part's figures.
+            # If SGLang computes a prompt in chunks, the recorder keeps the first chunk's figures.
             hit = loaded.pop(request.rid, 0)
             self._running[request.rid] = request
             own = max(0, request.prefix_len - hit)

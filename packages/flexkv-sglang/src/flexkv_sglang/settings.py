@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's settings as SGLang's command line gives them."""
+"""Reads FlexKV's settings from SGLang's command line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FILE = "config_file"
 
 
 def read_settings(extra: dict[str, Any]) -> CacheConfig:
-    """The settings in force.
+    """Combine the settings of the command line, the environment and the settings file.
 
     Args:
-        extra: `linker_extra_config` of SGLang's command line: settings, and `config_file`, which is
-            what `--flexkv-config-file` names and stands for FLEXKV_CONFIG_PATH.
+        extra: `linker_extra_config` of SGLang's command line: settings by name. Its `config_file`
+            is the path from `--flexkv-config-file`, which replaces FLEXKV_CONFIG_PATH.
 
     Raises:
         ConfigError: a setting is not allowed.
@@ -35,7 +35,11 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
 
 
 def linker_config(path: str | None) -> dict[str, Any]:
-    """What `--enable-flexkv` stands for in `--unified-cache-external-linker-config`."""
+    """The value of `--unified-cache-external-linker-config` that `--enable-flexkv` stands for.
+
+    Args:
+        path: the path from `--flexkv-config-file`, or None.
+    """
     return {
         "linker": "FlexKVLinker",
         "linker_module_path": "flexkv_sglang.linker",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of one rank: from SGLang's configuration and pools to what it calls.
+"""Start of one rank: builds the objects that SGLang calls, from its configuration and pools.
 
-Everything that can be wrong is found here, and raised: at run time nothing is.
+All checks run here and raise. After the start, nothing raises into SGLang.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ logger = logging.getLogger("flexkv.sglang")
 
 _ONE_PAGE = 1
 """Pages of a block. SGLang stores and looks up any run of pages and does not say where in the
-prompt it begins, so that larger blocks could not be told apart."""
+prompt the run begins. The boundaries of larger blocks would therefore be unknown."""
 _SMALL_BLOCK = 64 << 10
-"""Bytes below which a block costs more by itself than by its bytes. Not tuned."""
+"""Bytes of a block below which its fixed cost exceeds the cost of copying its bytes. Not tuned."""
 _LARGE_PAGE = 64
-"""Tokens of a page from which no larger one is advised: FlashMLA takes no other, and the MLA
-kernels of TensorRT-LLM take no larger one."""
+"""Tokens of the page size that the warning about small blocks advises. FlashMLA supports only this
+size, and TensorRT-LLM's MLA kernels support no larger one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What of SGLang a rank's start needs.
+    """The parts of SGLang that the start of a rank needs; all borrowed.
 
     Attributes:
-        settings: SGLang's, as resolved.
+        settings: SGLang's resolved settings.
         model: SGLang's configuration of the model.
-        version: SGLang's.
+        version: SGLang's version.
         page_size: tokens of a page.
-        is_bigram: whether the hashes are of pairs of tokens.
+        is_bigram: whether SGLang hashes pairs of tokens.
     """
 
     settings: Any
@@ -61,14 +61,19 @@ class Engine:
 def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) -> RankSide:
     """Meet the other ranks and start the mover; rank 0 makes the arena and the cache.
 
+    All ranks call this at the same time.
+
     Args:
         config: FlexKV's settings.
-        engine: of SGLang.
-        pages: of this rank.
-        ranks: of the engine.
+        engine: SGLang's settings, model and version.
+        pages: the pages of this rank; their tensors stay SGLang's.
+        ranks: all ranks of the engine; borrowed by the side for its lifetime.
+
+    Returns:
+        The side of this rank. The caller closes it.
 
     Raises:
-        FlexKVError: the pages cannot be copied, or the arena or a disk cannot be had.
+        FlexKVError: the pages cannot be copied, or the arena or a disk cannot be opened.
     """
     identity = [
         *model_identity(engine.settings, engine.model, engine.version),
@@ -130,7 +135,7 @@ def _make_chooser(
 
 
 def _engine_id(ranks: Ranks) -> str:
-    """A name for the session of this engine's ranks, which rank 0 draws."""
+    """The name of the session of this engine's ranks. Rank 0 draws it at random."""
     drawn = ranks.agree([secrets.randbits(62) for _ in range(2)], 2)
     return "sglang-" + "".join(f"{number:016x}" for number in drawn)
 
@@ -146,8 +151,8 @@ def _log_start(session: Session, page_size: int) -> None:
     )
     if page_size < _LARGE_PAGE and spec.format.slot_bytes < _SMALL_BLOCK:
         logger.warning(
-            "SGLang's pages have %d tokens, and a block of FlexKV %d bytes: each is looked up and "
-            "copied by itself; --page-size %d makes that cheaper",
+            "SGLang's pages of %d tokens make blocks of %d bytes; FlexKV looks up and copies each "
+            "block separately; --page-size %d makes this cheaper",
             page_size,
             spec.format.slot_bytes,
             _LARGE_PAGE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of SGLang cannot be cached right; refused at start, with one message."""
+"""Refuses, at start and with one message, the features of SGLang that FlexKV cannot cache."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 from flexkv.errors import ConfigError, LayoutError
 
 _ONE = ("pp_size", "nnodes", "attn_cp_size", "dcp_size")
-"""Ways to spread a model that FlexKV does not follow: pages of a token are then on several ranks
-that do not go in step, or not on one machine."""
+"""SGLang's sizes of the kinds of parallelism that FlexKV does not support. With them, the ranks
+that hold a token's pages do not go in step or are on several machines."""
 
 
 def check_settings(settings: Any) -> None:
-    """Refuse settings of SGLang under which pages cannot be cached right.
+    """Refuse settings of SGLang with which FlexKV cannot cache pages.
+
+    Args:
+        settings: SGLang's settings.
 
     Raises:
-        ConfigError: names the setting, its value and what is allowed.
+        ConfigError: a setting is not allowed. The message names it, its value and the allowed one.
     """
     for name in _ONE:
         value = getattr(settings, name, 1)
@@ -31,16 +34,20 @@ def check_settings(settings: Any) -> None:
     algorithm = getattr(settings, "dllm_algorithm", None)
     if algorithm:
         raise ConfigError(
-            f"SGLang's dllm_algorithm is {algorithm!r}; allowed with FlexKV: none, since diffusion "
-            f"models rewrite their pages"
+            f"SGLang's dllm_algorithm is {algorithm!r}; allowed with FlexKV: none, because "
+            f"diffusion models rewrite their pages"
         )
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
-    """Refuse a model whose state is more than the pages of one pool.
+    """Refuse a model that keeps state outside the pages of one pool.
+
+    Args:
+        components: SGLang's components of the prefix cache, one for each kind of state.
+        params: SGLang's parameters of the prefix cache.
 
     Raises:
-        LayoutError: names what there is beside full attention.
+        LayoutError: there is other state than that of full attention. The message names it.
     """
     others = sorted(each.name for each in components if each.name != "FULL")
     if others:

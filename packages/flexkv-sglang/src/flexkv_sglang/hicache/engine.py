@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HiCache does not tell its storage backend, and SGLang knows."""
+"""Reads from SGLang what a storage backend needs and HiCache does not pass."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ _NAMES_TENANTS = "storage_namespace_seed"
 
 
 def check_engine() -> None:
-    """Refuse an SGLang whose HiCache gives pages of different tenants one name.
+    """Refuse an SGLang whose HiCache uses the same key for pages of different tenants.
 
     Raises:
-        EngineVersionError: names the version and what is allowed.
+        EngineVersionError: this SGLang is refused. The message names its version and the allowed
+            ones.
     """
     hashes = importlib.import_module("sglang.srt.mem_cache.utils")
     if not hasattr(hashes, _NAMES_TENANTS):
         raise EngineVersionError(
             f"SGLang {sglang_version} is installed, whose HiCache names pages by their tokens "
-            f"alone, so that requests of another extra_key or LoRA adapter would be given them; "
+            f"alone, so that requests with another extra_key or LoRA adapter would get them; "
             f"allowed: {STORAGE}"
         )
 
 
 def model_traits() -> list[str]:
-    """What makes the bytes of a page what they are, apart from its key, its pool and the rank."""
+    """The parts of the fingerprint that do not depend on the pool or the rank: all that the bytes
+    of a page depend on, except its key."""
     settings = get_server_args()
     return model_identity(settings, ModelConfig.from_server_args(settings), sglang_version)
 
 
 def keeps_on_disk() -> bool:
-    """Whether pages on disk mean the same to the next process. If not, logs why."""
+    """Whether pages on disk are valid for the next process. If not, the reason is logged."""
     return outlives_process(get_server_args())
 
 
 def engine_copies() -> int:
-    """Engines with the same model beside each other."""
+    """The number of engines with the same model beside each other (data parallelism)."""
     return int(get_server_args().dp_size or 1)

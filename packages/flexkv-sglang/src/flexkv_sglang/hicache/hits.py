@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pages of a prefix can be restored, if some pools keep all pages and others the last
-few before certain boundaries."""
+"""Finds how many pages of a prefix can be restored. Some pools keep all pages; others keep only the
+last pages before certain lengths of the prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class Need(enum.Enum):
-    """Which pages of a pool a prefix needs; the values are SGLang's."""
+    """The pages of a pool that a prefix needs. The values are SGLang's."""
 
     ALL = "all_pages"
     TRAILING = "trailing_pages"
@@ -18,12 +18,12 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """What is there of a pool beside the KV.
+    """The stored pages of a pool other than the KV pool.
 
     Attributes:
         need: which pages a prefix needs.
-        present: for each page of the chain whether it is there.
-        trailing: how many pages before the end of a prefix, for `Need.TRAILING`.
+        present: for each page of the prompt whether it is stored.
+        trailing: how many pages before its end a prefix needs, for `Need.TRAILING`.
     """
 
     need: Need
@@ -33,12 +33,13 @@ class PoolPages:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What can be restored.
+    """The prefixes that can be restored. Lengths count pages.
 
     Attributes:
-        pages: of the longest prefix that every pool has.
-        by_pool: of the longest prefix that each pool has by itself, those that have none left out.
-        restorable: all lengths of prefixes that every pool has.
+        pages: length of the longest prefix that all pools have.
+        by_pool: for each pool the length of the longest prefix that it and the KV pool have. Pools
+            without such a prefix are left out.
+        restorable: the lengths of all prefixes that all pools have, sorted.
     """
 
     pages: int
@@ -47,17 +48,17 @@ class Hit:
 
 
 def leading(present: Sequence[bool]) -> int:
-    """Pages from the first on that are there."""
+    """The number of pages before the first that is missing."""
     return present.index(False) if False in present else len(present)
 
 
 def find_hit(name: str, kv: Sequence[bool], others: Mapping[str, PoolPages]) -> Hit:
-    """The prefixes that can be restored.
+    """Find the prefixes that can be restored.
 
     Args:
-        name: of the KV pool.
-        kv: for each page of the chain whether its KV is there.
-        others: pools beside it, by name.
+        name: name of the KV pool.
+        kv: for each page of the prompt whether its KV is stored.
+        others: the other pools, by name.
     """
     pages = leading(kv)
     by_pool = {name: pages} if pages else {}
@@ -71,7 +72,7 @@ def find_hit(name: str, kv: Sequence[bool], others: Mapping[str, PoolPages]) -> 
 
 
 def _lengths(pool: PoolPages, longest: int) -> set[int]:
-    """Prefixes of up to `longest` pages for which a pool has what they need."""
+    """Lengths of the prefixes of up to `longest` pages whose needed pages a pool has."""
     lengths = set()
     run = 0
     for length, present in enumerate(pool.present[:longest], 1):

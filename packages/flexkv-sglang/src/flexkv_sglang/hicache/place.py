@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a page a process holds, and which folder it belongs into.
+"""Which part of a page a rank holds, and which folder on disk keeps that part.
 
-A folder on disk has one owner. Ranks whose pages differ have folders of their own. Of ranks that
-hold the same pages, as with latent attention (MLA), SGLang has one write: that one owns the folder,
-and the others read in it.
+A folder has one owner. Ranks whose pages differ have a folder each. With latent attention (MLA) the
+ranks hold the same pages, and SGLang lets only one of them write. That rank owns the folder, and
+the others read from it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from flexkv.errors import ConfigError
 
 _OF_EVERY_RANK = {"mamba"}
-"""Pools that differ between ranks also where the KV does not, and that every rank writes."""
+"""Pools that differ between ranks even if the KV does not. Every rank writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ranks of a process, as HiCache counts them.
+    """The ranks of a process, as HiCache numbers them from 0.
 
     Attributes:
-        tp: rank among those that share out heads, and their number.
-        pp: stage of the pipeline, and their number.
-        cp: rank among those that share out the tokens of a page, and their number.
-        replicated: whether the ranks of `tp` hold the same KV.
+        tp: tensor-parallel rank, and the number of such ranks.
+        pp: stage of the pipeline, and the number of stages.
+        cp: rank within attention's context parallelism, and the number of such ranks.
+        replicated: whether the tensor-parallel ranks hold the same KV.
         copies: engines with the same model beside each other (data parallelism).
     """
 
@@ -37,10 +37,14 @@ class Place:
 
     @classmethod
     def of(cls, config: Any, copies: int) -> Place:
-        """The place that HiCache's `HiCacheStorageConfig` says.
+        """Read the ranks from HiCache's configuration.
+
+        Args:
+            config: HiCache's `HiCacheStorageConfig`.
+            copies: see the attribute.
 
         Raises:
-            ConfigError: pages are shared out in a way that is not supported.
+            ConfigError: a kind of parallelism is not supported.
         """
         shards = getattr(config, "dcp_size", 1)
         if shards != 1:
@@ -54,18 +58,18 @@ class Place:
         )
 
     def shares(self, pool: str) -> bool:
-        """Whether the ranks of `tp` hold the same pages of a pool."""
+        """Whether the tensor-parallel ranks hold the same pages of a pool."""
         return self.replicated and pool not in _OF_EVERY_RANK
 
     def follows(self, pool: str) -> bool:
-        """Whether this rank only reads what another one writes."""
+        """Whether this rank only reads the pages of a pool, which another rank writes."""
         return self.shares(pool) and self.tp[0] > 0
 
     def traits(self, pool: str) -> list[str]:
-        """What tells pages of this rank from those of others."""
+        """The ranks that a page of a pool depends on, for the fingerprint."""
         tp = "all" if self.shares(pool) else self.tp
         return [f"tp {tp}", f"pp {self.pp}", f"cp {self.cp}"]
 
     def owners(self, pool: str) -> int:
-        """Ranks of one engine that own a folder for a pool."""
+        """The number of ranks of one engine that own a folder for a pool."""
         return (1 if self.shares(pool) else self.tp[1]) * self.pp[1] * self.cp[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiCache's host pools: where the bytes of a page are, and what they are."""
+"""Finds the bytes of pages in HiCache's host pools, and copies them to and from blocks."""
 
 from __future__ import annotations
 
@@ -27,42 +27,48 @@ _GEOMETRY = (
     "qk_rope_head_dim",
     "storage_format_tag",
 )
-"""What SGLang's pools say of themselves, those that have it."""
+"""Attributes of SGLang's pools that decide the bytes of a page. Not every pool has all of them."""
 
 
 class HostPool(Protocol):
-    """What is used of SGLang's `HostKVCache`.
+    """The part of SGLang's `HostKVCache` that FlexKV uses.
 
     Attributes:
         page_size: tokens of a page.
-        layout: such as `page_first`.
+        layout: order of the dimensions, such as `page_first`.
     """
 
     page_size: int
     layout: str
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of the pieces of pages, given by the indices of all their tokens:
-        as many pieces for each page, one page after the other."""
+        """Find the pieces of pages, page after page. Every page has the same number of pieces.
+
+        Args:
+            indices: indices of all tokens of the pages, int64.
+
+        Returns:
+            Addresses of the pieces, and their sizes in bytes.
+        """
         ...
 
 
 class PagePool:
-    """The pages of one pool.
+    """The pages of one host pool.
 
     Args:
-        name: SGLang's.
-        pool: borrowed; its memory stays where it is.
+        name: SGLang's name of the pool.
+        pool: the pool; borrowed. SGLang keeps its memory at one address while it serves.
 
     Attributes:
-        name: as given.
+        name: see above.
         page_tokens: tokens of a page.
-        page_bytes: bytes of a page, all pieces together.
-        slot_bytes: bytes of a block that holds a page.
-        traits: what the bytes of a page mean, apart from the model and the rank.
+        page_bytes: bytes of a page, the sum of its pieces.
+        slot_bytes: bytes of a block that holds a page, a multiple of 4 KiB.
+        traits: what the bytes of a page depend on, apart from model and rank.
 
     Raises:
-        LayoutError: the pool does not say where its pages are.
+        LayoutError: the pool does not report where its pages are, or has none.
     """
 
     def __init__(self, name: str, pool: HostPool) -> None:
@@ -80,10 +86,18 @@ class PagePool:
         ]
 
     def at(self, indices: torch.Tensor, pages: int) -> Pages:
-        """Where `pages` pages are, given by the indices of all their tokens.
+        """Find pages in the pool.
+
+        Args:
+            indices: indices of all tokens of the pages, int64, page after page.
+            pages: the number of pages.
+
+        Returns:
+            The pages, valid as long as SGLang keeps them allocated.
 
         Raises:
-            ValueError: there are more or fewer of them, or their pieces have other sizes.
+            ValueError: the number of indices does not match `pages`, or the pieces have other sizes
+                than at the start.
         """
         if indices.numel() != pages * self.page_tokens:
             raise ValueError(
@@ -97,7 +111,11 @@ class PagePool:
         return Pages([addresses[start : start + count] for start in starts], self._pieces)
 
     def _describe(self) -> tuple[int, ...]:
-        """Sizes of the pieces of a page."""
+        """Sizes of the pieces of a page, in bytes.
+
+        Raises:
+            LayoutError: see the class.
+        """
         first = torch.arange(self.page_tokens, dtype=torch.int64)
         allowed = "allowed: a layout by which HiCache finds pages, such as page_first"
         where = f"HiCache's pool {self.name!r} ({type(self._pool).__name__}, {self._pool.layout})"
@@ -111,11 +129,11 @@ class PagePool:
 
 
 class Pages:
-    """Some pages of a pool; copies them to and from blocks.
+    """Pages of a pool; copies them to and from blocks.
 
     Args:
-        addresses: of the pieces of each page.
-        sizes: of the pieces of a page, in bytes.
+        addresses: for each page the addresses of its pieces. SGLang owns the memory.
+        sizes: sizes of the pieces of one page, in bytes.
     """
 
     def __init__(self, addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
@@ -124,13 +142,13 @@ class Pages:
         self._pieces = [(begin, end - begin) for begin, end in pairwise([0, *ends])]
 
     def copy_out(self, page: int, block: memoryview) -> None:
-        """Copy a page into a block; what lies behind it there stays."""
+        """Copy a page into a block. The bytes of the block behind the page stay as they are."""
         base = _address_of(block)
         for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
             ctypes.memmove(base + offset, address, size)
 
     def copy_in(self, page: int, block: memoryview) -> None:
-        """Copy a block into a page."""
+        """Copy the page in a block to its place in the pool."""
         base = _address_of(block)
         for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
             ctypes.memmove(address, base + offset, size)

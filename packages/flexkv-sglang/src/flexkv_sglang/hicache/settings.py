@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's settings as `--hicache-storage-backend-extra-config` gives them."""
+"""Reads FlexKV's settings from `--hicache-storage-backend-extra-config`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _OF_SGLANG = {"backend_name", "module_path", "class_name", _PAGES, "allocator"}
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None) -> CacheConfig:
-    """The settings in force.
+    """Combine the settings of the command line, the environment and the settings file.
 
     Args:
-        extra: what SGLang's command line gives the backend: its own keys, and settings.
+        extra: the JSON object of the command line: SGLang's own keys, and FlexKV's settings.
         environ: the environment; `os.environ` if None.
 
     Raises:
-        ConfigError: a setting is not allowed, or SGLang would not ask by pages.
+        ConfigError: a setting is not allowed, or `interface_v1` is not set, without which SGLang
+            does not pass where its pages are.
     """
     if not extra.get(_PAGES):
         raise ConfigError(
-            f"{_PAGES} is {extra.get(_PAGES)!r} in {_SOURCE}; allowed: 1, by which HiCache says "
-            f"where its pages are"
+            f"{_PAGES} is {extra.get(_PAGES)!r} in {_SOURCE}; allowed: 1, with which HiCache "
+            f"passes where its pages are"
         )
     values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
     return load_config(values, _SOURCE, environ)

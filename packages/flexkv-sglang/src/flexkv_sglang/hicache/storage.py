@@ -5,8 +5,8 @@
     --hicache-storage-backend-extra-config '{"backend_name": "flexkv", "interface_v1": 1,
       "module_path": "flexkv_sglang.hicache.storage", "class_name": "FlexKVStorage"}'
 
-Further keys of that JSON are FlexKV's settings. SGLang calls from its scheduler and from threads
-of its own, and waits.
+Further keys of that JSON are FlexKV's settings. SGLang calls the backend from its scheduler and
+from threads of its own, and waits for the answer.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from flexkv_sglang.hicache.stores import PoolStores
 
 _KV = str(PoolName.KV)
 _MOST_CALLS = 1024
-"""Calls whose figures wait for SGLang to fetch them."""
+"""The most calls, for reads and for writes each, whose figures are kept until SGLang fetches them.
+Not tuned."""
 
 
 class FlexKVStorage(HiCacheStorage):
-    """Keeps HiCache's pages on disk. After the start nothing is raised: a failure is a miss.
+    """Keeps HiCache's pages on disk. After the start, no method raises: a failure is a miss.
 
     Args:
-        config: HiCache's own: ranks, and `extra_config` with FlexKV's settings.
-        options: of SGLang's loader; none are known.
+        config: HiCache's configuration: the ranks, and FlexKV's settings in `extra_config`.
+        options: options of SGLang's loader; unused.
 
     Raises:
-        FlexKVError: a setting, SGLang's version or the way in which it shares out pages is not
-            allowed.
+        FlexKVError: a setting, SGLang's version or a kind of parallelism is not allowed.
     """
 
     def __init__(self, config: HiCacheStorageConfig, options: dict[str, Any]) -> None:
@@ -84,7 +84,8 @@ class FlexKVStorage(HiCacheStorage):
             self._stores.add(str(host_pool_name), host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Releases from 0.5.23 on say when all pools are known. Others begin to ask."""
+        """Open the folders. SGLang calls this from 0.5.23 on; in older releases, the first call for
+        pages opens them."""
         if self._stores is not None:
             self._stores.open()
 
@@ -152,18 +153,19 @@ class FlexKVStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Nothing: `interface_v1`, which is demanded at start, has HiCache ask by pages."""
+        """Return None. HiCache never calls this: `interface_v1`, which the start requires, makes it
+        call `batch_get_v1`."""
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Nothing, as `get`."""
+        """Return None for each key. HiCache never calls this; see `get`."""
         return [None] * len(keys)
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Keeps nothing, as `get` finds nothing."""
+        """Keep nothing. HiCache never calls this; see `get`."""
         return False
 
     def batch_set(
@@ -173,7 +175,7 @@ class FlexKVStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Keeps nothing, as `get` finds nothing."""
+        """Keep nothing. HiCache never calls this; see `get`."""
         return False
 
     def clear(self) -> None:
@@ -181,12 +183,13 @@ class FlexKVStorage(HiCacheStorage):
             self._stores.clear()
 
     def close(self) -> None:
-        """Write what waits, and give the folders back."""
+        """Write waiting pages, and release the folders. Idempotent."""
         if self._stores is not None:
             self._stores.close()
 
     def get_stats(self) -> Any:
-        """SGLang's `StorageMetrics`: pages and GiB/s of each call since the last time."""
+        """SGLang's `StorageMetrics`: pages and GiB/s of each call since SGLang last called this;
+        None if SGLang's metrics of storage are off."""
         if not self._counts:
             return None
         reads = [self._reads.popleft() for _ in range(len(self._reads))]

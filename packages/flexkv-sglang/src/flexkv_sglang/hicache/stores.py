@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept on disk of HiCache's host pools: a folder and its slots for each pool.
+"""Keeps the pages of HiCache's host pools on disk, in a folder for each pool.
 
-Imports nothing of SGLang. Nothing here raises once the folders are open: a failure is a miss.
+Imports nothing of SGLang. Once the folders are open, nothing here raises: a failure is a miss.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ from flexkv_sglang.hicache.pool import HostPool, PagePool
 logger = logging.getLogger("flexkv.sglang")
 
 CALL_SECONDS = 8.0
-"""How long a call may take in all: SGLang waits 10 s for its threads before it gives up a flush."""
+"""The most seconds of a call. SGLang waits 10 s for its threads before it gives up a flush."""
 _QUEUE_BYTES = 256 << 20
-"""That may wait to be written: more than one call brings, as their callers wait."""
+"""The most bytes of pages that wait to be written. Callers wait for their pages, so this is more
+than one call brings. Not tuned."""
 FLUSH_SECONDS = 1.0
-"""How long pages that wait may be written at the end."""
+"""Seconds for which waiting pages are still written when the process ends. Not tuned."""
 
 
 class PoolStores:
-    """The pages of all host pools of a rank on disk. Thread-safe.
+    """Keeps the pages of all host pools of a rank on disk. Thread-safe.
 
-    Pools are added first; then `open`, or else the first call, opens their folders.
+    The caller adds all pools first. `open` then opens their folders; without it, the first call
+    does.
 
     Args:
-        config: settings in force.
-        place: of this rank.
-        model: what makes the bytes of a page what they are, apart from pool, rank and key.
-        edge: where what goes wrong is counted and logged.
+        config: FlexKV's settings.
+        place: the place of this rank.
+        model: all that the bytes of a page depend on, except pool, rank and key.
+        edge: counts and logs errors.
 
     Raises:
-        ConfigError: no disk is set.
+        ConfigError: the settings name no disk.
     """
 
     def __init__(self, config: CacheConfig, place: Place, model: Sequence[str], edge: Edge) -> None:
         if config.ssd_cache_gb is None:
             raise ConfigError(
                 "ssd_cache_gb and ssd_cache_dir are not set; allowed for HiCache: both "
-                "(FLEXKV_SSD_CACHE_GB, FLEXKV_SSD_CACHE_DIR), as it keeps pages on disk only"
+                "(FLEXKV_SSD_CACHE_GB, FLEXKV_SSD_CACHE_DIR), because FlexKV keeps HiCache's pages "
+                "on disk only"
             )
         self._config = config
         self._place = place
@@ -64,23 +67,32 @@ class PoolStores:
         self._stores: dict[str, BlockingTier] = {}
 
     def add(self, name: str, pool: HostPool) -> None:
-        """Keep a pool's pages too. One that was added already is replaced; one that comes after
-        the folders were opened has no room there, and misses.
+        """Add a pool. It replaces a pool of the same name. Once the folders are open, a new pool
+        has no room there: it is refused with a warning, and all of its pages are misses.
+
+        Args:
+            name: SGLang's name of the pool.
+            pool: the pool; borrowed until `close`.
 
         Raises:
-            LayoutError: its pages cannot be kept.
+            LayoutError: FlexKV cannot keep pages of this pool.
         """
         with self._lock:
             if self._opened:
-                logger.warning("HiCache's pool %r came too late: its pages are not kept", name)
+                logger.warning(
+                    "HiCache registered its pool %r after FlexKV had opened its folders; pages of "
+                    "this pool are not kept",
+                    name,
+                )
                 return
             self._pools[name] = PagePool(name, pool)
 
     def open(self) -> None:
-        """Open or create the folders. Idempotent.
+        """Open or create the folders of all pools. Idempotent.
 
         Raises:
-            DiskError: a directory cannot be used. Nothing is left open.
+            DiskError: a directory cannot be used. No folder is left open, and every later call is
+                a miss.
         """
         with self._lock:
             if self._opened:
@@ -97,7 +109,12 @@ class PoolStores:
                         store.close()
 
     def contains(self, pool: str, keys: Sequence[str]) -> list[bool]:
-        """For each page whether it can be read now."""
+        """For each page whether it can be read now.
+
+        Args:
+            pool: name of the pool.
+            keys: SGLang's keys of the pages.
+        """
         present = [False] * len(keys)
         with self._edge.guard("contains", "pages count as missing"):
             store = self._store(pool)
@@ -106,14 +123,15 @@ class PoolStores:
         return present
 
     def get(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        """Read pages to where `indices` says, up to the first that is not there.
+        """Read pages into the host pool, up to the first that is missing. Waits for the disk.
 
         Args:
-            keys: of the pages.
-            indices: of all tokens of the pages in the host pool.
+            pool: name of the pool.
+            keys: SGLang's keys of the pages.
+            indices: indices of all their tokens in the host pool, int64; None for no tokens.
 
         Returns:
-            For each page whether it was read and verified. Others hold anything.
+            For each page whether it was read and verified. The memory of the others is undefined.
         """
         read = 0
         with self._edge.guard("get", "pages count as missing"):
@@ -124,14 +142,16 @@ class PoolStores:
         return _first(read, len(keys))
 
     def set(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        """Write the pages of a prefix, up to the first for which there is no room.
+        """Write pages from the host pool, up to the first for which there is no room. Waits for the
+        disk.
 
         Args:
-            keys: of the pages.
-            indices: of all tokens of the pages in the host pool.
+            pool: name of the pool.
+            keys: SGLang's keys of the pages, in the order of the prompt.
+            indices: indices of all their tokens in the host pool, int64; None for no tokens.
 
         Returns:
-            For each page whether it is there now.
+            For each page whether the disk has it now.
         """
         written = 0
         with self._edge.guard("set", "pages are not kept"):
@@ -142,13 +162,14 @@ class PoolStores:
         return _first(written, len(keys))
 
     def clear(self) -> None:
-        """Forget all pages of this rank; what comes later is kept until the process ends."""
+        """Forget all pages of this rank. Pages that are written later are found until the process
+        ends, but not by the next process."""
         with self._edge.guard("clear", "pages may be left"):
             for store in self._open_stores().values():
                 store.clear()
 
     def close(self) -> None:
-        """Write what waits, and give the folders back. Idempotent."""
+        """Write waiting pages for up to `FLUSH_SECONDS`, and release the folders. Idempotent."""
         with self._edge.guard("close", "folders may be in use until the process ends"):
             with self._lock:
                 self._opened = True
@@ -157,11 +178,11 @@ class PoolStores:
                 store.close(FLUSH_SECONDS)
 
     def page_bytes(self, pool: str) -> int:
-        """Bytes of a page of a pool that was added."""
+        """Bytes of a page of an added pool. Raises KeyError for any other pool."""
         return self._pools[pool].page_bytes
 
     def figures(self) -> Mapping[str, TierFigures]:
-        """What each pool's folder holds and has done."""
+        """The figures of each pool's folder, by name of the pool."""
         return {name: store.figures for name, store in self._open_stores().items()}
 
     def _open_stores(self) -> dict[str, BlockingTier]:
@@ -216,8 +237,8 @@ class PoolStores:
         return tier
 
     def _share_of(self, pool: PagePool) -> float:
-        """Which part of an engine's disk space this rank's pages of a pool get: pools in
-        proportion to their pages, ranks alike."""
+        """This rank's part of the engine's disk space for a pool, from 0 to 1. Pools share the
+        space in proportion to the bytes of a page, and ranks share it equally."""
         sizes = {name: each.slot_bytes for name, each in self._pools.items()}
         return sizes[pool.name] / sum(sizes.values()) / self._place.owners(pool.name)
 
