@@ -7,10 +7,12 @@ and running engines go on sharing. The command asks first; without a terminal to
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 
-from flexkv.cli.common import add_directory, cache_folders, size
+from flexkv.cli.common import Found, add_directory, find_folders, size
+from flexkv.cli.deadline import HungError, call_beside
 from flexkv.cli.shared import SharedBlocks, shared_blocks
 from flexkv.config_sources import load_config
 from flexkv.errors import ConfigError
@@ -34,35 +36,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    shared, folders = _chosen(args.directory, args.fingerprint)
-    if not args.yes and not _confirmed(folders, shared):
+    shared, found = _chosen(args.directory, args.fingerprint)
+    if found.silent and not found.folders and not shared:
+        return 1
+    if not args.yes and not _confirmed(found.folders, shared):
         print("nothing removed")
         return 1
-    removed = [_remove(path) for path in folders]
+    removed = [_remove(path) for path in found.folders]
     cleared = [_clear(each) for each in shared]
-    return 0 if all(removed + cleared) else 1
+    return 0 if all(removed + cleared) and not found.silent else 1
 
 
-def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[SharedBlocks], list[str]]:
+def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[SharedBlocks], Found]:
     """What is to be cleared in shared stores, and the folders to remove.
 
     Raises:
         ConfigError, DiskError, StoreSettingError: wrong usage.
     """
     if directory is not None:
-        return [], cache_folders(directory, leftovers=True)
+        return [], find_folders(directory, leftovers=True)
     config = load_config()
+    has_store = config.objects_url is not None or config.mooncake_metadata is not None
+    found = Found([], [])
+    if config.ssd_cache_dir or not has_store:
+        found = find_folders(None, leftovers=True)
     try:
-        shared = shared_blocks(config, fingerprint)
+        shared = shared_blocks(config, fingerprint, found.folders)
     except OSError as error:
         raise ConfigError(
             f"objects_url is {config.objects_url!r}, which cannot be listed ({error}); allowed: a "
             "bucket that answers and that this user may list, or --fingerprint"
         ) from None
-    has_store = config.objects_url is not None or config.mooncake_metadata is not None
-    if has_store and not config.ssd_cache_dir:
-        return shared, []
-    return shared, cache_folders(None, leftovers=True)
+    return shared, found
 
 
 def _confirmed(folders: list[str], shared: list[SharedBlocks]) -> bool:
@@ -92,18 +97,28 @@ def _count(folders: list[str]) -> str:
 def _remove(path: str) -> bool:
     """Remove one folder and print the outcome. False if it was skipped."""
     try:
-        count = directory.disk_bytes(path)
-        removal = remove(path)
-        if removal is Removal.REMOVED:
-            print(f"removed {path}, {size(count)}")
-            return True
-        problem = removal.value
-        if removal is Removal.IN_USE:
-            problem += f" by process {_owner(path)}"
-        print(f"skipped {path}: {problem}")
+        problem, count = call_beside(path, functools.partial(_try_to_remove, path))
+    except HungError as error:
+        problem = str(error)
     except OSError as error:
-        print(f"skipped {path}: {reason_of(error)}")
-    return False
+        problem = reason_of(error)
+    if problem:
+        print(f"skipped {path}: {problem}")
+        return False
+    print(f"removed {path}, {size(count)}")
+    return True
+
+
+def _try_to_remove(path: str) -> tuple[str, int]:
+    """Remove one folder. Returns why not, empty if it is gone, and the bytes that it had."""
+    count = directory.disk_bytes(path)
+    removal = remove(path)
+    if removal is Removal.REMOVED:
+        return "", count
+    problem = removal.value
+    if removal is Removal.IN_USE:
+        problem += f" by process {_owner(path)}"
+    return problem, count
 
 
 def _clear(shared: SharedBlocks) -> bool:

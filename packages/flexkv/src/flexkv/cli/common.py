@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from flexkv.cli.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.config_sources import load_config
 from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk import directory
@@ -29,8 +33,23 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
-def cache_folders(given: str | None, leftovers: bool = False) -> list[str]:
-    """Absolute paths of FlexKV's folders in the given directories, or in those of the settings.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """FlexKV's folders in some directories.
+
+    Attributes:
+        folders: absolute paths.
+        silent: the directories that did not answer.
+    """
+
+    folders: list[str]
+    silent: list[str]
+
+
+def find_folders(given: str | None, leftovers: bool = False) -> Found:
+    """FlexKV's folders in the given directories, or in those of the settings.
+
+    Directories that do not answer are named on standard error, and the others go on.
 
     Args:
         given: DIR of the command line; None for the directories of the settings.
@@ -38,20 +57,60 @@ def cache_folders(given: str | None, leftovers: bool = False) -> list[str]:
 
     Raises:
         ConfigError: DIR is missing, and the settings name no directory or are wrong.
-        DiskError: a path is not a directory or cannot be read, or no directory holds a cache.
+        DiskError: a path is not a directory or cannot be read, or no directory that answers holds
+            a cache.
     """
     roots, source = _roots(given)
-    found = []
-    for root in roots:
-        path = os.path.abspath(root)
-        if not os.path.exists(path):
-            raise DiskError(_refusal(root, source, "does not exist"))
-        if not os.path.isdir(path):
-            raise DiskError(_refusal(root, source, "is not a directory"))
-        found += directory.folders(path, leftovers)
+    looks = {root: functools.partial(_look, root, source, leftovers) for root in roots}
+    answers = call_within(looks, ANSWER_SECONDS)
+    silent = [root for root in looks if root not in answers]
+    for root in silent:
+        problem = f"has not answered for {ANSWER_SECONDS:g} s: {HANGS}"
+        print(f"{root!r} from {source} {problem}", file=sys.stderr)
+    answering = [root for root in looks if root in answers]
+    found = _folders_of(answers[root] for root in answering)
+    if answering and not found:
+        raise _no_cache(answering, source)
+    return Found(found, silent)
+
+
+def cache_folders(given: str) -> list[str]:
+    """FlexKV's folders in a directory, for callers that a directory may keep waiting.
+
+    Raises:
+        DiskError: `given` is not a directory or cannot be read, or holds no cache.
+    """
+    roots, source = _roots(given)
+    found = _folders_of(_look(root, source, False) for root in roots)
     if not found:
-        raise DiskError(_refusal(";".join(roots), source, "holds no cache of FlexKV"))
+        raise _no_cache(roots, source)
     return found
+
+
+def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
+    """FlexKV's folders in a directory, or why it cannot be used."""
+    path = os.path.abspath(root)
+    if not os.path.exists(path):
+        return DiskError(_refusal(root, source, "does not exist"))
+    if not os.path.isdir(path):
+        return DiskError(_refusal(root, source, "is not a directory"))
+    try:
+        return directory.folders(path, leftovers)
+    except DiskError as error:
+        return error
+
+
+def _folders_of(looks: Iterable[list[str] | DiskError]) -> list[str]:
+    found: list[str] = []
+    for look in looks:
+        if isinstance(look, DiskError):
+            raise look
+        found += look
+    return found
+
+
+def _no_cache(roots: Sequence[str], source: str) -> DiskError:
+    return DiskError(_refusal(";".join(roots), source, "holds no cache of FlexKV"))
 
 
 def _roots(given: str | None) -> tuple[Sequence[str], str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from flexkv.cli.common import add_json, print_json
-from flexkv.cli.deadline import call_within
+from flexkv.cli.deadline import ANSWER_SECONDS, call_within
 from flexkv.cli.doctor_disk import check_directory
 from flexkv.cli.doctor_engines import check_engines, check_packages
 from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks, unanswered
@@ -33,8 +33,6 @@ HELP = "check what an engine with FlexKV needs, and say what to change"
 
 _SPEED_SECONDS = 1.0
 _MOST_SECONDS = 60.0
-_WAIT_SECONDS = 15.0
-"""For a check, beside the time to measure. A drive that is slower than that is of no use."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     seconds = _seconds(args.seconds)
     # Settings of several directories ask the file systems whether two are the same.
-    read = call_within({"settings": _settings}, _WAIT_SECONDS)
+    read = call_within({"settings": _settings}, ANSWER_SECONDS)
     config, findings = read.get(
-        "settings", (CacheConfig(), [unanswered("settings", _WAIT_SECONDS)])
+        "settings", (CacheConfig(), [unanswered("settings", ANSWER_SECONDS)])
     )
     checks: dict[str, Check] = {
         "kernel": check_kernel,
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for path in config.ssd_cache_dir:
         checks[f"disk {path}"] = functools.partial(check_directory, path, room, seconds)
     # Drives are measured at the same time, as an engine uses them.
-    findings += run_checks(checks, seconds + _WAIT_SECONDS)
+    findings += run_checks(checks, seconds + ANSWER_SECONDS)
     _print(findings, as_json=args.json)
     return 1 if any(each.level is Level.PROBLEM for each in findings) else 0
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from flexkv.cli.deadline import call_within
+from flexkv.cli.deadline import HANGS, call_within
 
 
 class Level(enum.Enum):
@@ -67,5 +67,5 @@ def unanswered(name: str, seconds: float) -> Finding:
         name,
         Level.PROBLEM,
         f"no answer within {seconds:g} s",
-        "the drive, the network or the driver behind it hangs; see the kernel's log (dmesg)",
+        HANGS,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from flexkv.config import CacheConfig
-from flexkv.errors import ConfigError, DiskError
+from flexkv.errors import ConfigError
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import directory
 
@@ -32,13 +31,16 @@ class SharedBlocks:
         return epochs.clear(self.record)
 
 
-def shared_blocks(config: CacheConfig, fingerprint: str | None) -> list[SharedBlocks]:
+def shared_blocks(
+    config: CacheConfig, fingerprint: str | None, folders: Sequence[str]
+) -> list[SharedBlocks]:
     """What is in the shared stores that the settings name.
 
     Args:
         config: the settings.
         fingerprint: of the blocks; None for all. A bucket lists its fingerprints, and Mooncake
-            does not: then they are those of the cache directories.
+            does not: then they are those of `folders`.
+        folders: paths of the folders in the cache directories.
 
     Raises:
         ConfigError: no fingerprint is known, or a store's client is not installed.
@@ -48,7 +50,10 @@ def shared_blocks(config: CacheConfig, fingerprint: str | None) -> list[SharedBl
     given = [] if fingerprint is None else [fingerprint]
     found = list(_in_bucket(config, given))
     if config.mooncake_metadata is not None:
-        known = given or sorted({each.fingerprint for each in found} | _on_disk(config))
+        known = given or sorted(
+            {each.fingerprint for each in found}
+            | {directory.fingerprint_of(path) for path in folders}
+        )
         if not known:
             raise ConfigError(
                 f"--fingerprint is missing on the command line, and Mooncake at "
@@ -82,16 +87,3 @@ def _in_mooncake(url: str, seconds: float, known: Sequence[str]) -> Iterator[Sha
 
     for fingerprint in known:
         yield SharedBlocks(url, fingerprint, MetadataRecord(url, fingerprint, seconds))
-
-
-def _on_disk(config: CacheConfig) -> set[str]:
-    """Fingerprints of the folders in the cache directories of the settings."""
-    found: set[str] = set()
-    for root in config.ssd_cache_dir or ():
-        try:
-            folders = directory.folders(str(Path(root).absolute()), False)
-        except DiskError:
-            continue
-        # Folders of engines that run at the same time end in a number.
-        found |= {Path(path).name.partition("-")[0] for path in folders}
-    return found

@@ -7,11 +7,13 @@ or 1 if a folder cannot be read."""
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 
-from flexkv.cli.common import add_directory, add_json, blocks, cache_folders, print_json, size
+from flexkv.cli.common import Found, add_directory, add_json, blocks, find_folders, print_json, size
+from flexkv.cli.deadline import call_beside
 from flexkv.config_sources import load_config
 from flexkv.errors import ArenaError, ConfigError, DiskError
 from flexkv.host.session.store_states import read_states
@@ -73,15 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folders, stores = _chosen(args.directory)
+    found, stores = _chosen(args.directory)
     states, unreadable = [], 0
-    for path in folders:
+    for path in found.folders:
         try:
-            states.append(folder_state(path))
+            states.append(call_beside(path, functools.partial(folder_state, path)))
         except DiskError as error:
             print(error, file=sys.stderr)
             unreadable += 1
-    code = 1 if unreadable else 0
+    code = 1 if unreadable or found.silent else 0
     totals = _total(states)
     if args.json:
         content: dict[str, object] = {
@@ -99,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
         _print_line("in use", f"by process {store.owner}")
         _print_line("circuits", f"reads {store.reads}, writes {store.writes}")
         print()
-    if not folders:
-        if not stores:
+    if not found.folders:
+        if not stores and not found.silent:
             print("no engine with shared stores runs")
         return code
     for state in states:
@@ -118,14 +120,14 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _chosen(directory: str | None) -> tuple[list[str], list[StoreState]]:
+def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
     """The folders, and what running engines report of their stores.
 
     Raises:
         ConfigError, DiskError: wrong usage.
     """
     if directory is not None:
-        return cache_folders(directory), []
+        return find_folders(directory), []
     config = load_config()
     try:
         found = read_states(config.session_root)
@@ -134,8 +136,8 @@ def _chosen(directory: str | None) -> tuple[list[str], list[StoreState]]:
     stores = sorted((StoreState.of(each) for each in found), key=astuple)
     has_store = stores or config.objects_url or config.mooncake_master
     if has_store and not config.ssd_cache_dir:
-        return [], stores
-    return cache_folders(None), stores
+        return Found([], []), stores
+    return find_folders(None), stores
 
 
 def _total(states: list[FolderState]) -> Totals:

@@ -21,7 +21,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from flexkv.cli.common import add_directory, add_json, blocks, cache_folders, print_json, size
+from flexkv.cli.common import add_directory, add_json, blocks, find_folders, print_json, size
+from flexkv.cli.deadline import call_beside
 from flexkv.errors import DiskError
 from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
@@ -40,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folders = cache_folders(args.directory)
+    found = find_folders(args.directory)
     begun = time.monotonic()
     reports, unreadable = [], 0
     with _progress() as progress:
-        for path in folders:
+        for path in found.folders:
             try:
                 reports.append(_verify(progress, path))
             except DiskError as error:
@@ -58,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
             for report in reports
         ]
         print_json({"folders": checked, "bad": [asdict(block) for block in bad]})
-    else:
-        _print(reports, unreadable, seconds)
-    return 1 if bad or unreadable else 0
+    elif found.folders:
+        _print(reports, unreadable, found.silent, seconds)
+    return 1 if bad or unreadable or found.silent else 0
 
 
 def _progress() -> Progress:
@@ -79,17 +80,21 @@ def _progress() -> Progress:
 
 def _verify(progress: Progress, path: str) -> Report:
     task = progress.add_task(os.path.basename(path)[:16], total=None)
-    report = verify_folder(
-        OsFiles(),
-        path,
-        begin=lambda total: progress.update(task, total=total),
-        advance=lambda count: progress.advance(task, count),
-    )
+
+    def verify() -> Report:
+        return verify_folder(
+            OsFiles(),
+            path,
+            begin=lambda total: progress.update(task, total=total),
+            advance=lambda count: progress.advance(task, count),
+        )
+
+    report = call_beside(path, verify)
     progress.remove_task(task)
     return report
 
 
-def _print(reports: list[Report], unreadable: int, seconds: float) -> None:
+def _print(reports: list[Report], unreadable: int, silent: list[str], seconds: float) -> None:
     for report in reports:
         line = f"{report.folder}: {blocks(report.blocks)}, {size(report.bytes)}"
         if report.replaced_blocks:
@@ -98,9 +103,11 @@ def _print(reports: list[Report], unreadable: int, seconds: float) -> None:
         for reason, blocks_of_it in _by_reason(report.bad).items():
             _print_bad(reason, blocks_of_it)
     total, count = sum(report.bytes for report in reports), sum(len(r.bad) for r in reports)
-    verdict = f"{count} bad" if count else "all intact"
+    verdict = f"{count} bad" if count or unreadable or silent else "all intact"
     if unreadable:
-        verdict = f"{count} bad, {unreadable} of {len(reports) + unreadable} folders not read"
+        verdict += f", {unreadable} of {len(reports) + unreadable} folders not read"
+    if silent:
+        verdict += f", no answer from {';'.join(silent)}"
     print(f"{verdict}; read {size(total)} in {seconds:.1f} s")
 
 
