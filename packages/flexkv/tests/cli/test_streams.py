@@ -77,3 +77,16 @@ def test_a_reader_that_has_enough_is_no_error(cache: Cache) -> None:
     ended = shell("$flexkv stat $DIR | true; exit ${PIPESTATUS[0]}", cache)
     assert ended.returncode in (0, 1)
     assert ended.stderr == ""
+
+
+def test_what_is_written_last_is_not_lost() -> None:
+    """Nothing ends the interpreter, which would write out the streams' buffers."""
+    script = (
+        "import sys\nfrom flexkv import cli\n"
+        "cli.main = lambda: sys.stdout.write('out') and sys.stderr.write('err')\n"
+        "cli.run()"
+    )
+    command = [sys.executable, "-c", script]
+    environment = {name: each for name, each in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("out", "err", 3)

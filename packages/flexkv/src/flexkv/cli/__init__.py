@@ -55,8 +55,9 @@ def run() -> NoReturn:
     ends aborts it.
     """
     code = main()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
