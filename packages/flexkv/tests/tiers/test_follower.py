@@ -14,6 +14,7 @@ import pytest
 from disk_blocks import FINGERPRINT, SLOT, buffers, bytes_of, names, opened
 
 from flexkv.tiers.disk import follower
+from flexkv.tiers.disk.directory import claim
 from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.follower import FollowerTier
 from flexkv.tiers.disk.table import record_offset
@@ -165,6 +166,15 @@ def test_all_folders_of_a_kind_are_read(tmp_path: Path) -> None:
         assert read(tier, names(4)) == [Outcome.MISSING] * 4
         assert tier.contains(names(4)) == [True] * 4
         assert read(tier, names(4)) == [Outcome.DONE] * 4
+
+
+def test_a_later_folder_is_read_when_the_first_was_removed(tmp_path: Path) -> None:
+    first = claim(str(tmp_path), FINGERPRINT, False)
+    with opened(tmp_path, share=True) as owner, following(tmp_path) as tier:
+        first.release()
+        shutil.rmtree(first.path)
+        owner.write(names(2))
+        assert tier.contains(names(2)) == [True, True]
 
 
 def test_a_folder_that_is_made_anew_is_followed(tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ class FollowerTier:
         for root in self._roots:
             for number in range(directory.MAX_OWNERS):
                 path = directory.path_of(root, self._fingerprint, number)
-                if path not in self._folders and not os.path.isdir(path):
-                    break
-                self._look_at(path)
+                # Numbers may have gaps: a folder is removed when its owner has ended.
+                if path in self._folders or os.path.isdir(path):
+                    self._look_at(path)
         self._next_look = time.monotonic() + LOOK_SECONDS
 
     def _look_at(self, path: str) -> None:
