@@ -199,6 +199,25 @@ def test_what_a_folder_has_already_needs_no_room(disk: Path) -> None:
     mine.release()
 
 
+def test_a_folder_that_another_engine_removes_meanwhile_is_no_room(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = filled(disk / ("b" * 32), 4 * MIB, 1)
+    filled(disk / ("c" * 32), 4 * MIB, 2)
+    found = removal._others
+
+    def found_before_it_went(root: str, mine: str, share: bool) -> list[str]:
+        paths = found(root, mine, share)
+        if gone.exists():
+            assert remove(str(gone)) is Removal.REMOVED
+        return paths
+
+    monkeypatch.setattr(removal, "_others", found_before_it_went)
+    mine = claim(str(disk), "a" * 32, False)
+    check_room(str(disk), mine.path, MIB, False)
+    mine.release()
+
+
 @pytest.mark.parametrize("why", ["too large", "in use", "same model", "newer format", "not ours"])
 def test_a_room_that_there_cannot_be_is_refused_before_anything_is_removed(
     disk: Path, why: str

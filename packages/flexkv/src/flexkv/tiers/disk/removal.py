@@ -49,7 +49,12 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
         DiskError: it cannot, or `root` cannot be read.
     """
     has, left = disk_bytes(mine), free_bytes(root)
-    if left + sum(map(disk_bytes, _others(root, mine, share))) < size - has:
+    removable = 0
+    for path in _others(root, mine, share):
+        # Another engine that starts may remove the folder meanwhile.
+        with contextlib.suppress(OSError):
+            removable += disk_bytes(path)
+    if left + removable < size - has:
         raise DiskError(
             f"ssd_cache_gb asks for {size / _GIB:.2f} GiB in {mine}, which has {has / _GIB:.2f} "
             f"GiB already, and its file system has {left / _GIB:.2f} GiB left; allowed: a size "
