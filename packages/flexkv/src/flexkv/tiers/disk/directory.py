@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which folder below a cache directory.
+"""Finds, locks and creates the folders below a cache directory.
 
-DIR/<fingerprint>/            the cache of the first engine with blocks of this kind
-DIR/<fingerprint>-1/          that of a second one at the same time, where this is allowed
+DIR/<fingerprint>/            the cache of the first engine with blocks of this fingerprint
+DIR/<fingerprint>-1/          the cache of a second engine at the same time, if this is allowed
     lock  table  slab-00000 ...  counters.json
-DIR/<name>.removed-<random>/  one that is being removed, or whose removal was cut off
+DIR/<name>.removed-<random>/  a folder whose removal is under way or was interrupted
 
-A folder is FlexKV's if it has a table, known by its first bytes; what is named like a folder of
-FlexKV alone may be anybody's. In such a folder only files named as above are touched.
+A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes. The name of a
+folder proves nothing. In FlexKV's folders, FlexKV touches only files with the names above.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ TABLE = "table"
 LOCK = "lock"
 RESET = "reset"
 MAX_OWNERS = 64
-"""Engines with blocks of one kind on one directory; more than the data-parallel ranks of a node."""
+"""The most engines with blocks of one fingerprint that share a directory. More than a node has
+data-parallel ranks."""
 
 _FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
 REMOVED = ".removed-"
 """In the name of a folder that is being removed, before random digits."""
-_PID = re.compile(rb"[0-9\n\0]*")  # zeros: what a power failure may leave of it
+_PID = re.compile(rb"[0-9\n\0]*")  # a power failure may leave zeros in the file
 _LOCK_BYTES = 32
 _TRIES = 10
 _TRY_SECONDS = 0.05
-"""Who removes a folder holds its lock until the folder has another name: some system calls long.
-An engine that starts meanwhile looks again so many times, so far apart."""
+"""Attempts of a starting engine to lock a folder, and seconds between them. A process that removes
+a folder holds its lock for a few system calls, until it has renamed the folder. Not tuned."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -47,9 +48,9 @@ class Folder:
     """A folder that this process owns until `release`.
 
     Attributes:
-        path: absolute.
-        fd: open directory.
-        lock: open file that holds the lock.
+        path: path of the folder.
+        fd: descriptor of the open directory; -1 after `release`.
+        lock: descriptor of the open file that holds the lock; -1 after `release`.
     """
 
     path: str
@@ -57,21 +58,28 @@ class Folder:
     lock: int = -1
 
     def release(self) -> None:
-        """Give the lock back. Idempotent."""
+        """Release the lock and close both descriptors. Idempotent."""
         for fd in (self.lock, self.fd):
             if fd >= 0:
                 os.close(fd)
         self.fd = self.lock = -1
 
     def leave_to_parent(self) -> None:
-        """See `forks.Owner`. The lock is of the open file: as long as a child had it open, nobody
-        could own the folder."""
+        """See `forks.Owner`. The lock belongs to the open file. While a child has the file open, no
+        other process can own the folder."""
         self.release()
 
 
 def folders(root: str, leftovers: bool = False) -> list[str]:
-    """Paths of the folders below `root` that are FlexKV's, or that this user may not look into, by
-    name; with `leftovers` also those whose removal was cut off.
+    """Find the folders below `root` that are FlexKV's. Folders that have a name of FlexKV and that
+    this user cannot read are among them.
+
+    Args:
+        root: the cache directory.
+        leftovers: whether to include folders whose removal was interrupted.
+
+    Returns:
+        Paths, sorted by name.
 
     Raises:
         DiskError: `root` cannot be read.
@@ -89,17 +97,21 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
 
 
 def lock_folder(path: str) -> Folder | None:
-    """Own an existing folder; None if another process does.
+    """Lock an existing folder.
+
+    Returns:
+        The folder, which the caller releases; None if another process owns it.
 
     Raises:
-        OSError: as the system says; FileNotFoundError if its owner removed it at the same time.
+        OSError: a system call failed, or the lock file is another program's. FileNotFoundError if
+            another process has removed the folder meanwhile.
     """
     folder = Folder(path, open_folder(path))
     try:
         folder.lock = open_regular(folder.fd, LOCK, os.O_RDWR | os.O_CREAT)
         free = try_lock(folder.lock)
         if not _is_at(path, folder.fd) or os.fstat(folder.lock).st_nlink == 0:
-            # The lock of a folder that is gone: another process may make the folder anew.
+            # This is the lock of a removed folder. Another process may create the folder again.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if not free:
             folder.release()
@@ -116,27 +128,30 @@ def lock_folder(path: str) -> Folder | None:
 
 
 def path_of(root: str, fingerprint: str, number: int) -> str:
-    """The folder of the first engine with blocks of this kind, or of a later one."""
+    """The path of a folder: number 0 for the first engine with these blocks, 1 for the second."""
     return os.path.join(root, f"{fingerprint}-{number}" if number else fingerprint)
 
 
 def claim(root: str, fingerprint: str, share: bool) -> Folder:
-    """Own the folder of `fingerprint` below `root`, made if need be.
+    """Lock the folder of `fingerprint` below `root`. Creates it if it is missing.
 
     Args:
-        root: the cache directory, made if need be.
-        fingerprint: of the blocks.
-        share: take a folder of one's own beside those that are taken.
+        root: the cache directory; created if it is missing.
+        fingerprint: fingerprint of the blocks, hexadecimal.
+        share: whether to use the next folder if another process owns the first.
+
+    Returns:
+        The folder, which the caller releases.
 
     Raises:
-        DiskError: another process owns it, it cannot be made, or another user has left it open
-            to everybody, who could put other blocks there.
+        DiskError: another process owns the folder, or it cannot be created, or other users can
+            write to it and thus change blocks.
     """
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
         _refuse_others(root, os.stat(root), stat.S_IWOTH)
         for number in range(MAX_OWNERS if share else 1):
-            # With `share` there is another folder to have at once.
+            # With `share`, trying the next folder takes less time than waiting for this one.
             folder = _make(path_of(root, fingerprint, number), 1 if share else _TRIES)
             if folder is None:
                 continue
@@ -155,33 +170,50 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
 
 
 def has_table(folder: int) -> bool:
-    """Whether an open directory holds a table of FlexKV, of whatever version and state."""
+    """Whether an open directory holds a table of FlexKV of any version, damaged or not.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
     return table.has_magic(_first_pages(folder))
 
 
 def newer_version(folder: int) -> int | None:
-    """The format of the table in an open directory, if a newer FlexKV wrote it."""
+    """The format version of the table in an open directory, if a newer FlexKV wrote it; else None.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
     return table.newer_version(_first_pages(folder))
 
 
 def _first_pages(folder: int) -> bytes:
-    """The beginning of the table of an open directory; empty if it has none."""
+    """The first bytes of the table of an open directory; empty if it has no regular file of this
+    name."""
     try:
-        fd = open_regular(folder, TABLE, os.O_RDONLY)
+        return _first_bytes(folder, TABLE, table.HEADER_BYTES)
     except FileNotFoundError:
         return b""
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             return b""
         raise
+
+
+def _first_bytes(folder: int, name: str, size: int) -> bytes:
+    fd = open_regular(folder, name, os.O_RDONLY)
     try:
-        return os.pread(fd, table.HEADER_BYTES, 0)
+        return os.pread(fd, size, 0)
     finally:
         os.close(fd)
 
 
 def disk_bytes(path: str) -> int:
-    """Bytes on disk of a folder's files, also while its owner replaces some."""
+    """Bytes that the files of a folder take on disk. Its owner may replace files meanwhile.
+
+    Raises:
+        OSError: the folder cannot be read, or is gone.
+    """
     total = 0
     with os.scandir(path) as entries:
         for entry in entries:
@@ -196,20 +228,19 @@ def owner(path: str) -> str:
     with contextlib.suppress(OSError):
         folder = open_folder(path)
         try:
-            fd = open_regular(folder, LOCK, os.O_RDONLY)
-            content = os.pread(fd, _LOCK_BYTES, 0)
-            os.close(fd)
+            content = _first_bytes(folder, LOCK, _LOCK_BYTES)
         finally:
             os.close(folder)
     return content.decode("ascii", errors="replace").strip() or "unknown"
 
 
 def _make(path: str, tries: int) -> Folder | None:
-    """Own the folder `path`, made if need be; None if another process owns it."""
+    """Lock the folder `path`. Creates it if it is missing. None if another process owns it after
+    `tries` attempts."""
     for left in reversed(range(tries)):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, mode=0o700)
-        # An engine with other blocks may remove it as it is made.
+        # An engine with other blocks may remove the folder between these two calls.
         with contextlib.suppress(FileNotFoundError):
             folder = lock_folder(path)
             if folder is not None or not left:
@@ -219,7 +250,7 @@ def _make(path: str, tries: int) -> Folder | None:
 
 
 def may_be_ours(path: str) -> bool:
-    """Whether a folder is FlexKV's, or cannot be looked into."""
+    """Whether a folder is FlexKV's, or this user cannot read it."""
     try:
         folder = open_folder(path)
         try:
@@ -233,29 +264,33 @@ def may_be_ours(path: str) -> bool:
 
 
 def _is_at(path: str, folder: int) -> bool:
-    """Whether the open directory `folder` is what `path` names."""
+    """Whether `path` names the open directory `folder`."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(folder))
     return False
 
 
 def fingerprint_of(path: str) -> str:
-    """Of the blocks in the folder `path`, by its name."""
+    """The fingerprint in the name of the folder `path`; empty for any other name."""
     match = _FOLDER.fullmatch(os.path.basename(path))
     return match["fingerprint"] if match else ""
 
 
 def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
-    """Check that no other user has made a directory and lets others write there, as the bits
-    `writable` of its mode say.
+    """Refuse a directory of another user, except root, to which further users can write.
+
+    Args:
+        path: the directory, for the message.
+        status: its owner and mode.
+        writable: bits of the mode, of which none may be set.
 
     Raises:
-        DiskError: one has.
+        DiskError: the directory is refused.
     """
     if status.st_uid not in (0, os.geteuid()) and status.st_mode & writable:
         raise DiskError(
             f"{path} from ssd_cache_dir belongs to user {status.st_uid}, and its mode "
-            f"{stat.S_IMODE(status.st_mode):04o} lets others write there, who could change blocks; "
+            f"{stat.S_IMODE(status.st_mode):04o} lets others write there and change blocks; "
             f"allowed: a directory of this user or of root, or one that only its owner can write"
         )
 
@@ -264,10 +299,10 @@ def _taken(root: str, fingerprint: str, share: bool) -> str:
     path = os.path.join(root, fingerprint)
     if share:
         return (
-            f"all {MAX_OWNERS} folders of {path} from ssd_cache_dir are in use; "
-            f"allowed: {MAX_OWNERS} engines of one kind on one directory"
+            f"all {MAX_OWNERS} folders {path}* from ssd_cache_dir are in use; allowed: "
+            f"{MAX_OWNERS} engines of the same model and settings on one directory"
         )
     return (
-        f"{path} from ssd_cache_dir is in use by process {owner(path)}; allowed: one engine for "
-        f"one directory, or ssd_in_use=own, which gives each engine a cache of its own there"
+        f"{path} from ssd_cache_dir is in use by process {owner(path)}; allowed: one engine per "
+        f"directory, or ssd_in_use=own, with which each engine has a cache of its own there"
     )

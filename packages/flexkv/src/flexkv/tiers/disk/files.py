@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system calls of a disk store, behind a seam where tests put faults.
+"""The system calls of a disk store, behind a protocol where tests inject faults.
 
-Every file is opened relative to the descriptor of its folder, never through a symbolic link, and
-only if it is a regular file: a link leads to data of others, a FIFO waits for a writer for ever.
+Every file is opened relative to the descriptor of its folder, and only if it is a regular file. A
+symbolic link could lead to other users' data, and opening a FIFO would wait for a writer for ever.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Protocol
 
 DIRECT = os.O_DIRECT
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
-"""What open(2) says where a file system has no O_DIRECT, fallocate(2) where it cannot allocate."""
+"""The errors of open(2) if a file system lacks O_DIRECT, and of fallocate(2) if it cannot
+allocate."""
 
 
 class Files(Protocol):
-    """File operations, thread-safe; all raise OSError as the system calls do."""
+    """File operations. Thread-safe. All raise the OSError of their system call."""
 
     def open(self, folder: int, name: str, flags: int) -> int: ...
 
@@ -38,7 +39,7 @@ class Files(Protocol):
 
 
 class OsFiles:
-    """The real ones."""
+    """The operating system's file operations."""
 
     def open(self, folder: int, name: str, flags: int) -> int:
         """See `open_regular`."""
@@ -51,8 +52,11 @@ class OsFiles:
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, length: int) -> None:
-        """Make the file at least `length` bytes long, and its blocks the file's, where the file
-        system can do that: elsewhere a full disk shows as failing writes."""
+        """Reserve the first `length` bytes of the file on disk, and make it at least that long.
+
+        If the file system cannot reserve space, the file only becomes longer, and writes fail when
+        the disk is full.
+        """
         try:
             os.posix_fallocate(fd, 0, length)
         except OSError as error:
@@ -65,7 +69,8 @@ class OsFiles:
         os.ftruncate(fd, length)
 
     def sync(self, fd: int) -> None:
-        """Wait until what was written, or which names a directory has, survives a power failure."""
+        """Wait until the written bytes of a file, or the names in a directory, survive a power
+        failure."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
@@ -73,21 +78,33 @@ class OsFiles:
 
 
 def open_folder(path: str) -> int:
-    """Open a directory; its last name may not be a symbolic link.
+    """Open a directory. The last component of `path` may not be a symbolic link.
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
-        OSError: as the system says; NotADirectoryError also for a symbolic link.
+        OSError: open(2) failed. NotADirectoryError also for a symbolic link.
     """
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def open_regular(folder: int, name: str, flags: int) -> int:
-    """Open a regular file of the directory `folder`, or create it for the owner only.
+    """Open a regular file. With O_CREAT, a missing file is created with mode 0600.
+
+    Args:
+        folder: descriptor of the file's directory.
+        name: name of the file.
+        flags: flags of open(2).
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
-        OSError: as the system says; ENXIO or ELOOP, with `name`, for anything but a regular file.
+        OSError: open(2) failed, or `name` is no regular file: ELOOP for a symbolic link, else
+            ENXIO.
     """
-    # Without O_NONBLOCK a FIFO would wait; for regular files it means nothing.
+    # Without O_NONBLOCK, opening a FIFO would wait. The flag has no effect on regular files.
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(name, flags, 0o600, dir_fd=folder)
@@ -104,9 +121,14 @@ def open_regular(folder: int, name: str, flags: int) -> int:
 
 
 def open_data(files: Files, folder: int, name: str, flags: int) -> tuple[int, bool]:
-    """Open a data file for I/O that passes the page cache by, if its file system can.
+    """Open a data file for direct I/O, which bypasses the page cache, if the file system can.
 
-    Returns the descriptor and whether it is direct. Direct or not, each I/O is of whole 4 KiB.
+    Returns:
+        The descriptor, which the caller closes, and whether its I/O is direct. If it is, offsets,
+        lengths and addresses must be multiples of 4 KiB.
+
+    Raises:
+        OSError: see `open_regular`.
     """
     try:
         return files.open(folder, name, flags | DIRECT), True
@@ -117,19 +139,19 @@ def open_data(files: Files, folder: int, name: str, flags: int) -> tuple[int, bo
 
 
 def exists(folder: int, name: str) -> bool:
-    """Whether the directory `folder` has an entry `name`, whatever it is.
+    """Whether the directory `folder` has an entry `name` of any kind.
 
     Raises:
-        OSError: as the system says.
+        OSError: stat(2) failed.
     """
     return _mode(folder, name) != 0
 
 
 def is_regular(folder: int, name: str) -> bool:
-    """Whether `name` in the directory `folder` is a regular file, and no link to one.
+    """Whether `name` in the directory `folder` is a regular file. False for a symbolic link.
 
     Raises:
-        OSError: as the system says.
+        OSError: stat(2) failed.
     """
     return stat.S_ISREG(_mode(folder, name))
 
@@ -142,16 +164,16 @@ def _mode(folder: int, name: str) -> int:
 
 
 def reason_of(error: OSError) -> str:
-    """What went wrong, and with which file if that is known."""
+    """The system's reason of an error, after the name of the file if that is known."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> bool:
-    """Fill `buffer` from `offset` on. False at the end of the file.
+    """Fill `buffer` from the bytes of a file from `offset` on. False if the file ends before.
 
     Raises:
-        OSError: as the system says.
+        OSError: preadv(2) failed.
     """
     done = 0
     while done < len(buffer):
@@ -163,10 +185,10 @@ def read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> bool:
 
 
 def write_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> None:
-    """Write all of `buffer` at `offset`.
+    """Write all of `buffer` to a file at `offset`.
 
     Raises:
-        OSError: as the system says; EIO if it writes nothing and says nothing.
+        OSError: pwritev(2) failed. EIO if it wrote nothing and reported no error.
     """
     done = 0
     while done < len(buffer):
@@ -177,8 +199,9 @@ def write_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file; False if another process has it. The kernel gives
-    it back when the last descriptor is closed, however its process ends."""
+    """Take the exclusive lock of an open file. False if another process holds it. The kernel
+    releases the lock when the last descriptor of the open file is closed, however the process ends.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

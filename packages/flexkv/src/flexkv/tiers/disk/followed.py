@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that another process of this machine owns and writes, read beside it.
+"""Reads a folder while another process of this machine owns and writes it.
 
-Nothing here writes or takes a lock. What is known of the folder is its table as of the last look.
-A block is verified by the record that it was found by, and the table's header is read again after
-it: a block that was replaced or cleared meanwhile is a miss.
+Nothing here writes or takes a lock. Lookups use a copy of the folder's table, which `look` brings
+up to date. A read verifies the block against its record in that copy, then reads the table's header
+again. A block that was replaced or cleared meanwhile is therefore a miss.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from flexkv.tiers.disk.inspect import Record
 from flexkv.tiers.job import Outcome
 
 _PART_BYTES = 1 << 16
-"""Of a table: its records are decoded again where any byte of the part has changed."""
+"""Bytes of a part of a table. If any byte of a part has changed, its records are decoded again. Not
+tuned."""
 _PART_RECORDS = _PART_BYTES // table.RECORD_BYTES
 
 
 class FollowedFolder:
-    """The blocks of one folder. `read` is for any number of threads, all else for one.
+    """The blocks of one folder. Any number of threads may call `read`; one thread calls the rest.
 
     Args:
-        path: of the folder.
-        slot_bytes: of its blocks.
+        path: path of the folder.
+        slot_bytes: bytes of a block. A folder with blocks of another size counts as empty.
         files: the system calls.
 
     Raises:
-        OSError: as the system says.
+        OSError: the folder cannot be opened, or its user is neither this one nor root.
     """
 
     def __init__(self, path: str, slot_bytes: int, files: Files) -> None:
@@ -58,23 +59,26 @@ class FollowedFolder:
         self._forget(None)
 
     def __len__(self) -> int:
-        """Blocks that it had at the last look."""
+        """The number of blocks in the table at the last `look`."""
         return len(self._records)
 
     def find(self, key: bytes) -> Record | None:
-        """The record of a block as of the last look."""
+        """The record of a block at the last `look`; None if it had none."""
         return self._records.get(key)
 
     def drop(self, record: Record) -> None:
-        """Do not find a block again before its record changes."""
+        """Do not find the block of `record` again until its part of the table changes."""
         if self._records.get(record.key) is record:
             del self._records[record.key]
 
     def look(self) -> bool:
-        """Take in what has changed. False if the folder is gone.
+        """Bring the copy of the table up to date.
+
+        Returns:
+            False if the folder is gone. The caller then closes this object.
 
         Raises:
-            OSError: as the system says.
+            OSError: the table cannot be read.
         """
         if not self._is_there():
             self._forget(None)
@@ -93,10 +97,18 @@ class FollowedFolder:
         return True
 
     def read(self, record: Record, buffer: memoryview) -> Outcome:
-        """Read a block into `buffer`; waits for the disk.
+        """Read a block. Waits for the disk.
+
+        Args:
+            record: the record from `find`.
+            buffer: where the block goes, `slot_bytes` long and aligned to 4 KiB; borrowed.
+
+        Returns:
+            DONE if the block was read and verified. MISSING if it was replaced, cleared or is
+            damaged; the buffer is then undefined.
 
         Raises:
-            OSError: as the system says.
+            OSError: a system call failed.
         """
         seen = self._seen
         if seen is None:
@@ -109,7 +121,7 @@ class FollowedFolder:
         return Outcome.DONE if intact and valid else Outcome.MISSING
 
     def close(self) -> None:
-        """Idempotent; nothing may be reading."""
+        """Close all descriptors. No `read` may be under way. Idempotent."""
         for fd in (*self._slabs.values(), self._table, self._folder):
             if fd >= 0:
                 os.close(fd)
@@ -128,7 +140,8 @@ class FollowedFolder:
         return False
 
     def _header(self) -> table.Header | None:
-        """What the table says that it is for now; None if it is worth nothing."""
+        """The header of the table; None if the table is missing, marked as reset, damaged, or of
+        other blocks."""
         with self._opening:
             if self._table < 0:
                 try:
@@ -144,7 +157,13 @@ class FollowedFolder:
         )
 
     def _take(self, number: int, part: bytes, seal: int) -> None:
-        """Take in the records of a part of the table, in place of those that it had."""
+        """Replace the records of a part of the table.
+
+        Args:
+            number: number of the part.
+            part: bytes of the part.
+            seal: seal of the table.
+        """
         first = number * _PART_RECORDS
         for key in self._keys.get(number, ()):
             known = self._records.get(key)
@@ -159,7 +178,7 @@ class FollowedFolder:
         self._parts[number] = part
 
     def _slab(self, slab: int) -> int:
-        """The open data file with this number."""
+        """The descriptor of the data file with this number, opened by the first call."""
         with self._opening:
             if slab not in self._slabs:
                 name = slabs.slab_name(slab)

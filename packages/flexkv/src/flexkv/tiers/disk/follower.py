@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that reads what other processes of this machine write: for ranks that hold the same blocks
-as one that owns the folder."""
+"""A tier that only reads folders that other processes of this machine write. It is for ranks that
+hold the same blocks as the rank that owns the folder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from flexkv.tiers.link import Link
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-"""Between two looks at what others have written. A table of 100,000 blocks is compared in 5 ms."""
+"""The least seconds between two looks at the owners' tables. Comparing a table of 100,000 blocks
+takes 5 ms."""
 CLOSE_SECONDS = 5.0
-"""How long reads may take to end."""
+"""Seconds that `close` waits for reads to end. Not tuned."""
 
 
 class FollowerTier:
-    """Reads the folders of one kind of blocks, whoever owns them; see `blocking.Blocks`.
+    """Reads all folders with blocks of one fingerprint, whoever owns them. See `blocking.Blocks`.
 
-    A block is found a moment after its owner has written it. Nothing that is asked to be written
-    is: all of it is dropped.
+    A block is found up to `LOOK_SECONDS` after its owner has written it. Every write is dropped.
 
     Args:
-        roots: cache directories; folders may appear in them later.
-        fingerprint: hexadecimal, of the blocks.
+        roots: cache directories. Folders that appear in them later are read too.
+        fingerprint: fingerprint of the blocks, hexadecimal.
         slot_bytes: bytes of a block.
-        stall_seconds: while a read takes longer, nothing is found.
+        stall_seconds: while a read takes longer than this, lookups find nothing.
         files: the system calls; the real ones if None.
     """
 
@@ -101,7 +101,7 @@ class FollowerTier:
         return ticket
 
     def clear(self) -> None:
-        """Nothing: what is there is its owner's to clear, who is asked as well."""
+        """Do nothing: only the owner of a folder clears it."""
 
     def cancel(self, ticket: int) -> None:
         self._link.cancel([job for job, (of, *_) in self._jobs.items() if of == ticket])
@@ -134,7 +134,7 @@ class FollowerTier:
         return None
 
     def _look(self) -> None:
-        """Take in what owners have written since the last look."""
+        """Bring the copies of all tables up to date, and open new folders."""
         for root in self._roots:
             for number in range(directory.MAX_OWNERS):
                 path = directory.path_of(root, self._fingerprint, number)
@@ -151,7 +151,12 @@ class FollowerTier:
         except OSError as error:
             if path not in self._refused:
                 reason = reason_of(error)
-                logger.warning("cannot read %s: %s; blocks in it are computed", path, reason)
+                logger.warning(
+                    "cannot read %s: %s; its blocks are recomputed; check the owner and the mode "
+                    "of the folder (logged once)",
+                    path,
+                    reason,
+                )
             self._refused.add(path)
             there = False
         if not there and path in self._folders and not self._jobs:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a folder for processes that do not own it, beside the engine that does.
+"""Reads a folder for processes that do not own it, while an engine may own and change it.
 
-Nothing here writes, and nothing takes the folder's lock, not even shared and for a moment: an
-engine that starts in that moment would find it taken and give up. The contents may therefore change
-while they are read, and a caller that finds an error has to read them again.
+Nothing here writes or takes the folder's lock, not even shared: an engine that starts at that
+moment would find the lock taken and give up. The contents may therefore change during a read. A
+caller that finds an error must read again before it reports the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from flexkv.tiers.disk.ledger import load_ledger
 
 _PART_BYTES = 1 << 20
 _HEADER_READS = 3
-"""Reads of a header: one that is replaced during a read may look damaged."""
+"""Attempts to read a header. If the engine replaces the header during a read, it may look damaged.
+Not tuned."""
 
 
 class Record(NamedTuple):
@@ -43,13 +44,14 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The table of a folder as it was when it was read.
+    """A copy of the table of a folder.
 
     Attributes:
-        header: None if the folder has no table, or a table that an engine would replace.
-        damaged: whether an engine would replace the table, and it is not just being created.
-        parts: the bytes behind the header in parts of `_PART_BYTES`, by number; parts of zeros
-            are left out.
+        header: header of the table; None if the folder has no table, or one that an engine would
+            replace.
+        damaged: whether an engine would replace the table. False for a table that is being created.
+        parts: the bytes behind the header by number of the part, each `_PART_BYTES` long, the last
+            one shorter. Parts of zeros are left out.
     """
 
     header: table.Header | None
@@ -68,24 +70,26 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class FolderState:
-    """A folder in figures.
+    """The figures of a folder.
 
     Attributes:
-        path: of the folder.
-        fingerprint: of its blocks, hexadecimal.
-        owner: process id of the engine that owns the folder, None if none does; see `owner_of`.
-        block_bytes: bytes of a block; 0 if there is no table.
-        slots: blocks that the folder has room for.
-        used_slots: blocks in its table.
-        disk_bytes: bytes of its files on disk.
+        path: path of the folder.
+        fingerprint: fingerprint of its blocks, hexadecimal.
+        owner: process id of the engine that owns the folder; None if no engine does. See
+            `owner_of`.
+        block_bytes: bytes of a block; 0 if the folder has no table.
+        slots: the number of blocks that the folder has room for.
+        used_slots: the number of blocks in its table.
+        disk_bytes: bytes that its files take on disk.
         used_bytes: bytes of the blocks in its table.
-        hit_blocks: read back and intact, by all owners so far.
-        damaged_blocks: found damaged by all owners so far.
-        written_bytes: by all owners so far.
-        written_bytes_day: in the last 24 hours, counted in whole hours as the write budget is.
+        hit_blocks: blocks that all owners together have read and found intact.
+        damaged_blocks: blocks that all owners together have found damaged.
+        written_bytes: bytes that all owners together have written.
+        written_bytes_day: bytes written in the last 24 hours. The oldest hour counts whole, as in
+            the write budget.
         reads: state of the circuit of the owner's reads: closed, open or probing; None without an
             owner.
-        writes: the same of its writes.
+        writes: state of the circuit of the owner's writes, likewise.
     """
 
     path: str
@@ -105,7 +109,8 @@ class FolderState:
 
 
 def folder_state(path: str) -> FolderState:
-    """The state of the folder `path`. Its owner saved the counters at most some seconds ago.
+    """Read the figures of the folder `path`. Counters may be some seconds old, because an owner
+    saves them from time to time.
 
     Raises:
         DiskError: the folder cannot be read.
@@ -143,17 +148,25 @@ def folder_state(path: str) -> FolderState:
 
 
 def unreadable(path: str, error: OSError) -> DiskError:
-    """The error for a folder that the system refuses to read."""
+    """Make the error of a folder that cannot be read."""
     return DiskError(
         f"cannot read {path}: {reason_of(error)}; allowed: a folder that this user can read"
     )
 
 
 def read_table(folder: int, fingerprint: str) -> Snapshot:
-    """The table of the open directory `folder` with blocks of `fingerprint`.
+    """Read the table of the open directory `folder`.
+
+    Args:
+        folder: descriptor of the open directory; borrowed.
+        fingerprint: fingerprint of the blocks, hexadecimal. A table with another one counts as
+            damaged.
+
+    Returns:
+        A copy of the table. A missing table gives an empty one.
 
     Raises:
-        OSError: of the system, except that a missing table is not an error.
+        OSError: the table cannot be read.
     """
     pages = b""
     for _ in range(_HEADER_READS):
@@ -172,7 +185,8 @@ def read_table(folder: int, fingerprint: str) -> Snapshot:
 
 
 def _read_parts(fd: int, num_slots: int) -> dict[int, bytes]:
-    """The records of an open table, as far as they have data: a file may claim any size."""
+    """Read the parts of an open table that have data. Holes are skipped, because a header may claim
+    any number of slots."""
     parts = {}
     end = table.table_bytes(num_slots)
     offset = table.HEADER_BYTES
@@ -193,14 +207,16 @@ def _read_parts(fd: int, num_slots: int) -> dict[int, bytes]:
 
 
 def owner_of(folder: int) -> int | None:
-    """Process id of the engine that owns the open directory `folder`; None if none does.
+    """Find the process id of the engine that owns the open directory `folder`.
 
-    Reads the kernel's list of locks, which does not touch the lock. The list contains only
-    processes of this process's PID namespace and of those below it: an engine in another container
-    is missing.
+    Reads the kernel's list of locks and does not touch the lock. The list contains only processes
+    of this PID namespace and of those below it. An engine in another container is missing.
+
+    Returns:
+        The process id; None if no visible process owns the folder, or it has no lock file.
 
     Raises:
-        OSError: of the system, except that a missing folder is not an error.
+        OSError: the lock file or the list cannot be read.
     """
     try:
         fd = open_regular(folder, directory.LOCK, os.O_RDONLY)
@@ -220,10 +236,15 @@ def owner_of(folder: int) -> int | None:
 
 
 class SlotReader:
-    """Reads slots of one folder past the page cache. For one thread.
+    """Reads slots of one folder by direct I/O where the file system can. For one thread.
 
-    Borrows the open directory `folder`. Owns a buffer of one slot and one open file, because a
-    large cache has more files than a process may open.
+    Owns a buffer of one slot. Keeps only one file open, because a large cache has more files than a
+    process may open.
+
+    Args:
+        files: the system calls.
+        folder: descriptor of the open directory; borrowed.
+        slot_bytes: bytes of a slot, a multiple of 4 KiB.
     """
 
     def __init__(self, files: Files, folder: int, slot_bytes: int) -> None:
@@ -232,18 +253,21 @@ class SlotReader:
         self._slot_bytes = slot_bytes
         self._slots_per_slab = slabs.slots_per_slab(slot_bytes)
         self._slab, self._fd = -1, -1
-        # Anonymous memory begins at a page, as O_DIRECT asks for.
+        # Anonymous memory begins at a page boundary, which O_DIRECT requires.
         self._buffer = memoryview(mmap.mmap(-1, slot_bytes))
 
     def file_of(self, slot: int) -> str:
-        """Name of the file that contains `slot`."""
+        """The name of the file that contains `slot`."""
         return slabs.slab_name(slot // self._slots_per_slab)
 
     def read(self, slot: int) -> memoryview | None:
-        """The bytes of `slot`, valid until the next call. None if the file is too short.
+        """Read a slot. Waits for the disk.
+
+        Returns:
+            The bytes of the slot, valid until the next call; None if the file is too short.
 
         Raises:
-            OSError: of the system.
+            OSError: the file cannot be opened or read.
         """
         slab, place = divmod(slot, self._slots_per_slab)
         if slab != self._slab:
@@ -254,7 +278,7 @@ class SlotReader:
         return self._buffer if whole else None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the open file. Idempotent."""
         if self._fd >= 0:
             self._files.close(self._fd)
         self._slab, self._fd = -1, -1

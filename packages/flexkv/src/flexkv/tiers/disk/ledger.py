@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk store counts over all its processes, and the write budget that rests on it."""
+"""Counters of a disk store that outlive its process, and the daily write budget based on them."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ _MALFORMED = (
 
 @dataclass(slots=True)
 class Ledger:
-    """Counters of one folder. Survive the process, up to the last seconds before a kill.
+    """Counters of one folder, summed over all of its owners. If a process is killed, the counts of
+    its last seconds are lost.
 
     One thread counts; another may call `dump` meanwhile.
 
     Attributes:
-        hit_blocks: read back, verified.
-        damaged_blocks: found not to be what was written.
-        failed_reads: that the system refused.
-        written_blocks: by all owners so far.
-        failed_writes: that the system refused.
-        written_bytes: by hour, of the last 24 hours. Hours count from the epoch, by the clock as
-            it was when this was made and the time that has passed since: a clock that is set
-            meanwhile makes nothing older or younger.
-        circuits: of the owner, by name. Saved for others to see; a new owner begins with its own.
-        open_until: by the clock, until when each circuit of the owner is open that is not closed,
-            as it was saved.
+        hit_blocks: blocks that were read and intact.
+        damaged_blocks: blocks that were read and did not match their checksum.
+        failed_reads: reads whose system call failed.
+        written_blocks: blocks that were written.
+        failed_writes: writes whose system call failed.
+        written_bytes: bytes written in each of the last 24 hours. The key counts hours since the
+            epoch: the clock at the start of this process plus the time that has passed since. If
+            the clock is set meanwhile, no entry becomes older or younger.
+        circuits: the owner's circuits by name. They are saved for other processes to see; a new
+            owner begins with its own.
+        open_until: for each saved circuit that was not closed, the time by the clock until which
+            it is open, in seconds since the epoch.
     """
 
     hit_blocks: int = 0
@@ -67,21 +69,22 @@ class Ledger:
         self._zero = time.time() - time.monotonic()
 
     def may_write(self, size: int, day_bytes: int | None) -> bool:
-        """Whether `size` bytes more keep the last 24 hours within `day_bytes` (None: no limit).
+        """Whether a write of `size` bytes keeps the last 24 hours within `day_bytes`.
 
-        Hours are counted whole, so that at no time more than `day_bytes` were written in the 24
-        hours before.
+        The oldest hour counts whole. No period of 24 hours therefore exceeds `day_bytes`. None
+        means no limit.
         """
         return day_bytes is None or self.day_bytes + size <= day_bytes
 
     @property
     def day_bytes(self) -> int:
-        """Written in the last 24 hours, or about to be."""
+        """Bytes that were written in the last 24 hours, or are about to be."""
         oldest = self._hour() - _DAY_HOURS
         return sum(size for hour, size in self.written_bytes.items() if hour >= oldest)
 
     def book_write(self, size: int) -> None:
-        """Count bytes that are about to be written; less than 0 if they were not, after all."""
+        """Count bytes that are about to be written. If they are not written, the caller counts them
+        back with a negative `size`."""
         hour = self._hour()
         with self._lock:
             if hour not in self.written_bytes:
@@ -90,14 +93,14 @@ class Ledger:
             self.written_bytes[hour] = max(0, self.written_bytes.get(hour, 0) + size)
 
     def saved_state(self, name: str) -> CircuitState:
-        """The state of a circuit of the owner, as far as it was saved."""
+        """The state of an owner's circuit, derived from the saved time until which it is open."""
         until = self.open_until.get(name)
         if until is None:
             return CircuitState.CLOSED
         return CircuitState.OPEN if time.time() < until else CircuitState.PROBING
 
     def dump(self) -> bytes:
-        """As a file holds it: hours by the clock as it is now."""
+        """The content of the file, as JSON. Its hours follow the clock as it is now."""
         content: dict[str, object] = {name: getattr(self, name) for name in _COUNTS}
         ahead = round((time.time() - time.monotonic() - self._zero) / _HOUR)
         oldest = self._hour() - _DAY_HOURS
@@ -119,7 +122,8 @@ _COUNTS = ("hit_blocks", "damaged_blocks", "failed_reads", "written_blocks", "fa
 
 
 def load_ledger(folder: int) -> Ledger:
-    """The ledger of the open directory `folder`; an empty one if it has none that can be read."""
+    """Read the ledger of the open directory `folder`. A missing, unreadable or damaged file gives
+    an empty ledger."""
     try:
         fd = open_regular(folder, FILE, os.O_RDONLY)
         try:
@@ -133,7 +137,8 @@ def load_ledger(folder: int) -> Ledger:
             ledger.open_until[name] = float(until)
         now = int(time.time()) // _HOUR
         for hour, size in content["written_bytes"].items():
-            # An hour to come is of a clock that was put back: else it would count for ever.
+            # If the clock was put back, saved hours lie in the future. They would count until the
+            # clock has passed them.
             known = min(int(hour), now)
             ledger.written_bytes[known] = ledger.written_bytes.get(known, 0) + max(0, int(size))
         return ledger
@@ -142,10 +147,14 @@ def load_ledger(folder: int) -> Ledger:
 
 
 def save_ledger(folder: int, content: bytes) -> None:
-    """Replace the ledger of the open directory `folder`, whole or not at all.
+    """Replace the ledger of the open directory `folder` atomically.
+
+    Args:
+        folder: the open directory.
+        content: the new content, from `Ledger.dump`.
 
     Raises:
-        OSError: as the system says.
+        OSError: a system call failed. The old ledger stays.
     """
     fd = open_regular(folder, SCRATCH, os.O_WRONLY | os.O_CREAT)
     try:

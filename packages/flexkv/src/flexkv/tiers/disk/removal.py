@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removing folders of FlexKV, and nothing else, and making room by it."""
+"""Removes folders of FlexKV, on request or to make room. Files of other programs stay."""
 
 from __future__ import annotations
 
@@ -34,19 +34,25 @@ _GIB = 1 << 30
 
 
 class Removal(enum.Enum):
-    """How the removal of a folder ended."""
+    """The outcome of removing a folder."""
 
     REMOVED = "removed"
     IN_USE = "in use"
     FOREIGN_FILES = "holds files that are not FlexKV's"
-    """All of FlexKV's are gone, the folder and the others are left."""
+    """FlexKV's files are removed; the folder and the other files stay."""
 
 
 def check_room(root: str, mine: str, size: int, share: bool) -> None:
-    """Check that `make_room` can do what it is to do. Changes nothing.
+    """Check that `make_room` can find enough room. Changes nothing.
+
+    Args:
+        root: see `make_room`.
+        mine: see `make_room`.
+        size: see `make_room`.
+        share: see `make_room`.
 
     Raises:
-        DiskError: it cannot, or `root` cannot be read.
+        DiskError: there is too little room, or `root` cannot be read.
     """
     has, left = disk_bytes(mine), free_bytes(root)
     removable = 0
@@ -63,15 +69,17 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
 
 
 def make_room(root: str, mine: str, size: int, share: bool) -> None:
-    """Have room for `size` bytes in the folder `mine`, what it has already included. If the file
-    system lacks it, other folders of FlexKV below `root` are removed, those that were owned longest
-    ago first, as many as it takes.
+    """Make room for the folder `mine` to grow to `size` bytes.
+
+    If the file system has too little room, other folders of FlexKV below `root` are removed until
+    it has enough. The folder that was owned longest ago is removed first. Leftovers of interrupted
+    removals are always removed.
 
     Args:
         root: the cache directory.
         mine: path of the folder that is kept.
-        size: bytes on disk that its files will have.
-        share: keep also those of the same fingerprint, for engines that are about to start.
+        size: bytes that its files will take on disk, those present included.
+        share: whether folders of the same fingerprint stay, for engines that are about to start.
 
     Raises:
         DiskError: `root` cannot be read.
@@ -85,6 +93,11 @@ def make_room(root: str, mine: str, size: int, share: bool) -> None:
 def remove_others(root: str, mine: str, share: bool) -> None:
     """Remove all folders that `make_room` may remove.
 
+    Args:
+        root: see `make_room`.
+        mine: see `make_room`.
+        share: see `make_room`.
+
     Raises:
         DiskError: `root` cannot be read.
     """
@@ -93,7 +106,7 @@ def remove_others(root: str, mine: str, share: bool) -> None:
 
 
 def _remove(path: str) -> None:
-    # What cannot be locked or removed is someone else's.
+    # A folder that cannot be locked or removed is another user's.
     with contextlib.suppress(OSError):
         count = disk_bytes(path)
         if remove(path) is Removal.REMOVED:
@@ -101,20 +114,25 @@ def _remove(path: str) -> None:
 
 
 def free_bytes(root: str) -> float:
-    """Bytes that this user may still fill on the file system of `root`; infinite where it does not
-    say."""
+    """Bytes that this user may still fill on the file system of `root`. Infinite if the file system
+    reports no sizes.
+
+    Raises:
+        OSError: statvfs(3) failed.
+    """
     said = os.statvfs(root)
     return said.f_bavail * said.f_frsize if said.f_blocks else math.inf
 
 
 def _others(root: str, mine: str, share: bool) -> list[str]:
-    """Folders of FlexKV below `root` that no process owns, but `mine`, and with `share` none of the
-    same fingerprint; the one that was owned longest ago first."""
+    """Folders of FlexKV below `root`, except `mine`, that no process owns and no newer FlexKV
+    wrote. With `share`, those of the same fingerprint are left out. The one that was owned longest
+    ago comes first."""
     found: dict[str, float] = {}
     for path in folders(root, leftovers=True):
         if path == mine or (share and fingerprint_of(path) == fingerprint_of(mine)):
             continue
-        # What cannot be looked into is someone else's.
+        # A folder that cannot be read is another user's.
         with contextlib.suppress(OSError):
             folder = open_folder(path)
             try:
@@ -135,10 +153,10 @@ def _is_free(folder: int) -> bool:
 
 
 def remove(path: str) -> Removal:
-    """Remove what is FlexKV's in a folder, and the folder if that is all.
+    """Remove FlexKV's files from a folder, and the folder if it holds no others.
 
     Raises:
-        OSError: as the system says; the folder is not FlexKV's.
+        OSError: a system call failed, or the folder is not FlexKV's, or a newer FlexKV wrote it.
     """
     if not may_be_ours(path):
         raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
@@ -153,10 +171,11 @@ def remove(path: str) -> Removal:
         ours = [name for name in names if _is_own(name) and is_regular(folder.fd, name)]
         alone = len(ours) == len(names)
         if alone and REMOVED not in os.path.basename(path):
-            # Out of the way at once, for an engine that starts meanwhile.
+            # An engine that starts meanwhile can create the folder again at once.
             path = f"{path}{REMOVED}{secrets.token_hex(4)}"
             os.rename(folder.path, path)
-        # The table last but the lock: without it the rest would be nobody's if this is cut off.
+        # The table goes second to last, before the lock. A folder without a table is not FlexKV's,
+        # so an interrupted removal would leave the slabs for ever.
         for name in sorted(ours, key=lambda name: (name == LOCK, name == TABLE)):
             os.unlink(name, dir_fd=folder.fd)
         if alone:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks every block of a folder, beside the engine that may own it.
+"""Reads and checks every block of a folder, also while an engine owns it.
 
-A slot that is being replaced looks damaged: its bytes are partly new, its record is still the old
-one. A suspect slot is therefore checked again against the table at that time. It is bad only if
-neither the record nor the bytes have changed. This needs no lock, so it also works where the owner
-is not visible.
+A slot that is being replaced looks damaged: some bytes are new, but the record is still the old
+one. A suspect slot is therefore checked again against the table as it is then. The block is bad
+only if neither its record nor its bytes have changed. The check takes no lock, so it also works if
+the owner runs in another container.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from flexkv.tiers.disk.inspect import (
 from flexkv.tiers.disk.table import checksum_of
 
 THREADS = 8
-"""Parallel reads, as many as an engine's."""
+"""The number of parallel reads, as many as in an engine."""
 
 MEMORY = 256 << 20
-"""The most bytes of the buffers of all threads; one thread has its buffer in any case."""
+"""The most bytes of the buffers of all threads. One thread always has its buffer. Not tuned."""
 
 SETTLE_SECONDS = 2.0
-"""Time between two checks of a suspect block. If a write makes no progress in that time, its disk
-counts as stalled for the tier."""
+"""Seconds between two checks of a suspect block. A write that takes longer also counts as stalled
+in the engine, whose default limit is 1 s."""
 
 LOOKS = 3
-"""The most further checks; a block that was replaced before each of them is not reported."""
+"""The most repeated checks. A block that was replaced before each of them is not reported. Not
+tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class BadBlock:
     """A block that an engine would find damaged, or a table that it would replace.
 
     Attributes:
-        folder: path.
-        slot: None for a table.
-        key: of the block, hexadecimal; empty for a table.
+        folder: path of the folder.
+        slot: slot of the block; None for a table.
+        key: key of the block, hexadecimal; empty for a table.
         reason: one sentence without its full stop.
     """
 
@@ -63,11 +64,11 @@ class Report:
     """The result of checking one folder.
 
     Attributes:
-        folder: path.
-        blocks: in the table when the check began.
-        bytes: of these blocks.
-        replaced_blocks: those of `blocks` that an engine replaced or removed meanwhile.
-        bad: sorted by slot.
+        folder: path of the folder.
+        blocks: the number of blocks in the table when the check began.
+        bytes: bytes of these blocks.
+        replaced_blocks: how many of these blocks an engine replaced or removed meanwhile.
+        bad: bad blocks, sorted by slot.
     """
 
     folder: str
@@ -79,12 +80,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A check of a suspect block; two checks are equal if nothing has changed between them."""
+    """The result of checking a suspect block. Two results are equal if nothing has changed between
+    the checks."""
 
     seal: int
     record: Record
     found: bytes
-    """Checksum of the bytes; empty if they could not be read."""
+    """The checksum of the bytes that were read; empty if the read failed."""
     reason: str
 
 
@@ -94,11 +96,13 @@ def verify_folder(
     begin: Callable[[int], None],
     advance: Callable[[int], None],
 ) -> Report:
-    """Check all blocks of the folder `path`. Takes the memory of its table and of the buffers.
+    """Check all blocks of a folder. Needs memory for its table, and `MEMORY` for buffers.
 
     Args:
-        begin: called with the number of bytes that will be read.
-        advance: called with the number of bytes that were read, by several threads.
+        files: the system calls.
+        path: path of the folder.
+        begin: called once with the number of bytes that will be read.
+        advance: called by several threads with the number of bytes that were read since.
 
     Raises:
         DiskError: the table cannot be read.
@@ -120,8 +124,8 @@ class _Verification:
 
     Args:
         files: the system calls.
-        path: of the folder.
-        folder: open directory; borrowed.
+        path: path of the folder.
+        folder: descriptor of the open directory; borrowed.
     """
 
     def __init__(self, files: Files, path: str, folder: int) -> None:
@@ -166,7 +170,7 @@ class _Verification:
     def _look(
         self, snapshot: Snapshot, records: Iterable[Record], advance: Callable[[int], None]
     ) -> dict[int, _Finding]:
-        """Check `records` of `snapshot` in several threads; returns suspect blocks by slot."""
+        """Check `records` of `snapshot` in several threads. Returns the suspect blocks by slot."""
         header = snapshot.header
         if header is None:
             return {}
@@ -196,7 +200,8 @@ class _Verification:
 
 
 def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
-    """The valid records of the slots in `seen`: of several records of one key, only the latest."""
+    """The valid records of the slots in `seen`. If several records have one key, the latest is
+    valid."""
     records = [record for record in snapshot.records() if record.slot in seen]
     latest = dict.fromkeys((record.key for record in records), 0)
     for record in snapshot.records():
@@ -206,7 +211,7 @@ def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
 
 
 class _Feed:
-    """Distributes records to several threads until it is stopped."""
+    """Distributes records to several threads until `stop`."""
 
     def __init__(self, records: Iterator[Record]) -> None:
         self._records = records
@@ -214,7 +219,7 @@ class _Feed:
         self._stopped = False
 
     def take(self) -> Record | None:
-        """The next record; None if there is none."""
+        """The next record; None at the end or after `stop`."""
         with self._lock:
             return None if self._stopped else next(self._records, None)
 
@@ -223,7 +228,7 @@ class _Feed:
 
 
 def _examine(reader: SlotReader, record: Record, seal: int) -> _Finding | None:
-    """Read the block of `record`. None if it is intact."""
+    """Check the block of `record`. None if it is intact."""
     found = b""
     name = reader.file_of(record.slot)
     try:
