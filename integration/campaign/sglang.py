@@ -40,7 +40,11 @@ class Tested(SglangServer):
 
 
 class Sglang:
-    """See `Engine`. SGLang ends all requests of a batch that load if one of them cannot."""
+    """See `Engine`. SGLang ends all requests of a batch that load if one of them cannot.
+
+    Args:
+        forked: forks its servers; see `ServerConfig`.
+    """
 
     policies: Mapping[str, OnFailedLoad] = {"fail": OnFailedLoad.FAILS_BATCH}
     kinds: Sequence[Kind] = tuple(kind for kind in DRAWN if kind is not Kind.RESET)
@@ -48,13 +52,16 @@ class Sglang:
     taken_out = "num_retracted_requests_total"
     block_bytes = BLOCK_BYTES
 
-    def __init__(self) -> None:
+    def __init__(self, *, forked: bool = False) -> None:
+        self._forked = forked
         self.wire = Wire("/generate", _body, _tokens)
 
     def reference(self, folder: Path, seed: int) -> list[Question]:
         model = write_checkpoint(TINY, folder)
         flags = {"disable_radix_cache": True}
-        config = ServerConfig(model, TINY, page_size=BLOCK, kv_tokens=KV_TOKENS, flags=flags)
+        config = ServerConfig(
+            model, TINY, page_size=BLOCK, kv_tokens=KV_TOKENS, forked=self._forked, flags=flags
+        )
 
         def answer(prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
             given = server.generate(prompt, count, return_logprob=True, top_logprobs_num=2)
@@ -77,6 +84,7 @@ class Sglang:
             page_size=BLOCK,
             kv_tokens=KV_TOKENS,
             tensor_parallel_size=ranks,
+            forked=self._forked,
             flags={"schedule_conservativeness": _EAGER},
         )
         return lambda log: Tested(config, log)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns a vLLM ``AsyncLLM`` and serves commands as JSON lines; ``engine.Engine`` is the client.
 
-Run as ``python driver.py COMMAND_FD EVENT_FD`` (or forked, see ``forker.py``) with the engine's
-settings as the first line on the command pipe. Commands carry a number ``id``, answers carry it
-back: ``{"id", "result"}`` or ``{"id", "error"}``, and ``{"id", "event": "first_token"}`` before the
+Run as ``python -m integration.harness.driver COMMAND_FD EVENT_FD`` with the engine's settings as
+the first line on the command pipe. Commands carry a number ``id``, answers carry it back:
+``{"id", "result"}`` or ``{"id", "error"}``, and ``{"id", "event": "first_token"}`` before the
 result of a generation. The end of the command pipe ends the engine, so no engine outlives the
 process that started it.
 

@@ -33,12 +33,13 @@ from integration.harness.answers import (
     await_answer,
 )
 from integration.harness.config import EngineConfig
-from integration.harness.fork_server import ForkedProcess, fork_server
+from integration.harness.fork_server import ForkedProcess
+from integration.harness.vllm_forks import fork_server
 
 if TYPE_CHECKING:
     from integration.harness.adapter import Adapter
 
-_DRIVER = Path(__file__).with_name("driver.py")
+_DRIVER = "integration.harness.driver"
 # A tiny model starts in seconds (forked) to 45 s on two cores of its own. These bounds are for what
 # hangs, and leave room for a machine that is many times slower or stands still for a while.
 START_TIMEOUT = 900.0
@@ -296,11 +297,12 @@ class Engine:
             env = self.config.environment()
             self._process: ForkedProcess | subprocess.Popen[bytes]
             if self.config.forked:
-                fork = fork_server().fork_driver
-                self._process = fork(env, log.fileno(), command_read, event_write)
+                self._process = fork_server().run(
+                    _DRIVER, env, log.fileno(), passed=[command_read, event_write]
+                )
             else:
                 self._process = subprocess.Popen(
-                    [sys.executable, str(_DRIVER), str(command_read), str(event_write)],
+                    [sys.executable, "-m", _DRIVER, str(command_read), str(event_write)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

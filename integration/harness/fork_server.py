@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of engines, forked from one that has imported vLLM; see ``forker``."""
+"""Processes of engines, forked from one that has imported the engine; see ``forker``."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from integration.harness.config import forked_environment
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+"""An engine's processes each import thousands of files. Without bytecode from an earlier start they
+compile all of them: for each process of SGLang 0.5.23, 22 s of processor time instead of 9 s."""
 
 # Bytes of its log that an error shows.
 _LOG_TAIL = 4000
@@ -51,53 +52,63 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that has imported vLLM and forks others; it ends with the process that made it.
+    """A process that has imported an engine and forks others; it ends with this process.
 
-    ``environment`` is the one in which vLLM is imported. Calls may come from several threads.
+    Calls may come from several threads.
+
+    Args:
+        python: interpreter that has the engine.
+        engine: module that prepares the process; see ``forker``.
+        environment: the one in which the engine is imported.
+
+    Attributes:
+        environment: as given.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, python: Path, engine: str, environment: Mapping[str, str]) -> None:
+        self.environment = environment
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (open until `close`)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "integration.harness.forker", str(theirs.fileno())],
+                [str(python), "-m", "integration.harness.forker", str(theirs.fileno()), engine],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C is for the process that made it.
                 process_group=0,
-                env=environment,
+                env={**environment, **KEEP_BYTECODE},
             )
+        atexit.register(self.close)
 
-    def fork_driver(
-        self, environment: Mapping[str, str], log_fd: int, command_fd: int, event_fd: int
+    def run(
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        log_fd: int,
+        arguments: Sequence[str] = (),
+        passed: Sequence[int] = (),
     ) -> ForkedProcess:
-        """Fork a driver with that environment, a log and two pipes, in a process group of its own.
+        """Fork a process that does what ``python -m`` does, in a process group of its own.
+
+        Args:
+            module: that it runs.
+            environment: of the process. Variables that the engine reads when it is imported must
+                be those of the server.
+            log_fd: descriptor that receives all that it prints.
+            arguments: of its command line.
+            passed: up to two descriptors; their numbers in the new process are its last arguments.
 
         The descriptors stay the caller's. Raises RuntimeError when the server has ended.
         """
-        return self._fork(environment, None, [log_fd, command_fd, event_fd])
-
-    def fork_server(
-        self, environment: Mapping[str, str], log_fd: int, arguments: Sequence[str]
-    ) -> ForkedProcess:
-        """Fork vLLM's HTTP server with that environment, a log and these arguments of its command
-        line, in a process group of its own. As ``fork_driver`` otherwise."""
-        return self._fork(environment, arguments, [log_fd])
-
-    def _fork(
-        self,
-        environment: Mapping[str, str],
-        arguments: Sequence[str] | None,
-        descriptors: Sequence[int],
-    ) -> ForkedProcess:
-        order = json.dumps({"environment": dict(environment), "arguments": arguments}).encode()
+        order = json.dumps(
+            {"module": module, "arguments": [*arguments], "environment": dict(environment)}
+        ).encode()
         with self._lock:
             try:
-                socket.send_fds(self._control, [order], descriptors)
+                socket.send_fds(self._control, [order], [log_fd, *passed])
                 answer, processes, _, _ = socket.recv_fds(self._control, 64, 1)
             except (BrokenPipeError, ConnectionResetError):
                 answer, processes = b"", []
@@ -114,15 +125,8 @@ class ForkServer:
         return self._process.pid
 
     def close(self) -> None:
-        """End the server. Drivers end with their command pipes; servers stay."""
+        """End the server. Drivers end with their command pipes; servers stay. Idempotent."""
+        atexit.unregister(self.close)
         self._control.close()
         self._process.wait()
         self._log.close()
-
-
-@functools.cache
-def fork_server() -> ForkServer:
-    """The server of this process, started when it is first needed."""
-    server = ForkServer(forked_environment())
-    atexit.register(server.close)
-    return server

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports vLLM once and forks a process for each engine; ``fork_server.ForkServer`` is the client.
+"""Imports an engine once and forks a process for each start; ``fork_server.ForkServer`` is the
+client.
 
-Run as ``python -m integration.harness.forker CONTROL_FD``. An order on the control socket is JSON:
-the environment of the process, and the arguments of vLLM's server, or null for a driver. With it
-come descriptors: its log, and of a driver the command pipe and the event pipe. The fork answers
-with its pid and a descriptor of its process. The end of the control socket ends this process;
-drivers end with their own command pipes, servers by SIGTERM.
+Run as ``python -m integration.harness.forker CONTROL_FD ENGINE``. ``ENGINE`` is a module whose
+``prepare`` imports the engine and has it fork its own processes. An order on the control socket is
+JSON: a module to run as a command, its arguments, and the environment. With it come descriptors: a
+log, and those whose numbers are further arguments. The fork answers with its pid and a descriptor
+of its process. The end of the control socket ends this process, and none that it has forked.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib
 import json
@@ -20,36 +20,27 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from integration.harness import driver
+from pathlib import Path
 
 # Longest order in bytes: an environment. Linux takes packets of up to about 200 KB.
 MAX_ORDER = 1 << 17
 _DESCRIPTORS = 3
-
-_SERVER = "vllm.entrypoints.openai.api_server"
-
-# vLLM imports these while an engine or a server starts.
-_IMPORTED_LATE = (
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-)
+_SELF = Path("/proc/self")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """What a process is given.
 
-    ``arguments`` are those of vLLM's server; None for a driver. ``pipes`` are descriptors of a
-    driver's two pipes.
+    ``module`` is run as ``python -m`` does, with ``arguments`` and then the numbers of ``passed``,
+    descriptors that it owns.
     """
 
+    module: str
+    arguments: list[str]
     environment: dict[str, str]
-    arguments: list[str] | None
     log_fd: int
-    pipes: Sequence[int]
+    passed: Sequence[int]
 
 
 def serve(control: socket.socket) -> Order | None:
@@ -65,46 +56,46 @@ def serve(control: socket.socket) -> Order | None:
             socket.send_fds(control, [str(os.getpid()).encode()], [me])
             os.close(me)
             control.close()
-            log_fd, *pipes = descriptors
-            return Order(**json.loads(message), log_fd=log_fd, pipes=pipes)
+            log_fd, *passed = descriptors
+            return Order(**json.loads(message), log_fd=log_fd, passed=passed)
         for descriptor in descriptors:
             os.close(descriptor)
         _reap()
 
 
-def carry_out(order: Order) -> int:
-    """Serve one engine as if this process had been started for it; returns the exit status."""
-    os.environ.clear()
-    os.environ.update(order.environment)
+def carry_out(order: Order) -> None:
+    """Run a command as if this process had been started for it; SystemExit is its end."""
+    _take_environment(order.environment)
     for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(order.log_fd, stream)
     os.close(order.log_fd)
-    if order.arguments is None:
-        return asyncio.run(driver.main(*order.pipes))
-    sys.argv = [_SERVER, *order.arguments]
-    runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
-    return 0
+    sys.argv = [order.module, *order.arguments, *map(str, order.passed)]
+    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 
 
-def have_vllm_fork() -> None:
-    """Have vLLM fork its processes also on CPUs.
+def _take_environment(environment: dict[str, str]) -> None:
+    """Replace the environment, but for variables that the imports have set: they would have set
+    them in a process of this environment, too."""
+    entries = (_SELF / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    given = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    set_since = {name: value for name, value in os.environ.items() if given.get(name) != value}
+    os.environ.clear()
+    os.environ.update(set_since | environment)
+    # Python reads PYTHONPATH when it starts.
+    wanted = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [folder for folder in wanted if folder not in sys.path]
 
-    That is vLLM's default, but its platform of CPUs sets the environment variable to "spawn"
-    whenever it completes a configuration.
-    """
-    from vllm.platforms import current_platform
 
-    complete = current_platform.check_and_update_config
-
-    def and_fork(config: object) -> None:
-        complete(config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    type(current_platform).check_and_update_config = staticmethod(and_fork)
+def refuse_threads() -> None:
+    """Raises RuntimeError if this process has more than one thread: a fork has only the one that
+    forked, and locks that another one held are never released in it."""
+    threads = len(list((_SELF / "task").iterdir()))
+    if threads > 1:
+        raise RuntimeError(f"no fork is safe: threads that the import has begun: {threads - 1}")
 
 
 def _reap() -> None:
-    """Collect drivers that have ended."""
+    """Collect processes that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -112,21 +103,21 @@ def _reap() -> None:
         return
 
 
-def main() -> int:
-    """Import vLLM, then serve the control socket named on the command line."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    have_vllm_fork()
-    for name in _IMPORTED_LATE:
-        importlib.import_module(name)
+def main() -> None:
+    """Import the engine, then serve the control socket; both are named on the command line."""
+    descriptor, engine = sys.argv[1:]
+    control = socket.socket(fileno=int(descriptor))
+    importlib.import_module(engine).prepare()
+    refuse_threads()
     # The collector would otherwise write to, and so copy, every page in each fork.
     gc.collect()
     gc.freeze()
     order = serve(control)
     if order is None:
-        # At the interpreter's end, libraries of vLLM would print what they leak.
+        # At the interpreter's end, libraries of an engine would print what they leak.
         os._exit(0)
-    return carry_out(order)
+    carry_out(order)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

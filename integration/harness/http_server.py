@@ -17,10 +17,7 @@ from typing import Any, Protocol, Self
 from integration.harness import processes
 from integration.harness.answers import CALL_TIMEOUT, EngineError
 from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
-
-_KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
-"""A server's processes each import thousands of files. Without bytecode from an earlier start they
-compile all of them: for each process of SGLang 0.5.23, 22 s of processor time instead of 9 s."""
+from integration.harness.fork_server import KEEP_BYTECODE
 
 
 class Process(Protocol):
@@ -93,7 +90,7 @@ class HttpServer:
         flags = _flags({**arguments, "host": "127.0.0.1", "port": port})
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
-            self._process = start({**env, **_KEEP_BYTECODE}, log.fileno(), flags)
+            self._process = start({**env, **KEEP_BYTECODE}, log.fileno(), flags)
         try:
             self._wait_until_ready()
         except BaseException:

@@ -5,6 +5,7 @@ a socket, parameters in a request's JSON. It takes and gives tokens, so that it 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -14,10 +15,10 @@ from typing import Any
 
 from integration.harness.answers import CALL_TIMEOUT, EngineError
 from integration.harness.config import EngineConfig
-from integration.harness.fork_server import fork_server
-from integration.harness.http_server import HttpServer, spawned
+from integration.harness.http_server import HttpServer, Start, spawned
+from integration.harness.vllm_forks import fork_server
 
-_COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+_MODULE = "vllm.entrypoints.openai.api_server"
 
 
 class Server(HttpServer):
@@ -40,9 +41,13 @@ class Server(HttpServer):
                 "publisher": "zmq",
                 "endpoint": events,
             }
+        if config.forked:
+            start: Start = functools.partial(fork_server().run, _MODULE)
+        else:
+            start = spawned([sys.executable, "-m", _MODULE])
         super().__init__(
             "vLLM",
-            fork_server().fork_server if config.forked else spawned(_COMMAND),
+            start,
             arguments,
             config.environment() | {"VLLM_SERVER_DEV_MODE": "1"},
             log_path,

@@ -10,6 +10,12 @@ _ROOT = Path(__file__).parents[2]
 _CHOSEN = "SGLANG_PYTHON"
 _NOX = "NOX_CURRENT_SESSION"
 
+FOR_ENGINES = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+"""Variables that every server is started with."""
+
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Of SGLang: cores of each rank. Unset, it refuses more ranks than there are NUMA nodes."""
+
 
 class EnvironmentMissingError(RuntimeError):
     """There is no Python with SGLang; the message says how to get one."""
@@ -27,6 +33,11 @@ def python() -> Path:
         source = f"from {_CHOSEN}" if chosen else "made by `nox -s engine-sglang`"
         raise EnvironmentMissingError(f"no Python with SGLang at {found} ({source})")
     return found
+
+
+def python_path() -> str:
+    """PYTHONPATH for processes of SGLang that import this project's tests and harness."""
+    return os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def may_be_missing() -> bool:

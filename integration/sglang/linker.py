@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from integration.campaign import plugin
 from integration.campaign.faults import OrderBook
 from integration.harness.checkpoint import ModelSpec
+from integration.sglang import environment
 from integration.sglang.server import ServerConfig
 
 PAGE_TOKENS = 16
-_ROOT = Path(__file__).parents[2]
 
 
 def linker_config(
@@ -35,7 +34,7 @@ def linker_config(
     """
     env = dict(settings)
     if folder is not None:
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        path = environment.python_path()
         env |= plugin.install(folder / "plugin", folder / "orders", path, plugin.SGLANG)
     flags = {"enable_flexkv": True, "enable_metrics": True, "enable_cache_report": True}
     flags |= options.pop("flags", {})

@@ -18,7 +18,7 @@ from integration.harness.answers import CALL_TIMEOUT, Completion, EngineError
 from integration.harness.checkpoint import ModelSpec
 from integration.harness.cores import cores_of_ranks
 from integration.harness.http_server import HttpServer, spawned
-from integration.sglang import environment
+from integration.sglang import environment, forks
 
 _ON_CPU: dict[str, Any] = {
     "device": "cpu",
@@ -36,7 +36,9 @@ class ServerConfig:
 
     ``flags`` are further arguments of SGLang's command line by their names in Python: True stands
     for a flag without a value, a dict for JSON. ``env`` is added to the environment.
-    ``kv_tokens`` is the size of SGLang's KV cache in tokens.
+    ``kv_tokens`` is the size of SGLang's KV cache in tokens. ``forked`` forks the server from a
+    process that has imported SGLang, and has SGLang fork its processes; SGLang itself spawns each,
+    and each imports SGLang for 9 s.
     """
 
     model: Path
@@ -45,6 +47,7 @@ class ServerConfig:
     kv_tokens: int = 4096
     chunked_prefill: int = 512
     tensor_parallel_size: int = 1
+    forked: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -64,10 +67,9 @@ class ServerConfig:
 
     def environment(self) -> dict[str, str]:
         """The environment of the server's processes."""
-        base = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        base = dict(environment.FOR_ENGINES)
         if self.tensor_parallel_size > 1:
-            # Left to itself SGLang refuses more ranks than there are NUMA nodes.
-            base["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(self.tensor_parallel_size)
+            base[environment.CORES] = cores_of_ranks(self.tensor_parallel_size)
         return os.environ | base | dict(self.env)
 
 
@@ -100,9 +102,8 @@ class SglangServer(HttpServer):
     def __init__(self, config: ServerConfig, log_path: Path) -> None:
         self.config = config
         command = [str(environment.python()), "-m", "sglang.launch_server"]
-        super().__init__(
-            "SGLang", spawned(command), config.arguments(), config.environment(), log_path
-        )
+        start = forks.start if config.forked else spawned(command)
+        super().__init__("SGLang", start, config.arguments(), config.environment(), log_path)
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 8, **request: Any) -> Answer:
         """The greedy answer to a prompt.

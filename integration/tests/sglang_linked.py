@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ PATIENCE = 60.0
 
 EAGER = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
 """SGLang keeps room for so many tokens of an answer when it admits a request. Where answers become
-longer than the room, it takes requests out of the running batch."""
+longer than the room, it takes requests out of the running batch. It reads this when it is imported,
+so that a forked server cannot have it."""
 
 HOST, DISK = "CPU_PINNED", "DISK"
 """SGLang's names of the media of FlexKV's tiers."""
@@ -193,13 +194,13 @@ class Linked:
         self.router = Router()
         events = {"publisher": "zmq", "endpoint": self.router.endpoint}
         flags = {"kv_events_config": events}
-        config = linker_config(model, TINY, self._settings(), folder, flags=flags)
-        self._config = dataclasses.replace(config, env={**config.env, **EAGER})
+        self._config = linker_config(model, TINY, self._settings(), folder, flags=flags)
 
-    def start(self, **changes: Any) -> None:
-        """Start a server; `changes` are of its configuration."""
+    def start(self, env: Mapping[str, str] | None = None, **changes: Any) -> None:
+        """Start a server; `env` is added to its environment, `changes` are of its configuration."""
         self._starts += 1
         self.router.forget()
+        changes["env"] = {**self._config.env, **(env or {})}
         config = dataclasses.replace(self._config, **changes)
         self.server = SglangServer(config, self._folder / f"{self._starts}.log")
 
@@ -253,4 +254,4 @@ class Linked:
 
 
 def plain_config(model: Path) -> ServerConfig:
-    return ServerConfig(model, TINY, page_size=PAGE_TOKENS)
+    return ServerConfig(model, TINY, page_size=PAGE_TOKENS, forked=True)

@@ -77,7 +77,7 @@ START_AND_WAIT = """
 import sys, time
 from pathlib import Path
 from integration.harness.engine import Engine
-from integration.harness.fork_server import fork_server
+from integration.harness.vllm_forks import fork_server
 from integration.tests.reference import plain_config
 engine = Engine(plain_config(Path(sys.argv[1])), Path(sys.argv[2]))
 print(engine.group, fork_server().pid, flush=True)

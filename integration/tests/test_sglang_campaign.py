@@ -13,7 +13,7 @@ SEED = 1
 
 
 def test_whatever_breaks_no_answer_is_wrong(sglang: Path, tmp_path: Path) -> None:
-    engine = Sglang()
+    engine = Sglang(forked=True)
     questions = engine.reference(tmp_path, SEED)
     campaign = Campaign(engine, tmp_path, questions, policy="fail", clients=8, seed=SEED, say=print)
     report = campaign.run(SECONDS, restart=False)

@@ -10,6 +10,7 @@ tokens: else equal tokens would say nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -139,7 +140,7 @@ def restart(
 ) -> Iterator[Restart]:
     root = tmp_path_factory.mktemp("hicache")
     settings = {"ssd_cache_gb": 0.05, "ssd_cache_dir": str(root / "disk")}
-    config = hicache_config(model, TINY, settings)
+    config = dataclasses.replace(hicache_config(model, TINY, settings), forked=True)
     written: dict[str, list[Record]] = {}
     with SglangServer(config, root / "first.log") as first:
         folder = folder_of(root / "disk")

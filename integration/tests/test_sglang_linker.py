@@ -31,6 +31,7 @@ from integration.tests.sglang_linked import (
     BESIDE,
     CROWD,
     DISK,
+    EAGER,
     FAILED,
     HOST,
     LATE,
@@ -66,7 +67,8 @@ def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) 
     with ThreadPoolExecutor(1) as pool:
         plain = pool.submit(ask)
         linked = Linked(folder, model)
-        linked.start()
+        # Its processes are begun as SGLang does it.
+        linked.start(EAGER)
         try:
             linked.plain = plain.result()
             yield linked
@@ -252,7 +254,7 @@ def test_two_ranks_find_all_that_was_written_before_a_kill(linked: Linked) -> No
         linked.ask(MANY[0])
         linked.server.kill()
         assert all(each.exception() is not None for each in asked), "it was idle"
-    linked.start(tensor_parallel_size=2)
+    linked.start(tensor_parallel_size=2, forked=True)
     assert linked.ask(OWNED, extra_key="extra_key C").cached_tokens == 0
     tenant = {"extra_key": "extra_key A"}
     assert linked.ask(OWNED, **tenant).cached_tokens == pages_of(len(OWNED))

@@ -107,7 +107,8 @@ def start(folder: Path, model: Path, bucket: S3Server) -> Node:
         "FLEXKV_OBJECTS_QUESTION_SECONDS": "5",  # a busy machine must not decide a test
     }
     folder.mkdir()
-    return Node(SglangServer(linker_config(model, TINY, settings), folder / "log"), trace)
+    config = linker_config(model, TINY, settings, forked=True)
+    return Node(SglangServer(config, folder / "log"), trace)
 
 
 def test_what_sglang_computes_is_recorded(cluster: Cluster) -> None:

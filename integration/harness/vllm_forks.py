@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fork server of vLLM has imported, and what it needs to fork all of vLLM's processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from integration.harness.config import forked_environment
+from integration.harness.fork_server import ForkServer
+
+# vLLM imports these while an engine or a server starts.
+_IMPORTED_LATE = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The server of this process, started when it is first needed."""
+    return ForkServer(Path(sys.executable), __name__, forked_environment())
+
+
+def prepare() -> None:
+    """Import vLLM, and have it fork its processes also on CPUs; within the server.
+
+    Forking is vLLM's default, but its platform of CPUs sets the environment variable to "spawn"
+    whenever it completes a configuration.
+    """
+    from vllm.platforms import current_platform
+
+    complete = current_platform.check_and_update_config
+
+    def and_fork(config: object) -> None:
+        complete(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    type(current_platform).check_and_update_config = staticmethod(and_fork)
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
