@@ -111,6 +111,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
             _of(
                 CORE,
                 "mover",
+                "deadline",
                 "errors",
                 "counters",
                 "changes",

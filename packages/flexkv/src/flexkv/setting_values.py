@@ -7,9 +7,12 @@ parsed value or raises ValueError.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Collection
+
+from flexkv.deadline import call_within
 
 LOAD_MODES = ("async", "layerwise", "auto")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
@@ -26,6 +29,10 @@ _BUCKET = re.compile(
 _HOST_PORT = re.compile(rf"{_NAME}:[0-9]{{1,5}}")
 _HTTP_URL = re.compile(rf"http://{_NAME}(?::[0-9]{{1,5}})?(?:/[A-Za-z0-9._-]+)+")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
+
+_COMPARE_SECONDS = 1.0
+"""In which directories must answer to be compared with each other. Each process of an engine reads
+the settings more than once. Not tuned."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -107,9 +114,12 @@ def parse_directories(value: object) -> tuple[str, ...]:
     paths = tuple(
         parse_directory(part.strip() if isinstance(part, str) else part) for part in parts
     )
-    # realpath(3) hangs with a mount that hangs.
-    if len(paths) > 1 and len(set(map(os.path.realpath, paths))) != len(paths):
-        raise ValueError
+    if len(paths) > 1:
+        # realpath(3) hangs with a mount that hangs, which a start goes on without.
+        calls = {path: functools.partial(os.path.realpath, path) for path in paths}
+        real = call_within(calls, _COMPARE_SECONDS)
+        if len(calls) != len(paths) or len(set(real.values())) != len(real):
+            raise ValueError
     return paths
 
 

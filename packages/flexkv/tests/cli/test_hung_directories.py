@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.cli.deadline import HungError, call_beside
+from flexkv.deadline import HungError, call_beside
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
 from packages.flexkv.tests.cli.screen import on_terminal

@@ -12,9 +12,9 @@ import os
 import sys
 
 from flexkv.cli.common import Found, add_directory, find_folders, size
-from flexkv.cli.deadline import HungError, call_beside
 from flexkv.cli.shared import SharedBlocks, shared_blocks
 from flexkv.config_sources import load_config
+from flexkv.deadline import HungError, call_beside
 from flexkv.errors import ConfigError
 from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.files import open_folder, reason_of

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.cli.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.config_sources import load_config
+from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk import directory
 

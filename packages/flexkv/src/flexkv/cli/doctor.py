@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from flexkv.cli.common import add_json, print_json
-from flexkv.cli.deadline import ANSWER_SECONDS, call_within
 from flexkv.cli.doctor_disk import check_directory
 from flexkv.cli.doctor_engines import check_engines, check_packages
 from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks, unanswered
@@ -26,6 +25,7 @@ from flexkv.cli.doctor_host import (
 )
 from flexkv.config import GIB, CacheConfig, settings
 from flexkv.config_sources import load_config
+from flexkv.deadline import ANSWER_SECONDS, call_within
 from flexkv.errors import ConfigError
 
 NAME = "doctor"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     seconds = _seconds(args.seconds)
-    # Settings of several directories ask the file systems whether two are the same.
+    # The file of the settings may lie where nothing answers.
     read = call_within({"settings": _settings}, ANSWER_SECONDS)
     config, findings = read.get(
         "settings", (CacheConfig(), [unanswered("settings", ANSWER_SECONDS)])

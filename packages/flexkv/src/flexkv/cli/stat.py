@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 
 from flexkv.cli.common import Found, add_directory, add_json, blocks, find_folders, print_json, size
-from flexkv.cli.deadline import call_beside
 from flexkv.config_sources import load_config
+from flexkv.deadline import call_beside
 from flexkv.errors import ArenaError, ConfigError, DiskError
 from flexkv.host.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state

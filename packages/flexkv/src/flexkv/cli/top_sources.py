@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from flexkv.cli.common import cache_folders
-from flexkv.cli.deadline import call_within
 from flexkv.cli.top_metrics import Reading, read_metrics
+from flexkv.deadline import call_within
 from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state

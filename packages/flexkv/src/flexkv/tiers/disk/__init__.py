@@ -2,7 +2,8 @@
 """Blocks on local disks. They have a bound, every read verifies them, and they outlive the process.
 
 `DiskTier` distributes blocks over drives. A `Drive` is one cache directory at run time. Its
-`DiskStore` has the files of one folder: `directory` names and locks the folder, `table` describes
+`DiskStore` has the files of one folder: `directory` names and locks the folder, `claims` does so
+in all directories that answer, `table` describes
 the blocks, `slabs` hold them, `index` finds them, and `ledger` counts them.
 """
 
@@ -12,11 +13,12 @@ import logging
 from collections.abc import Sequence
 
 from flexkv.errors import DiskError
-from flexkv.tiers.disk.directory import Folder, claim
+from flexkv.tiers.disk.claims import claim_all
+from flexkv.tiers.disk.directory import Folder
 from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS, WRITE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
-from flexkv.tiers.disk.store import DiskStore, bytes_of, check_table
+from flexkv.tiers.disk.store import DiskStore, bytes_of
 from flexkv.tiers.disk.tier import DiskTier
 from flexkv.tiers.link import Link
 
@@ -41,7 +43,8 @@ def open_disk_tier(
     """Open or create the caches of one kind of blocks in the directories `roots`.
 
     Args:
-        roots: cache directories, each preferably on a disk of its own.
+        roots: cache directories, each preferably on a disk of its own. A directory that does not
+            answer is left out, with its part of the capacity; see `claim_all`.
         fingerprint: the fingerprint of the blocks, hexadecimal.
         slot_bytes: bytes of a block, a multiple of 4 KiB.
         capacity: the most bytes on disk, of all directories together; each gets an equal part.
@@ -58,22 +61,21 @@ def open_disk_tier(
         The tier. The caller closes it.
 
     Raises:
-        DiskError: a directory cannot be created, owned, read or filled. None is left open.
+        DiskError: a directory cannot be created, owned, read or filled, or none answers. None is
+            left open.
     """
     parts = len(roots)
     part = capacity // parts
     size = bytes_of(part, slot_bytes)
-    folders: list[Folder] = []
+    folders: dict[str, Folder] = {}
     drives: list[Drive] = []
     opened = False
     try:
-        for root in roots:
-            folders.append(claim(root, fingerprint, share))
+        folders = claim_all(roots, fingerprint, share)
         # Nothing is removed or allocated unless all of it can be.
-        for root, folder in zip(roots, folders, strict=True):
-            check_table(folder)
+        for root, folder in folders.items():
             check_room(root, folder.path, size, share)
-        for number, (root, folder) in enumerate(zip(roots, folders, strict=True)):
+        for number, (root, folder) in enumerate(folders.items()):
             make_room(root, folder.path, size, share)
             store = DiskStore(files or OsFiles(), folder, fingerprint, slot_bytes, part)
             if not store.direct:
@@ -86,7 +88,7 @@ def open_disk_tier(
             link = Link(f"flexkv-disk{number}", THREADS, write_bytes, waiting, stall_seconds)
             drives.append(Drive(store, link, None if day_bytes is None else day_bytes // parts))
         if not keep_others:
-            for root, folder in zip(roots, folders, strict=True):
+            for root, folder in folders.items():
                 remove_others(root, folder.path, share)
         opened = True
     except OSError as error:
@@ -98,6 +100,6 @@ def open_disk_tier(
         if not opened:
             for drive in drives:
                 drive.close()
-            for folder in folders:
+            for folder in folders.values():
                 folder.release()
     return DiskTier(drives)

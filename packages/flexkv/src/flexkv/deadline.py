@@ -8,10 +8,9 @@ that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -34,33 +33,48 @@ class HungError(DiskError):
     """A directory does not answer any more."""
 
 
-def call_within(calls: Mapping[str, Callable[[], Result]], seconds: float) -> dict[str, Result]:
+def call_within(
+    calls: Mapping[str, Callable[[], Result]],
+    seconds: float,
+    late: Callable[[Result], None] | None = None,
+) -> dict[str, Result]:
     """Make calls side by side, each in a thread of its own.
 
     Args:
-        calls: by name. They raise nothing.
+        calls: by name.
         seconds: that all of them together may take.
+        late: gets the result of each call that ends later, in that call's thread.
 
     Returns:
-        The results of the calls that ended in time, by name. The other calls are left behind in
-        their threads, which do not keep the process.
+        The results of the calls that ended in time, by name and in the order of `calls`. What such
+        a call raises is raised. The other calls are left behind in their threads, which do not keep
+        the process.
     """
-    answers: queue.SimpleQueue[tuple[str, Result]] = queue.SimpleQueue()
-
-    def run(name: str, call: Callable[[], Result]) -> None:
-        answers.put((name, call()))
-
-    for name, call in calls.items():
-        threading.Thread(target=run, args=(name, call), daemon=True).start()
-    ended: dict[str, Result] = {}
-    deadline = time.monotonic() + seconds
-    while len(ended) < len(calls):
-        try:
-            name, result = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        ended[name] = result
+    started = {name: _start(call) for name, call in calls.items()}
+    done = wait(started.values(), seconds).done
+    ended = {name: future.result() for name, future in started.items() if future in done}
+    for future in started.values():
+        if late is not None and future not in done:
+            future.add_done_callback(functools.partial(_hand_over, late))
     return ended
+
+
+def _start(call: Callable[[], Result]) -> Future[Result]:
+    ended: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return ended
+
+
+def _hand_over(late: Callable[[Result], None], ended: Future[Result]) -> None:
+    if ended.exception() is None:
+        late(ended.result())
 
 
 def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_SECONDS) -> Result:
@@ -80,20 +94,13 @@ def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_S
     Raises:
         HungError: the file system does not answer. The call is left behind in its thread.
     """
-    ended: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            ended.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
-            ended.set_exception(error)
 
     def ask() -> None:
         # An error is an answer, too.
         with contextlib.suppress(OSError):
             os.statvfs(path)
 
-    threading.Thread(target=run, daemon=True).start()
+    ended = _start(call)
     while not wait([ended], _LOOK_SECONDS).done:
         if not call_within({path: ask}, seconds) and not ended.done():
             raise HungError(f"{path} has not answered for {seconds:g} s: {HANGS}")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owning a folder in each cache directory at a start, also beside a mount or a drive that hangs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
+from flexkv.errors import DiskError
+from flexkv.tiers.disk.directory import Folder, claim
+from flexkv.tiers.disk.store import check_table
+
+logger = logging.getLogger(__name__)
+
+
+def claim_all(roots: Sequence[str], fingerprint: str, share: bool) -> dict[str, Folder]:
+    """Own a folder in each directory that answers within `ANSWER_SECONDS`; log the others.
+
+    A few calls on small files are limited in time: the directory and the folder are made, the
+    folder is locked, and the header of its table is read. What may take long comes later.
+
+    Args:
+        roots: the cache directories, made if need be.
+        fingerprint: of the blocks.
+        share: take a folder of one's own beside those that are taken.
+
+    Returns:
+        The folders, by directory and in the order of `roots`. The caller releases them. A folder
+        whose directory answers later is released at once.
+
+    Raises:
+        DiskError: no directory answers, or a folder cannot be owned; see `claim` and `check_table`.
+            None is left owned.
+    """
+    calls = {root: functools.partial(_claim, root, fingerprint, share) for root in roots}
+    claimed = call_within(calls, ANSWER_SECONDS, late=_release)
+    errors = [each for each in claimed.values() if isinstance(each, DiskError)]
+    if errors:
+        for each in claimed.values():
+            _release(each)
+        raise errors[0]
+    if not claimed:
+        raise DiskError(
+            f"{';'.join(roots)} from ssd_cache_dir has not answered for {ANSWER_SECONDS:g} s: "
+            f"{HANGS}; allowed: directories of which at least one answers"
+        )
+    for root in roots:
+        if root not in claimed:
+            logger.error(
+                "%s from ssd_cache_dir has not answered for %g s; FlexKV starts without it and its "
+                "part of ssd_cache_gb: %s, and restart the engine when it answers",
+                root,
+                ANSWER_SECONDS,
+                HANGS,
+            )
+    return {root: each for root, each in claimed.items() if isinstance(each, Folder)}
+
+
+def _claim(root: str, fingerprint: str, share: bool) -> Folder | DiskError:
+    """Own the folder below one directory, or say why not."""
+    try:
+        folder = claim(root, fingerprint, share)
+    except DiskError as error:
+        return error
+    try:
+        check_table(folder)
+    except DiskError as error:
+        folder.release()
+        return error
+    return folder
+
+
+def _release(claimed: Folder | DiskError) -> None:
+    if isinstance(claimed, Folder):
+        claimed.release()

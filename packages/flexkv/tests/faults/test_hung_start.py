@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start with cache directories on mounts that really hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from disk_blocks import DEADLINE, FINGERPRINT, capacity_of, names, opened
+
+from flexkv import KVLayout, TensorView, open_cache
+from flexkv.errors import DiskError
+from flexkv.setting_values import parse_directories
+from flexkv.tiers.disk import claims, open_disk_tier
+from flexkv.tiers.disk.directory import Folder, claim
+from flexkv.tiers.job import Outcome
+from packages.flexkv.tests.cli.hung_mount import hung
+
+SLOTS = 8
+KEYS = names(SLOTS)
+SILENT = "has not answered for 5 s"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory that hangs. The start waits less for it, and long enough for a busy machine."""
+    monkeypatch.setattr(claims, "ANSWER_SECONDS", 5.0)
+    folder = tmp_path / "hung"
+    folder.mkdir()
+    with hung(folder):
+        yield folder
+
+
+def test_a_hung_drive_costs_a_start_that_drive(
+    folder: Path,
+    tmp_path: Path,
+    faults: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good = tmp_path / "good"
+    with opened(good, folder, slots=SLOTS) as client:
+        assert client.write(KEYS) == [Outcome.DONE] * SLOTS
+        assert client.read(KEYS) == [Outcome.DONE] * SLOTS
+        (drive,) = client.tier.drives
+        assert drive.path == str(good / FINGERPRINT)
+        # The others do not take the part of the one that is missing.
+        assert drive.index.num_slots == SLOTS
+    errors = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert f"{folder} from ssd_cache_dir {SILENT}" in errors[0]
+    faults(1)
+
+
+def test_a_start_with_nothing_but_hung_drives_is_one_error(folder: Path) -> None:
+    with pytest.raises(DiskError, match=rf"{folder} from ssd_cache_dir {SILENT}.*; allowed: "):
+        open_disk_tier([str(folder)], FINGERPRINT, 8192, capacity_of(SLOTS))
+
+
+def test_a_program_opens_its_cache_beside_a_hung_drive(folder: Path, tmp_path: Path) -> None:
+    """From the settings on, which compare the directories with each other."""
+    pages = np.zeros((4, 16, 64), np.uint8)
+    config = {
+        "cpu_cache_gb": 0.001,
+        "ssd_cache_dir": f"{folder};{tmp_path / 'good'}",
+        "ssd_cache_gb": 0.002,
+    }
+    layout = KVLayout.from_tensors([TensorView.of("layer", pages)], 4)
+    with open_cache(config, layout, identity=["model"]):
+        assert len(list((tmp_path / "good").iterdir())) == 1
+
+
+def test_directories_that_answer_are_compared_beside_one_that_hangs(
+    folder: Path, tmp_path: Path
+) -> None:
+    good = tmp_path / "good"
+    (tmp_path / "link").symlink_to(good)
+    paths = (str(folder), str(good))
+    assert parse_directories(";".join(paths)) == paths
+    with pytest.raises(ValueError):  # noqa: PT011 - the parsers' own, without a message
+        parse_directories([*paths, str(tmp_path / "link")])
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_directories([*paths, str(folder)])
+
+
+def test_a_directory_that_answers_too_late_is_free_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, good = tmp_path / "late", tmp_path / "good"
+    answers = threading.Event()
+    claimed: list[Folder] = []
+
+    def slow_claim(root: str, fingerprint: str, share: bool) -> Folder:
+        if root == str(late):
+            answers.wait()
+        folder = claim(root, fingerprint, share)
+        if root == str(late):
+            claimed.append(folder)
+        return folder
+
+    monkeypatch.setattr(claims, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(claims, "claim", slow_claim)
+    with opened(good, late, slots=SLOTS) as client:
+        assert [drive.path for drive in client.tier.drives] == [str(good / FINGERPRINT)]
+        answers.set()
+        deadline = time.monotonic() + DEADLINE
+        while not claimed or claimed[0].lock >= 0:
+            assert time.monotonic() < deadline, "the folder is kept"
+            time.sleep(0.01)
+        claim(str(late), FINGERPRINT, False).release()
+
+
+def test_folders_beside_one_that_cannot_be_used_are_given_back(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for paths in (["good", "file"], ["file", "good"]):
+        with pytest.raises(DiskError, match="cannot use the cache directory"):
+            opened(*(tmp_path / name for name in paths)).__enter__()
+        claim(str(tmp_path / "good"), FINGERPRINT, False).release()
