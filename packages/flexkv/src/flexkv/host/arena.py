@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena: one piece of shared host memory, cut into slots, for all processes of an engine.
+"""The arena: shared host memory for all processes of an engine, cut into slots.
 
-It is an anonymous memory file (memfd), handed from process to process over a socket. So it has
-no name that could be left behind: the kernel frees it with its last process, however that ends.
+The arena is an anonymous memory file (memfd), whose descriptor processes receive over a socket. It
+has no name that a crash could leave behind. The kernel frees it when the last process has ended.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_GB = 16.0
-"""Default of `cpu_cache_gb`; half of what is available where that is less."""
+"""Default of `cpu_cache_gb`, in GiB. If half of the available memory is less, that is taken."""
 
 _ELSEWHERE_SHARE = 0.1
-"""More of the arena than this off the wanted NUMA nodes is worth a warning. Not tuned."""
+"""If more than this part of the arena is not on the wanted NUMA nodes, a warning is logged. Not
+tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
-    """What a process must know to use an arena that another one created.
+    """The description of an arena that every process needs to use it.
 
     Attributes:
         format: how blocks lie in slots.
-        num_slots: slots in the arena.
+        num_slots: the number of slots.
     """
 
     format: BlockFormat
@@ -65,20 +66,24 @@ class ArenaSpec:
 
 
 def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSpec:
-    """Size the arena for a setting of `cpu_cache_gb` (GiB; None takes the default).
+    """Size the arena.
+
+    Args:
+        block_format: how blocks lie in slots.
+        cpu_cache_gb: the setting, in GiB; None for the default.
 
     Raises:
         ArenaError: the memory is not available, or too small for a single block.
     """
-    # Pages of the pool of huge pages do not count as available memory. The whole arena must fit
-    # into the pool, with its parts apart from slots.
+    # Available memory does not include the pool of huge pages. The whole arena must fit into the
+    # pool, with the board and the padding at its end.
     pool = free_huge_pages() - ArenaSpec(block_format, 0).total_bytes - HUGE_PAGE
     available = max(available_memory(), pool)
     if cpu_cache_gb is None:
         wanted = int(min(DEFAULT_CACHE_GB * GIB, available / 2))
     else:
         wanted = int(cpu_cache_gb * GIB)
-    allowed = f"at most {available / GIB:.2f} GiB, what is available on this machine now"
+    allowed = f"at most {available / GIB:.2f} GiB, which are available on this machine now"
     if wanted > available:
         raise ArenaError(f"cpu_cache_gb is {wanted / GIB:g} GiB; allowed: {allowed}")
     spec = ArenaSpec(block_format, wanted // block_format.slot_bytes)
@@ -93,8 +98,8 @@ def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSp
 class Arena:
     """A mapping of the shared memory in this process.
 
-    Owns its mapping and its file descriptor; `close` gives both back. Addresses are valid until
-    then. The memory itself lives as long as any process has it mapped.
+    Owns its mapping and its file descriptor until `close`. Addresses are valid until then. The
+    memory itself lives as long as any process has it mapped.
 
     Attributes:
         spec: sizes, the same in all processes.
@@ -103,7 +108,7 @@ class Arena:
     """
 
     def __init__(self, fd: int, spec: ArenaSpec) -> None:
-        """Map an existing arena. Takes over `fd`, even on failure.
+        """Map an existing arena. Owns `fd` from now on; closes it on failure.
 
         Raises:
             ArenaError: `fd` is not an arena of this size, can be resized, or cannot be mapped.
@@ -133,31 +138,35 @@ class Arena:
     def create(
         cls, spec: ArenaSpec, threads: int = 4, numa_nodes: frozenset[int] = frozenset()
     ) -> Arena:
-        """Create the memory and fill it, so that missing memory fails now and not by SIGBUS later.
+        """Create the arena and allocate all of its memory. If memory is missing, this fails now,
+        and not by SIGBUS later.
 
         Args:
-            spec: sizes.
-            threads: threads that fault the pages in.
-            numa_nodes: nodes of the GPUs of all ranks. The memory is spread over them evenly, in
-                large pieces: any rank's bytes may lie in any slot, all the GPUs together read
-                faster than one node's memory can be read, and a node is no bound for the arena.
-                Empty: nodes do not matter, or are not known.
+            spec: sizes of the arena.
+            threads: the number of threads that allocate pages.
+            numa_nodes: NUMA nodes of the GPUs of all ranks. The memory is spread over them evenly,
+                in pieces of 16 MiB: a slot holds bytes of all ranks, all GPUs together read faster
+                than one node's memory delivers, and an arena may be larger than a node's memory.
+                If empty, any node gives memory.
+
+        Returns:
+            The arena, which the caller closes.
 
         Raises:
-            ArenaError: the memory cannot be had.
+            ArenaError: the machine has too little memory.
         """
         if free_huge_pages() >= spec.total_bytes:
             try:
                 return cls._create(spec, Pages.POOL, threads, numa_nodes)
             except ArenaError as error:
                 logger.info("the arena does not use the kernel's pool of huge pages: %s", error)
-        # The size may have been chosen for the pool: see plan_arena. Taking more ordinary memory
-        # than is available would end this process or another.
+        # plan_arena may have sized the arena for the pool. If FlexKV took more ordinary memory than
+        # is available, the kernel would end this process or another.
         available = available_memory()
         if spec.slots_bytes > available:
             raise ArenaError(
                 f"cannot create an arena of {spec.total_bytes} bytes; allowed: at most "
-                f"{available}, what is available on this machine now"
+                f"{available}, which are available on this machine now"
             )
         return cls._create(spec, Pages.ORDINARY, threads, numa_nodes)
 
@@ -181,14 +190,14 @@ class Arena:
         return arena
 
     def populate(self, threads: int = 4, numa_nodes: frozenset[int] = frozenset()) -> None:
-        """Fault every page into this process's page table, so that no copy has to.
+        """Fill this process's page table, so that copies cause no page faults.
 
         Args:
-            threads: threads that do it.
-            numa_nodes: see `create`; of memory that is there already nothing is moved.
+            threads: the number of threads to use.
+            numa_nodes: see `create`. Memory that is already allocated is not moved.
 
         Raises:
-            ArenaError: the memory cannot be had.
+            ArenaError: the machine has too little memory.
         """
         try:
             populate(self.fd, self.address, self.spec.total_bytes, threads, numa_nodes)
@@ -220,8 +229,8 @@ class Arena:
         )
 
     def slot_view(self, slot: int) -> memoryview:
-        """The bytes of `slot`, all shards, padding included; 4 KiB-aligned in memory, and as many
-        as `spec.format.slot_bytes`. To be gone before `close`."""
+        """A view of `slot`: all shards and the padding, `spec.format.slot_bytes` bytes, aligned to
+        4 KiB. The caller releases the view before `close`."""
         start = self.spec.slots_offset + slot * self.spec.format.slot_bytes
         return memoryview(self._map)[start : start + self.spec.format.slot_bytes]
 
@@ -234,13 +243,13 @@ class Arena:
                 if os.path.samestat(os.fstat(number), mine):
                     os.close(number)  # the mapping's object has a copy, too
         self.fd = -1
-        # The mapping is not in the child. Were its object freed there, it would unmap whatever is
-        # at the address by then.
+        # The child does not have the mapping. If Python freed the mapping's object there, it would
+        # unmap whatever lies at that address by then.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
 
     def close(self) -> None:
-        """Unmap and close. Idempotent; does nothing in a forked child, which has no mapping. No
-        copy may be under way in this process."""
+        """Unmap the memory and close the descriptor. No copy may be under way in this process.
+        Idempotent. Does nothing in a forked child, which has no mapping."""
         if self.fd < 0:
             return
         self.board.release()

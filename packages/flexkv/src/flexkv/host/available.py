@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory is available."""
+"""Finds how much host memory this process may still take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _LIMITS = {
     1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
-"""By version of cgroups: files of limits and of what is used, and of memory.stat the entry of page
-cache that can be dropped. Above memory.high the kernel stalls a process instead of ending it."""
+"""By version of cgroups: the files of limits, the file of the usage, and the entry of memory.stat
+that counts droppable page cache. Above memory.high the kernel stalls a process and does not end
+it."""
 
 _POOL_LIMITS = {
     1: (("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"),),
@@ -29,26 +30,29 @@ _POOL_LIMITS = {
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that this process may still take: of the machine's memory, and of what each control
-    group that it is in may use.
+    """Bytes that this process may still take, within the machine's memory and the limits of its
+    control groups.
 
-    `MemAvailable` counts what the kernel can give without swapping (proc(5)); a group's limit
-    counts what all processes below it use, apart from page cache that can be dropped.
+    `MemAvailable` is the memory that the kernel can provide without swapping (proc(5)). A group's
+    usage includes all processes below it; page cache that the kernel can drop is subtracted.
 
     Args:
-        root: where the file system begins.
+        root: root of the file system; another one in tests.
+
+    Raises:
+        OSError: /proc/meminfo cannot be read or has no `MemAvailable`.
     """
     return max(0, min([_machine_available(root), *_left_in_groups(root)]))
 
 
 def free_huge_pages(root: Path = _ROOT) -> int:
-    """Bytes in the kernel's pool of 2 MiB pages that nobody has or has reserved; 0 without a pool.
+    """Free and unreserved bytes in the kernel's pool of 2 MiB pages; 0 without a pool.
 
-    Limits of control groups count (hugetlb.2MB.max and the like); Kubernetes sets them to nothing
-    for a pod that does not ask for huge pages.
+    Limits of control groups count too (hugetlb.2MB.max and the like). Kubernetes sets them to 0 for
+    a pod that requests no huge pages.
 
     Args:
-        root: where the file system begins.
+        root: root of the file system; another one in tests.
     """
     try:
         free, reserved = (
@@ -77,7 +81,7 @@ def _left_in_pools(root: Path) -> Iterator[int]:
 
 
 def _left(folder: Path, limit: str, usage: str) -> int | None:
-    """Bytes up to a limit; None if there is no limit."""
+    """Bytes left below a limit, less than 0 above it; None without a limit."""
     try:
         text = (folder / limit).read_text().strip()
         return None if text == "max" else int(text) - int((folder / usage).read_text())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The completion board: how workers report to the scheduler that a transfer is done.
+"""The completion board, on which workers report ended transfers to the scheduler.
 
-A table of 32-bit words in shared memory, one row ("cell") per transfer under way and one column
-per rank. The scheduler clears a cell before it orders a transfer; each rank's mover writes its
-word when its bytes are in place; the scheduler reads it. No process waits, no message is sent, and
-the engine need not forward anything from its workers. Each word has one writer at a time and is
-aligned, so no reader sees half of a word. One more row records which ranks have ended their copies
-for good.
+It is a table of 32-bit words in shared memory, with a row ("cell") for each transfer under way and
+a column for each rank. The scheduler clears a cell before it orders a transfer. Each rank's mover
+writes its word when its bytes are in place, and the scheduler polls the words. No process waits or
+sends messages, and the engine forwards nothing from its workers. Each word is aligned and has one
+writer at a time, so no reader sees half of a word. A last row records which ranks have ended their
+copies for good.
 """
 
 from __future__ import annotations
@@ -15,39 +15,48 @@ from flexkv.mover import Status
 
 _ROWS = 4096
 CELLS = _ROWS - 1
-"""Transfers that can be under way at once. An engine step orders at most a few per request. A load
-that does not fit is a miss; a store that does not fit is dropped."""
+"""The most transfers under way at once. An engine step orders a few per request. If no cell is
+free, a load is a miss and a store is dropped. Not tuned."""
 
 _STOPPED = CELLS
-"""The row behind the cells: a rank's word is FAILED once the rank has ended its copies."""
+"""The row behind the cells. A rank's word there is FAILED once the rank has ended its copies."""
 
 WORD = 4
-"""Bytes of a word; CUDA's stream-ordered memory writes have this size too."""
+"""Bytes of a word, the size of CUDA's stream-ordered memory writes."""
 
 
 def board_bytes(ranks: int) -> int:
-    """Size of the board of `ranks` ranks."""
+    """Size of the board of `ranks` ranks, in bytes."""
     return _ROWS * ranks * WORD
 
 
 class CompletionBoard:
-    """A view of the board in this process's mapping of the arena.
-
-    Does not own the memory; `release` gives the view back before the mapping is closed.
-    """
+    """A view of the board in this process's mapping of the arena. Does not own the memory."""
 
     __slots__ = ("_address", "_free", "_ranks", "_words")
 
     def __init__(self, memory: memoryview, ranks: int, address: int) -> None:
-        """View `memory`, `board_bytes(ranks)` bytes that lie at `address` in this process."""
+        """View the board.
+
+        Args:
+            memory: the board, `board_bytes(ranks)` bytes; borrowed until `release`.
+            ranks: the number of ranks.
+            address: address of `memory` in this process.
+        """
         self._words = memory.cast("I")
         self._ranks = ranks
         self._address = address
         self._free = list(range(CELLS - 1, -1, -1))
 
     def acquire(self, reserve: int = 0) -> int | None:
-        """Take a free cell, all its words PENDING; None if no more than `reserve` are free.
-        Scheduler only."""
+        """Take a free cell and set all its words to PENDING. Only the scheduler may call this.
+
+        Args:
+            reserve: how many cells stay free.
+
+        Returns:
+            The cell, in use until `give_back`; None if at most `reserve` cells are free.
+        """
         if len(self._free) <= reserve:
             return None
         cell = self._free.pop()
@@ -57,11 +66,12 @@ class CompletionBoard:
         return cell
 
     def give_back(self, cell: int) -> None:
-        """Return a cell whose words are all final. Scheduler only."""
+        """Free a cell. No word of it may be PENDING. Only the scheduler may call this."""
         self._free.append(cell)
 
     def status(self, cell: int) -> Status:
-        """PENDING until every rank has reported, then FAILED if any has, else DONE."""
+        """The state of a transfer: PENDING until every rank has reported, then FAILED if a rank has
+        failed, else DONE."""
         start = cell * self._ranks
         words = self._words[start : start + self._ranks].tolist()
         if Status.PENDING in words:
@@ -69,11 +79,11 @@ class CompletionBoard:
         return Status.DONE if words.count(Status.DONE) == len(words) else Status.FAILED
 
     def report(self, cell: int, rank: int, status: Status) -> None:
-        """Write a rank's word from Python: for a transfer that its mover never accepted."""
+        """Write a rank's word from Python, for a transfer that the rank's mover did not accept."""
         self._words[cell * self._ranks + rank] = status
 
     def stop(self, rank: int) -> None:
-        """A rank has ended its copies: all transfers fail from now on."""
+        """Record that a rank has ended its copies. All transfers fail from now on."""
         self.report(_STOPPED, rank, Status.FAILED)
 
     @property
@@ -84,9 +94,9 @@ class CompletionBoard:
         return [rank for rank, word in enumerate(words) if word == Status.FAILED]
 
     def flag_address(self, cell: int, rank: int) -> int:
-        """Address of a rank's word in this process, for the rank's mover."""
+        """Address of a rank's word in this process, for the rank's mover to write to."""
         return self._address + (cell * self._ranks + rank) * WORD
 
     def release(self) -> None:
-        """Give the view back; the board cannot be used after it."""
+        """Release the view, before the mapping is closed. Other calls fail afterwards."""
         self._words.release()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which control groups limit this process: its own and all above it, of both versions of cgroups.
+"""Finds the control groups that limit this process: its own and all above it, in cgroups v1 and v2.
 
-A limit may be set at any level. systemd sets one on a service or its slice, Slurm on a job or a
-step, Kubernetes on a pod; inside a container often only the lowest levels can be seen.
+A limit may be set at any level. systemd sets limits on a service or its slice, Slurm on a job or a
+step, Kubernetes on a pod. Inside a container, often only the lowest levels are visible.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Level(NamedTuple):
     """One control group.
 
     Attributes:
-        folder: with its files.
-        version: of the interface, 1 or 2; files have other names in each.
+        folder: directory with the group's files.
+        version: version of the interface, 1 or 2. The names of the files depend on it.
     """
 
     folder: Path
@@ -27,15 +27,15 @@ class Level(NamedTuple):
 
 
 def levels(controller: str, root: Path = Path("/")) -> list[Level]:
-    """The control groups that limit what `controller` counts, the process's own first.
+    """Find the control groups of this process for one controller.
 
     Args:
-        controller: as "memory" or "hugetlb".
-        root: where the file system begins.
+        controller: name of the controller, such as "memory" or "hugetlb".
+        root: root of the file system; another one in tests.
 
     Returns:
-        All levels that can be seen. Some of the folders may not exist, and some may have no files
-        of this controller.
+        All visible levels, the process's own first. Some of the folders may not exist or may lack
+        files of this controller.
     """
     try:
         paths = _paths(controller, (root / "proc/self/cgroup").read_text())
@@ -54,7 +54,7 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
 
 
 def _paths(controller: str, text: str) -> dict[int, str]:
-    """The process's place in the hierarchies of each version (cgroups(7), /proc/pid/cgroup)."""
+    """The path of this process's group, by version (cgroups(7), /proc/pid/cgroup)."""
     paths = {}
     for line in text.splitlines():
         number, controllers, path = line.split(":", maxsplit=2)
@@ -66,10 +66,16 @@ def _paths(controller: str, text: str) -> dict[int, str]:
 
 
 def _chain(point: Path, mounted: str, path: str | None) -> list[Path]:
-    """Folders from that of `path` up to `point`, where `mounted` of the hierarchy is.
+    """The folders from the group's own up to the mount point.
 
-    A container may see the host's path of its group, but have only the group itself mounted, and a
-    process may be outside of the namespace that it sees: then only `point` is known to count.
+    A container may see the host's path of its group while only the group itself is mounted. A
+    process may also be outside the namespace that it sees. In both cases only `point` is known to
+    limit the process.
+
+    Args:
+        point: mount point of the hierarchy.
+        mounted: path within the hierarchy that is mounted there.
+        path: path of the process's group; None if it has none in this hierarchy.
     """
     if path is None:
         return []
@@ -84,5 +90,5 @@ def _chain(point: Path, mounted: str, path: str | None) -> list[Path]:
 
 
 def _unescape(field: str) -> str:
-    r"""A field of mountinfo, where blanks and the like are written as \040."""
+    r"""Decode a field of mountinfo, which writes blanks and some other characters as \040."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), field)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory file behind an arena: its kinds of pages, and how they are filled.
 
-2 MiB pages are best: an arena of 2 GiB is filled in 0.07 s instead of 0.6 to 1.1 s (Xeon, 2 cores,
-virtual; copies by its processor are as fast either way), and a GPU's driver has 512 times fewer
-pages to pin. They come from the kernel's pool of huge pages where it has enough free ones; else the
-kernel is asked to make them of ordinary memory, which most systems forbid for shared memory; else
-pages are of 4 KiB.
+2 MiB pages are best. An arena of 2 GiB is filled in 0.07 s instead of 0.6 to 1.1 s (Xeon, 2 cores,
+virtual; the processor copies equally fast with both). A GPU's driver has 512 times fewer pages to
+pin. FlexKV takes them from the kernel's pool of huge pages if it has enough free ones. Otherwise
+FlexKV asks the kernel for huge pages of ordinary memory, which most systems forbid for shared
+memory. If the kernel refuses, pages have 4 KiB.
 
-No setting chooses the kind. The pool holds only pages that an administrator has put there, and
-FlexKV uses it if all of the arena fits (as PostgreSQL's default, `huge_pages = try`, does).
+No setting chooses the kind. The pool holds only pages that an administrator has put there. FlexKV
+uses it if the whole arena fits, as PostgreSQL does by default (`huge_pages = try`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from flexkv.errors import ArenaError
 from flexkv.host.numa import processors_of
 
 HUGE_PAGE = 2 << 20
-"""Bytes of a huge page; arenas are multiples of it, whatever their pages are."""
+"""Bytes of a huge page. The size of every arena is a multiple of it, even with smaller pages."""
 
 _POPULATE_CHUNK = 16 << 20
-"""Bytes that one thread asks the kernel for at a time; large against the call's cost of some
-microseconds, small against an arena, which is spread over NUMA nodes in these pieces."""
+"""Bytes that one thread requests from the kernel at a time. A call costs some microseconds, little
+against filling this much. An arena has many such pieces, which spread it over NUMA nodes. Not
+tuned."""
 
 _MADV_POPULATE_WRITE = 23
 _MADV_HUGEPAGE = 14
@@ -39,26 +40,29 @@ _MADV_HUGEPAGE = 14
 
 
 class Pages(Enum):
-    """The source of the memory; the value is the flag for `memfd_create`."""
+    """The source of the memory. The value is the flag for memfd_create(2)."""
 
     POOL = os.MFD_HUGETLB | os.MFD_HUGE_2MB
     ORDINARY = 0
 
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""No process can resize the file, nor forbid others to write to it."""
+"""With these seals, no process can resize the file or add a seal against writes."""
 
 
 def create_file(size: int, pages: Pages) -> int:
-    """An anonymous memory file of `size` bytes, sealed so that no process can resize it under the
-    mapping of another, which would end that one with SIGBUS. The caller owns the descriptor.
+    """Create an anonymous memory file. It is sealed: if a process could shrink it, accesses to
+    the mappings of other processes would end them with SIGBUS.
 
     Args:
-        size: a multiple of `HUGE_PAGE`.
-        pages: what it is made of. Those of the pool are reserved when the file is mapped.
+        size: bytes of the file, a multiple of `HUGE_PAGE`.
+        pages: source of its memory. The kernel reserves pages of the pool when the file is mapped.
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: a system call failed.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | pages.value
     fd = os.memfd_create("flexkv-arena", flags)
@@ -72,12 +76,15 @@ def create_file(size: int, pages: Pages) -> int:
 
 
 def check_seals(fd: int) -> None:
-    """Refuse a file that `create_file` did not make: an access to memory that another process has
-    cut off would end this one with SIGBUS.
+    """Refuse a file that another process could shrink. An access behind its new end would end this
+    process with SIGBUS.
+
+    Args:
+        fd: descriptor of the file; borrowed.
 
     Raises:
-        ArenaError: the file is not a memory file, or can be resized.
-        OSError: the descriptor cannot be read.
+        ArenaError: the file is not a memory file, or lacks a seal of `create_file`.
+        OSError: the seals cannot be read.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -93,18 +100,19 @@ def check_seals(fd: int) -> None:
 
 
 def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int] = ()) -> None:
-    """Fill in a mapping's memory and this process's page table, so that no copy has to.
+    """Allocate the memory of a mapping and fill this process's page table, so that copies cause no
+    page faults.
 
     Args:
-        fd: the file.
-        address: where all of it is mapped in this process.
-        size: bytes.
-        threads: threads to use.
-        nodes: NUMA nodes to take memory from that is not there yet, in equal parts; none: the
-            nodes on which the threads happen to run.
+        fd: descriptor of the memory file; borrowed.
+        address: where the whole file is mapped in this process.
+        size: bytes of the file.
+        threads: the number of threads to use.
+        nodes: NUMA nodes that give memory in equal parts. Memory that is already allocated stays
+            where it is. If empty, memory comes from the nodes on which the threads run.
 
     Raises:
-        OSError: the memory cannot be had. No access causes SIGBUS instead.
+        OSError: the kernel has too little memory. The process gets no SIGBUS.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -121,7 +129,7 @@ def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int
         elif code:
             raise OSError(code, os.strerror(code))
 
-    # Refused where the kernel has no huge pages for shared memory: small ones do as well.
+    # The result is ignored: if the kernel has no huge pages for shared memory, it uses small ones.
     advise(0, size, _MADV_HUGEPAGE)
     chunks = ((s, min(_POPULATE_CHUNK, size - s)) for s in range(0, size, _POPULATE_CHUNK))
     pools = _pools(threads, sorted(nodes))
@@ -134,7 +142,8 @@ def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int
 
 
 def _pools(threads: int, nodes: Sequence[int]) -> list[ThreadPoolExecutor]:
-    """Threads, those of one pool on the processors of one node."""
+    """Make a pool of threads for each node, whose threads run on the node's processors. Without
+    nodes, make one pool."""
     make = functools.partial(ThreadPoolExecutor, thread_name_prefix="flexkv-populate")
     if not nodes:
         return [make(threads)]
@@ -143,8 +152,8 @@ def _pools(threads: int, nodes: Sequence[int]) -> list[ThreadPoolExecutor]:
 
 
 def _run_near(node: int) -> None:
-    """Move this thread to processors of `node`, if there are any that the process may use."""
+    """Move this thread to the processors of `node` that the process may use, if there are any."""
     processors = processors_of(node)
     if processors:
-        with contextlib.suppress(OSError):  # `Arena.create` tells where the memory lies instead
+        with contextlib.suppress(OSError):  # `Arena.create` warns if memory lies on other nodes
             os.sched_setaffinity(0, processors)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NUMA nodes: which one a device is near, and which one memory lies on.
+"""Finds the NUMA node of a device, the processors of a node, and the nodes that memory lies on.
 
-Memory is placed by touching it first from a processor of the node. Unlike mbind(2), which
-containers forbid unless they are given CAP_SYS_NICE, that is allowed everywhere; it leaves a policy
-that the user gave the process in force (numactl), and takes memory of another node where the wanted
-one has none left, instead of ending the process.
+FlexKV places memory on a node by touching it first from a processor of that node. mbind(2) would
+need CAP_SYS_NICE, which containers seldom have. First touch is allowed everywhere and respects a
+policy that the user has set (numactl). If the node is full, the kernel takes memory of another node
+instead of ending the process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.
 
 
 def node_of_device(bus_id: str) -> int | None:
-    """The NUMA node that a PCI device is attached to; None if the kernel does not know.
+    """The NUMA node that a PCI device is attached to; None if the kernel does not report it.
 
     Args:
-        bus_id: as CUDA or nvidia-smi write it: `domain:bus:device.function` in hexadecimal, in
-            either case, with any number of leading zeros; domain and function may be left out.
+        bus_id: address of the device as CUDA or nvidia-smi print it: hexadecimal
+            `domain:bus:device.function`, in either case, with any number of leading zeros. Domain
+            and function may be missing.
     """
     match = _BUS_ID.fullmatch(bus_id.lower())
     if match is None:
@@ -35,11 +36,11 @@ def node_of_device(bus_id: str) -> int | None:
         node = int(path.read_text())
     except (OSError, ValueError):
         return None
-    return node if node >= 0 else None  # virtual machines often say -1
+    return node if node >= 0 else None  # virtual machines often report -1
 
 
 def processors_of(node: int) -> frozenset[int]:
-    """Processors of a node; none if there is no such node, or it has only memory."""
+    """Numbers of a node's processors. Empty if the node does not exist or has only memory."""
     try:
         return _numbers((_NODES / f"node{node}" / "cpulist").read_text())
     except (OSError, ValueError):
@@ -47,10 +48,10 @@ def processors_of(node: int) -> frozenset[int]:
 
 
 def bytes_by_node(address: int) -> dict[int, int]:
-    """How much of the mapping that starts at `address` lies on which node (numa(7), numa_maps).
+    """How many bytes of the mapping that starts at `address` lie on each node (numa(7), numa_maps).
 
-    Empty if there is no such mapping or the kernel does not tell. Walks the page tables of this
-    process: some 0.3 s for every 100 GiB in pages of 4 KiB.
+    The result is empty if no such mapping exists or the kernel reports no nodes. The kernel walks
+    the page tables of this process: about 0.3 s per 100 GiB with pages of 4 KiB.
     """
     try:
         with _NUMA_MAPS.open() as lines:

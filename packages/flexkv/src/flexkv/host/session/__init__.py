@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of one engine meet and share an arena.
+"""Lets the processes of one engine meet and share an arena.
 
-Rank 0 leads: it listens on a unix socket that bears the engine's id, hears from every other rank
-how large its shard of a block is, creates the arena and hands it out as a file descriptor, to the
-ranks and to one scheduler. The socket is also the proof of ownership: a second engine of the same
-id finds it answering and stops. A socket that nobody answers was left by a killed engine, and the
-next start removes it.
+Rank 0 leads. It listens on a Unix socket named after the engine's id. Every other rank sends the
+size of its shard of a block. Rank 0 then creates the arena and sends its file descriptor to the
+ranks and to one scheduler. The socket also proves ownership: a second engine with the same id finds
+that it answers, and stops. A killed engine leaves a socket that does not answer; the next start
+removes it.
 
-An arena has one scheduler in its life. What is in the slots is known to that process alone, and
-while it lives or dies the workers may still copy as it ordered: a scheduler that starts again needs
-new workers, which make a new arena.
+An arena has one scheduler in its life. Only that process knows which block is in which slot, and
+after its end workers may still make copies that it ordered. A restarted scheduler therefore needs
+new workers, which create a new arena.
 
-`meet` is what processes call; `server` is rank 0's end; `directory` holds the sockets; `wire` has
-the messages. `store_states` has what engines report of their shared stores.
+`meet` has the functions that processes call, `server` is rank 0's end, `directory` has the sockets,
+and `wire` has the messages. `store_states` reports the states of shared stores to `flexkv stat`.
 """
 
 from flexkv.host.session.meet import MEET_SECONDS, Session, alone, attach, join, lead

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime directory: the sockets at which the engines of one user are found, and a lock.
+"""The runtime directory: the sockets of one user's engines, and a lock.
 
     <digest of the engine's id>.sock    an engine listens here while it lives
-    lock                                held while sockets are made and removed
+    lock                                held while sockets are created and removed
     <16 hex digits>.store               see `flexkv.host.session.store_states`
 
 A user who can write to the directory could replace a socket and get an engine's blocks. The
@@ -28,7 +28,8 @@ from flexkv.host.session.wire import peer_of
 
 _LOCK = "lock"
 _LOCK_SECONDS = 30.0
-"""The lock is held for milliseconds, unless its holder is stopped."""
+"""Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped meanwhile.
+Not tuned."""
 
 _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
@@ -41,12 +42,12 @@ class RuntimeDirectory:
     """An open runtime directory that only this user can write to.
 
     Args:
-        path: where it is.
-        create: create it, and missing directories above it, 0700.
+        path: path of the directory.
+        create: whether to create it and missing directories above it, with mode 0700.
 
     Raises:
-        ArenaError: it cannot be used, or others could put files there.
-        FileNotFoundError: it does not exist and is not to be created.
+        ArenaError: the directory cannot be used, or other users could put files there.
+        FileNotFoundError: the directory does not exist, and `create` is False.
     """
 
     def __init__(self, path: str, *, create: bool = False) -> None:
@@ -82,15 +83,18 @@ class RuntimeDirectory:
 
     @property
     def descriptor(self) -> int:
-        """Of the open directory, valid until `close`."""
+        """The descriptor of the open directory, valid until `close`."""
         return self._fd
 
     def listen(self, name: str) -> socket.socket:
-        """Become the one process that listens for the engine `name`, and remove the sockets of
-        killed engines.
+        """Create the socket of the engine `name` and listen on it. Removes the sockets of killed
+        engines.
+
+        Returns:
+            The listening socket, which the caller closes.
 
         Raises:
-            ArenaError: a living process does already, or the directory cannot be used.
+            ArenaError: a living process listens there already, or the directory cannot be used.
         """
         file = _file_of(name)
         try:
@@ -107,14 +111,17 @@ class RuntimeDirectory:
         """Connect to the process that listens for the engine `name`.
 
         Args:
-            name: of the engine.
-            timeout: of the connection, in seconds.
+            name: the engine's id.
+            timeout: timeout of the connection, in seconds.
+
+        Returns:
+            The connection, which the caller closes.
 
         Raises:
             FileNotFoundError, ConnectionRefusedError, BlockingIOError: no process listens, or its
                 queue is full.
-            OSError: it cannot be connected to at all.
-            ArenaError: another user listens.
+            OSError: the connection failed otherwise.
+            ArenaError: a process of another user listens.
         """
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -129,7 +136,7 @@ class RuntimeDirectory:
         return connection
 
     def remove(self, name: str) -> None:
-        """Give up an engine's id that this process listens for."""
+        """Remove the socket of the engine `name`, on which this process listens."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_file_of(name), dir_fd=self._fd)
 
@@ -140,11 +147,13 @@ class RuntimeDirectory:
             self._fd = -1
 
     def _verify(self) -> None:
-        """Refuse a directory that others can write to, or replace: up to one that root owns, or
-        whose entries only their owners can move (sticky).
+        """Refuse a directory that other users can write to or replace. Checks the directory and
+        those above it, up to one that root owns or whose entries only their owners can move
+        (sticky).
 
         Raises:
-            ArenaError: there is such a one.
+            ArenaError: one of these directories is refused.
+            OSError: a system call failed.
         """
         status = os.fstat(self._fd)
         self._verify_one("it", status)
@@ -172,12 +181,12 @@ class RuntimeDirectory:
     def _refused(self, why: str) -> ArenaError:
         return ArenaError(
             f"runtime_dir {self._path!r} cannot be used: {why}; allowed: an absolute path of a "
-            f"directory that this user can create and write, no symbolic link; nobody else may "
+            f"directory that this user can create and write, no symbolic link; no other user may "
             f"write to it or to those above it (chmod go-w)"
         )
 
     def _address(self, file: str) -> str:
-        # Fits the 107 bytes that an address may have, wherever the directory is.
+        # This path fits into the 107 bytes of a socket's address, however long the directory's is.
         return f"/proc/self/fd/{self._fd}/{file}"
 
     @contextlib.contextmanager
@@ -218,15 +227,15 @@ class RuntimeDirectory:
                     os.unlink(file, dir_fd=self._fd)
 
     def _owner(self, file: str) -> int | None:
-        """Process that listens; None if none does, 0 if it is unknown. Does not wait: the lock is
-        held, and the other process may be stopped."""
+        """The id of the process that listens at a socket; None if none does, 0 if it is unknown.
+        Does not wait, because this process holds the lock and the other one may be stopped."""
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(self._address(file))
             except (FileNotFoundError, ConnectionRefusedError):
                 return None
-            except OSError:  # its queue is full, say
+            except OSError:  # for example, its queue is full
                 return 0
             return peer_of(probe).pid
 
@@ -243,7 +252,12 @@ class RuntimeDirectory:
 
 
 def owned_message(name: str, pid: int) -> str:
-    """Why an engine of that name cannot start."""
+    """The error of an engine that cannot start because another one has its id.
+
+    Args:
+        name: the engine's id.
+        pid: process id of the other engine; 0 if it is unknown.
+    """
     which = pid or "that does not answer"
     return (
         f"the arena of engine id {name!r} is owned by the living process {which}; allowed: an "
@@ -272,8 +286,8 @@ def _open_parent(fd: int) -> int:
 
 
 def _root_ids() -> set[int]:
-    """Users that root's files belong to: in a user namespace that does not have root, as those of
-    containers without privileges, they show as the overflow user's (user_namespaces(7))."""
+    """Ids of the users that root's files seem to belong to. In a user namespace without root, such
+    as an unprivileged container's, they show as the overflow user's (user_namespaces(7))."""
     if _UID_MAP.read_text().split() == ["0", "0", str(2**32 - 1)]:
         return {0}
     return {0, int(_OVERFLOW_UID.read_text())}

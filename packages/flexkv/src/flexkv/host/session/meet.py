@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of an engine call to meet: rank 0 leads, the others join or attach. A process
-that is the whole engine is alone."""
+"""The functions by which processes of an engine meet: rank 0 leads, other ranks join, the scheduler
+attaches. A process that is the whole engine is alone."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from flexkv.host.session.wire import SessionInfo, Shard
 from flexkv.layout import BlockFormat, join_stages
 
 MEET_SECONDS = 120.0
-"""How long processes wait for one another. Ranks register their caches at the same moment, but
-rank 0 then fills the arena: about 5 s per 100 GiB with 4 threads."""
+"""Seconds that processes wait for one another. Ranks register their caches at the same moment, but
+rank 0 then fills the arena, which takes about 5 s per 100 GiB with 4 threads."""
 
 _RETRY_SECONDS = 0.02
 
 
 @dataclass(slots=True)
 class Session:
-    """A process's place in a session: the arena, and in rank 0 the socket that hands it out.
+    """A process's part in a session. Owns the arena's mapping and, in rank 0, the socket.
 
-    `close` unmaps the arena and, in rank 0, gives up the engine's id.
+    Attributes:
+        info: the description of the session.
+        arena: the arena.
     """
 
     info: SessionInfo
@@ -37,7 +39,8 @@ class Session:
     _server: Server | None = field(default=None, repr=False)
 
     def close(self) -> None:
-        """Leave the session. Idempotent. No copy may be under way in this process."""
+        """Unmap the arena and, in rank 0, release the engine's id. Idempotent. No copy may be under
+        way in this process."""
         if self._server is not None:
             self._server.close()
         self.arena.close()
@@ -56,17 +59,20 @@ def lead(
     """Open the session `name` as rank 0 and wait until every rank has joined.
 
     Args:
-        root: directory of the sockets; created 0700 if missing.
+        root: path of the runtime directory; created with mode 0700 if missing.
         name: the engine's id.
         mine: rank 0's shard.
-        ranks: ranks of the engine, this one included.
+        ranks: the number of ranks, this one included.
         plan: sizes the arena once the shards are known; may raise.
-        threads: threads that fill the arena.
+        threads: the number of threads that fill the arena.
         patience: seconds to wait for the ranks.
+
+    Returns:
+        The session, which the caller closes.
 
     Raises:
         ArenaError: the directory cannot be used, a living engine owns `name`, a rank did not
-            join in time or disagrees, or the memory is not there. The other ranks get it too.
+            join in time or disagrees, or memory is missing. The other ranks raise this error too.
     """
     server = Server(root, name, ranks)
     try:
@@ -81,15 +87,18 @@ def lead(
 
 
 def alone(mine: Shard, plan: Callable[[BlockFormat], ArenaSpec], *, threads: int) -> Session:
-    """The session of a process that is its own scheduler and only rank: no other can join it.
+    """Make the session of a process that is its own scheduler and only rank. No process can join.
 
     Args:
-        mine: its shard.
+        mine: the process's shard.
         plan: sizes the arena; may raise.
-        threads: threads that fill the arena.
+        threads: the number of threads that fill the arena.
+
+    Returns:
+        The session, which the caller closes.
 
     Raises:
-        ArenaError: the memory is not there.
+        ArenaError: memory is missing.
     """
     return Session(*_make_arena([mine], plan, threads))
 
@@ -97,7 +106,7 @@ def alone(mine: Shard, plan: Callable[[BlockFormat], ArenaSpec], *, threads: int
 def _make_arena(
     shards: Sequence[Shard], plan: Callable[[BlockFormat], ArenaSpec], threads: int
 ) -> tuple[SessionInfo, Arena]:
-    """The arena for the shards of all ranks, and what is to be known of it."""
+    """Create the arena for the shards of all ranks, and its description."""
     first = shards[0]
     parts = tuple(shard.shard_bytes for shard in shards[:: first.replicas])
     block_format = BlockFormat(first.engine_blocks, parts, first.replicas)
@@ -108,22 +117,39 @@ def _make_arena(
 
 
 def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:
-    """Join the session `name` as another rank, once rank 0 has opened it.
+    """Join the session `name` as a rank other than 0. Waits for rank 0 to open it.
+
+    Args:
+        root: path of the runtime directory.
+        name: the engine's id.
+        mine: this rank's shard.
+        patience: seconds to wait.
+
+    Returns:
+        The session, which the caller closes.
 
     Raises:
-        ArenaError: rank 0 did not open it within `patience` seconds, refused, or could not make the
-            arena.
+        ArenaError: rank 0 did not open the session in time, refused this rank, or could not create
+            the arena.
     """
     return _enter(root, name, {"rank": asdict(mine)}, patience)
 
 
 def attach(root: str, name: str, patience: float = MEET_SECONDS) -> Session:
-    """Attach to the complete session `name` as the engine's scheduler. Of these there is only one
-    in the life of an arena.
+    """Attach to the session `name` as the engine's scheduler. Waits until all ranks have joined. An
+    arena has one scheduler in its life.
+
+    Args:
+        root: path of the runtime directory.
+        name: the engine's id.
+        patience: seconds to wait.
+
+    Returns:
+        The session, which the caller closes.
 
     Raises:
-        ArenaError: there is no such session within `patience` seconds, it has had a scheduler, or
-            it refused.
+        ArenaError: rank 0 did not open the session in time, its arena has had a scheduler, or rank
+            0 could not create the arena.
     """
     return _enter(root, name, {"scheduler": os.getpid()}, patience)
 
@@ -146,7 +172,7 @@ def _enter(root: str, name: str, greeting: dict[str, object], patience: float) -
 
 
 def _connect(root: str, name: str, patience: float) -> socket.socket:
-    """Connect to rank 0, once it listens."""
+    """Connect to rank 0. Waits until it listens."""
     deadline = time.monotonic() + patience
     while True:
         try:

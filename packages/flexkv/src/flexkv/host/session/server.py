@@ -19,19 +19,20 @@ from flexkv.host.session.wire import SessionInfo, Shard
 logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 5.0
-"""A peer sends its greeting at once."""
+"""Seconds within which a peer must send its greeting. Peers send it at once. Not tuned."""
 
 _PAUSE_SECONDS = 0.1
-"""Until connections are accepted again where the process has no descriptors or memory for one."""
+"""Seconds before the next attempt to accept, if the process has no descriptor or memory left. Not
+tuned."""
 
 
 class Guest(NamedTuple):
     """A process that asks for the arena.
 
     Attributes:
-        connection: to it; closed with the answer.
-        pid: of the process.
-        is_scheduler: whether it hands out the slots.
+        connection: connection to the process; closed after the answer.
+        pid: its process id.
+        is_scheduler: whether it is the scheduler; otherwise a rank.
     """
 
     connection: socket.socket
@@ -43,8 +44,8 @@ class Answer(NamedTuple):
     """The answer to guests.
 
     Attributes:
-        message: the session's description, or an error.
-        fd: the arena's; None without one.
+        message: the description of the session, or an error.
+        fd: descriptor of the arena; borrowed. None for an error.
     """
 
     message: dict[str, object]
@@ -60,7 +61,7 @@ class Server:
     Args:
         root: path of the runtime directory.
         name: the engine's id.
-        ranks: of the engine.
+        ranks: the number of ranks of the engine.
 
     Raises:
         ArenaError: the directory cannot be used, or a living engine owns `name`.
@@ -87,14 +88,17 @@ class Server:
         self._thread.start()
 
     def gather(self, mine: Shard, patience: float) -> list[Shard]:
-        """Wait for the other ranks' shards; all of them, in the order of ranks.
+        """Wait for the shards of the other ranks.
 
         Args:
-            mine: rank 0's.
+            mine: rank 0's shard.
             patience: seconds to wait.
 
+        Returns:
+            The shards of all ranks, in the order of ranks.
+
         Raises:
-            ArenaError: one did not come in time, or disagrees.
+            ArenaError: a rank did not join in time, or its shard does not fit the others.
         """
         deadline = time.monotonic() + patience
         with self._changed:
@@ -117,27 +121,34 @@ class Server:
                     raise ArenaError(
                         f"rank {shard.rank} of engine {self._name!r} has another KV cache than "
                         f"rank {other.rank} ({shard} against {other}); allowed: the same in all "
-                        f"ranks, but for the layers of other pipeline stages"
+                        f"ranks, except for the layers of other pipeline stages"
                     )
         return shards
 
     def hand_out(self, info: SessionInfo, fd: int) -> None:
-        """Send the arena to all present and future guests."""
+        """Send the arena to all present and future guests.
+
+        Args:
+            info: the description of the session.
+            fd: descriptor of the arena; borrowed until `close`.
+        """
         self._settle(Answer(info.to_json(), fd))
 
     def refuse(self, reason: str) -> None:
-        """Answer all present and future guests that there is no arena."""
+        """Send an error to all present and future guests, because there is no arena."""
         self._settle(Answer({"error": reason}, None))
 
     def close(self) -> None:
-        """Give up the name. The next engine may take it. Idempotent."""
+        """Stop listening and release the engine's id, which another engine may then use.
+        Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
-        # Before nobody listens: from then on the file may be the next engine's.
+        # Remove the file while this process still listens. Afterwards the file may be the next
+        # engine's.
         self._directory.remove(self._name)
-        # Ends the accepting thread, which a plain close would not: it would go on with whatever
-        # gets the descriptor's number next.
+        # A shutdown ends the accepting thread. After a plain close, the thread would go on with
+        # whatever gets the descriptor's number next.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -215,7 +226,7 @@ class Server:
         self._give(guest, answer)
 
     def _take(self, shard: Shard) -> bool:
-        """Count a rank in. False if there is one of its number already, or should be none."""
+        """Record the shard of a rank. False if the rank has joined already or does not exist."""
         if shard.rank in self._shards or not 0 < shard.rank < self._ranks:
             return False
         self._shards[shard.rank] = shard
@@ -223,7 +234,7 @@ class Server:
         return True
 
     def _give(self, guest: Guest, answer: Answer) -> None:
-        """Answer a guest. Of schedulers only one ever gets the arena."""
+        """Answer a guest. Only the first scheduler gets the arena."""
         if not guest.is_scheduler or answer.fd is None:
             self._send(guest.connection, answer)
             return
@@ -247,6 +258,6 @@ class Server:
 def _taken_message(name: str, pid: int) -> str:
     return (
         f"the arena of engine id {name!r} has been handed to scheduler process {pid}, and an arena "
-        f"has one scheduler in its life; allowed: one scheduler for the workers of an engine (one "
-        f"that starts again starts its workers again), and an engine_id of its own for every engine"
+        f"has one scheduler in its life; allowed: one scheduler per engine, which restarts with "
+        f"its workers, and an engine_id of its own for every engine"
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What running engines report of their shared stores, in files of the runtime directory.
+"""Running engines report the states of their shared stores in files of the runtime directory.
 
     <16 hex digits>.store    one store of one engine, as JSON; the engine holds its lock
 
-A file that nobody locks was left by a killed engine: readers skip it, and the next engine that
-starts removes it.
+A killed engine leaves a file without a lock. Readers skip it, and the next engine that starts
+removes it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from flexkv.host.session.directory import RuntimeDirectory
 logger = logging.getLogger(__name__)
 
 SECONDS = 1.0
-"""Between two looks at the states: how old what others read may be."""
+"""Seconds between two updates of the file, the most that a reader sees it late. Not tuned."""
 
 _SUFFIX = ".store"
 _BYTES = 4096
-"""Of a file, written and read in one call each, so that no reader finds a half of it."""
+"""Bytes of a file. One call writes it and one call reads it, so that no reader finds half of it."""
 
 
 class StoreStates:
-    """Keeps a file up to date from a thread of its own, as the engine may be idle.
+    """Keeps the file of one shared store up to date, from a thread of its own because the engine
+    may be idle.
 
-    If there can be no file, this logs a warning and does nothing: the store works without.
+    If the file cannot be created, this logs a warning and does nothing. The store works without it.
 
     Args:
         root: path of the runtime directory.
-        about: what does not change; all is to fit into 4 KiB as JSON.
+        about: the fields that do not change. Together with the states they fit into 4 KiB of JSON.
     """
 
     def __init__(self, root: str, about: Mapping[str, str]) -> None:
@@ -54,7 +55,11 @@ class StoreStates:
         self._thread: threading.Thread | None = None
 
     def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
-        """Report what `read` returns, which may be called from any thread, until `close`."""
+        """Report the states until `close`.
+
+        Args:
+            read: returns the states; called from another thread.
+        """
         try:
             with RuntimeDirectory(self._root, create=True) as directory:
                 self._fd = _create(directory.descriptor, self._name)
@@ -69,7 +74,7 @@ class StoreStates:
         self._thread.start()
 
     def close(self) -> None:
-        """Remove the file. Idempotent."""
+        """End the thread and remove the file. Idempotent."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -90,7 +95,7 @@ class StoreStates:
 
     def _run(self, read: Callable[[], Mapping[str, str]]) -> None:
         while not self._ended.wait(SECONDS):
-            with contextlib.suppress(OSError):  # a full disk, say: the next look tries again
+            with contextlib.suppress(OSError):  # if the disk is full, the next update tries again
                 self._write(read())
 
     def _write(self, states: Mapping[str, str]) -> None:
@@ -102,7 +107,10 @@ class StoreStates:
 
 
 def read_states(root: str) -> list[dict[str, object]]:
-    """What each running engine of this user reports, in no order.
+    """Read the reports of this user's running engines, in no particular order.
+
+    Args:
+        root: path of the runtime directory. A missing one gives no reports.
 
     Raises:
         ArenaError: the directory cannot be used.
@@ -123,20 +131,20 @@ def _read_all(folder: int) -> Iterator[dict[str, object]]:
         with _opened(folder, name) as fd:
             if fd is None or _lock(fd, fcntl.LOCK_SH):
                 continue
-            with contextlib.suppress(ValueError):  # another version's
+            with contextlib.suppress(ValueError):  # another version of FlexKV wrote the file
                 content = json.loads(os.pread(fd, _BYTES, 0))
                 if isinstance(content, dict):
                     yield content
 
 
 def _create(folder: int, name: str) -> int:
-    """A locked file, and no other that nobody locks."""
+    """Create a file and lock it. Removes the files of killed engines, which have no lock."""
     for other in _names(folder):
         with _opened(folder, other) as fd:
             if fd is not None and _lock(fd, fcntl.LOCK_SH):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(other, dir_fd=folder)
-    # It gets its name once it is locked: until then it would look like a killed engine's.
+    # The file gets its name once it is locked. Before, it would look like that of a killed engine.
     draft = name + ".new"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(draft, flags, 0o600, dir_fd=folder)
@@ -151,7 +159,7 @@ def _names(folder: int) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str) -> Iterator[int | None]:
-    """A file of a directory, None if it is gone or no regular file."""
+    """Open a file of a directory for the block. None if it is gone or no regular file."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=folder)
@@ -165,7 +173,7 @@ def _opened(folder: int, name: str) -> Iterator[int | None]:
 
 
 def _lock(fd: int, how: int) -> bool:
-    """Whether nobody else holds the lock."""
+    """Take the lock of a file. False if another process holds it."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a session: one line of JSON each way, rank 0's with the arena's descriptor."""
+"""The messages of a session: one line of JSON each way. Rank 0's message carries the arena's
+descriptor."""
 
 from __future__ import annotations
 
@@ -17,25 +18,25 @@ from flexkv.layout import BlockFormat
 _MAX_MESSAGE = 1 << 20
 _CHUNK = 1 << 16
 _CREDENTIALS = struct.Struct("iII")
-"""Process, user and group of a peer: unix(7), SO_PEERCRED."""
+"""Process, user and group of a peer (unix(7), SO_PEERCRED)."""
 
 _DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank brings to the session.
+    """The part of each block that one rank holds, as the rank describes it to rank 0.
 
     Attributes:
-        rank: its number, from 0.
+        rank: number of the rank, from 0.
         fingerprint: see `flexkv.layout.fingerprint`; must be the same in all ranks of a stage.
         engine_blocks: engine blocks per FlexKV block; must be the same in all ranks.
         shard_bytes: bytes of the rank's part of one block.
         replicas: how many ranks in a row hold the same part; must be the same in all ranks.
-        numa_node: of the rank's GPU; None if there is none or it is not known.
-        durable: whether equal keys mean equal blocks in the next process, too; must be the same in
+        numa_node: NUMA node of the rank's GPU; None if there is no GPU or its node is unknown.
+        durable: whether equal keys mean equal blocks in the next process too; must be the same in
             all ranks.
-        stage: of the pipeline; the ranks of a stage follow one another.
+        stage: stage of the pipeline; the ranks of a stage have consecutive numbers.
     """
 
     rank: int
@@ -49,15 +50,15 @@ class Shard:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What must be the same in all ranks."""
+        """The fields that must be the same in all ranks."""
         return self.engine_blocks, self.replicas, self.durable
 
     @classmethod
     def from_json(cls, fields: object) -> Shard:
-        """Read what a rank sent.
+        """Read the shard in a rank's message.
 
         Raises:
-            ValueError, KeyError: it is no shard.
+            ValueError, KeyError: `fields` describes no shard.
         """
         if not isinstance(fields, dict):
             raise ValueError("rank is not a mapping")
@@ -76,7 +77,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What every process knows once the arena is there."""
+    """The description of a session that rank 0 sends to all processes.
+
+    Attributes:
+        fingerprint: fingerprint of the blocks of all stages.
+        spec: sizes of the arena.
+        durable: see `Shard`.
+    """
 
     fingerprint: str
     spec: ArenaSpec
@@ -95,10 +102,10 @@ class SessionInfo:
 
     @classmethod
     def from_json(cls, message: Mapping[str, object]) -> SessionInfo:
-        """Read what rank 0 sent.
+        """Read the description in rank 0's message.
 
         Raises:
-            ValueError, KeyError: it describes no arena.
+            ValueError, KeyError: `message` describes no arena.
         """
         sizes = message["shard_bytes"]
         if not isinstance(sizes, list):
@@ -113,34 +120,46 @@ class SessionInfo:
 
 
 class Peer(NamedTuple):
-    """The process at the other end of a connection, as the kernel knows it."""
+    """The process id and user of the other end of a connection, from the kernel."""
 
     pid: int
     uid: int
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who connected, or who listened when this end connected."""
+    """The process that connected, or that listened when this end connected."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return Peer(pid, uid)
 
 
 def send(connection: socket.socket, message: Mapping[str, object], fd: int | None = None) -> None:
-    """Send a message, with a copy of the descriptor `fd` if there is one."""
+    """Send a message.
+
+    Args:
+        connection: the connection.
+        message: the message; JSON must be able to hold it.
+        fd: a descriptor of which the peer gets a copy; None for none. The caller keeps it.
+
+    Raises:
+        OSError: the connection broke or timed out.
+    """
     line = json.dumps(message).encode() + b"\n"
     rest = line[socket.send_fds(connection, [line], [] if fd is None else [fd]) :]
-    if rest:  # once it has all of it, the peer may have answered and gone
+    if rest:  # a peer that has the whole message may have closed the connection already
         connection.sendall(rest)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, object] | None, int | None]:
-    """Receive a message, and the descriptor that came with it, which the caller owns. No message if
-    the peer closed the connection without a word.
+    """Receive a message.
+
+    Returns:
+        The message, or None if the peer closed the connection and sent nothing; and the descriptor
+        in it, which the caller closes, or None.
 
     Raises:
         OSError: the connection broke or timed out.
-        ValueError: it is no message.
+        ValueError: the peer sent no message of a session.
     """
     line, fd = _receive_some(connection)
     try:
@@ -160,8 +179,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, object] | None, int | 
 
 
 def _receive_some(connection: socket.socket) -> tuple[bytes, int | None]:
-    """The beginning of a message, and the descriptor that came with it, which closes on exec:
-    `socket.recv_fds` leaves it open until it is told otherwise."""
+    """Receive the beginning of a message and the descriptor in it. The descriptor closes on exec,
+    which `socket.recv_fds` would not arrange."""
     room, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
     line, ancillary, _, _ = connection.recvmsg(_CHUNK, room, flags)
     fds = [
