@@ -35,7 +35,7 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return [
         "vllm",
-        # The inner layout of a page is an engine's own, and may change with its version.
+        # Each version of vLLM may order a page's bytes differently.
         vllm.__version__,
         str(vllm_config.attention_config.backend),
         *_cpu_traits(vllm_config),
@@ -52,7 +52,7 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
 
 
 def outlives_process(vllm_config: VllmConfig) -> bool:
-    """Whether blocks on disk mean the same to the next process. If not, logs why, once."""
+    """Whether blocks on disk are valid for the next process. If not, the reason is logged."""
     model = vllm_config.model_config
     if not weight_files(model.model, model.revision) and not _is_dummy(vllm_config):
         logger.warning(
@@ -64,8 +64,8 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
         return False
     if not _has_stable_hashes(vllm_config):
         logger.warning(
-            "vLLM %s names blocks differently in every process; no block on disk will be found "
-            "after a restart. Set PYTHONHASHSEED to any fixed number",
+            "vLLM %s names blocks differently in every process; blocks on disk are not found after "
+            "a restart; set PYTHONHASHSEED to any fixed number",
             vllm.__version__,
         )
     return True
@@ -81,16 +81,16 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _stamp(name: str, path: str) -> bytes:
-    # Weights that are not on this machine may be different ones in the next process.
+    # Without local files, FlexKV cannot know whether the next process has the same weights.
     files = weights_in(Path(path)) if Path(path).exists() else []
     known = file_stamps(files) or [secrets.token_hex()]
     return bytes.fromhex(digest([name, path, *known]))
 
 
 def adapter_stamp(adapter: LoRARequest) -> bytes:
-    """16 bytes to append to a key, which distinguish adapters of the same name.
+    """16 bytes to append to a key, which distinguish adapters of the same name and path.
 
-    vLLM's hashes contain name and path, which may mean other weights after a restart.
+    vLLM's hashes contain only name and path. After a restart, they may stand for other weights.
     """
     return _stamp(adapter.lora_name, adapter.lora_path)
 
@@ -102,7 +102,7 @@ def request_stamp(request: Request) -> bytes:
 
 
 def block_keys(groups: Groups) -> BlockKeys:
-    """What names the blocks of a model."""
+    """Make the keys of a model's blocks."""
     return BlockKeys(groups, request_stamp)
 
 

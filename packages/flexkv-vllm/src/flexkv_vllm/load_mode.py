@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How loads run beside vLLM's steps, and what is worth loading."""
+"""Chooses how loads run beside vLLM's steps, and makes the chooser of the hits to load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
-    """Whether the settings in force let loads run beside the forward that needs them.
+    """Whether the settings allow loads to run beside the forward pass that needs them.
+
+    Args:
+        extra_config: FlexKV's settings in vLLM's configuration.
 
     Raises:
         ConfigError: a setting is not allowed.
@@ -29,7 +32,13 @@ def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
 def load_mode_of(
     config: CacheConfig, vllm_config: VllmConfig, groups: Groups, store_time: StoreTime
 ) -> LoadMode:
-    """How this engine's blocks are loaded: as the setting says, where it has a choice.
+    """The load mode of this engine: the setting's, or ASYNC if the model allows no other.
+
+    Args:
+        config: FlexKV's settings.
+        vllm_config: vLLM's configuration.
+        groups: groups of the model's layers.
+        store_time: when this engine stores.
 
     Raises:
         ConfigError: the setting is not allowed in this engine.
@@ -38,10 +47,10 @@ def load_mode_of(
     if mode is LoadMode.ASYNC or not groups.plain:
         return LoadMode.ASYNC
     if vllm_config.scheduler_config.async_scheduling:
-        # With the next step under way vLLM cannot take back what it computed on a load that failed.
+        # If a load fails, vLLM cannot discard what a step computed on it once the next step runs.
         raise ConfigError(
             f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
-            f"ended; allowed: async; with vLLM's --no-async-scheduling also layerwise and auto"
+            f"ended; allowed: async, or with vLLM's --no-async-scheduling also layerwise and auto"
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
@@ -67,14 +76,14 @@ def load_mode_of(
 def make_chooser(
     config: CacheConfig, vllm_config: VllmConfig, mode: LoadMode, cache: KVCache, spec: ArenaSpec
 ) -> LoadChooser:
-    """What says which hits of an engine are worth loading, and how.
+    """Make the object that decides which hits of an engine are loaded, and how.
 
     Args:
-        config: from `read_settings`.
-        vllm_config: of the engine.
-        mode: from `load_mode_of`.
-        cache: of the engine.
-        spec: of its arena.
+        config: FlexKV's settings.
+        vllm_config: vLLM's configuration.
+        mode: the load mode from `load_mode_of`.
+        cache: the cache of the engine; borrowed by the chooser.
+        spec: sizes of the engine's arena.
     """
     return LoadChooser(
         mode,
@@ -89,10 +98,10 @@ def make_chooser(
 
 
 def steps_behind(vllm_config: VllmConfig) -> int:
-    """Steps that pass before vLLM schedules a request whose asynchronous load was ordered.
+    """The number of steps before vLLM schedules a request whose asynchronous load was ordered.
 
     The worker reports the load with the step that ordered it. By then vLLM has begun the next step
-    if it schedules ahead, and one step a stage if the model has several stages.
+    if it schedules ahead, and one step per stage if the model has several stages.
     """
     ahead = 2 if vllm_config.scheduler_config.async_scheduling else 1
     return max(ahead, int(vllm_config.parallel_config.pipeline_parallel_size))

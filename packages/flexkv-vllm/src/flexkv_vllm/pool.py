@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own prefix cache, as FlexKV sees it."""
+"""FlexKV's view of vLLM's own prefix cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """An `EnginePool` over vLLM's block pool."""
+    """An `EnginePool` over vLLM's block pool, which it borrows."""
 
     __slots__ = ("_blocks",)
 

@@ -33,11 +33,11 @@ def check_settings(transfer: KVTransferConfig) -> None:
 
 def _check(connector: str | None, extra: Mapping[str, Any]) -> None:
     if connector == _MULTI_CONNECTOR:
-        # vLLM itself looks only as far as the first child without support for several groups.
+        # vLLM itself stops at the first child without support for several groups.
         for child in extra.get("connectors", ()):
             _check(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
         return
-    # Imported now, not with the plugin, which all of vLLM's processes load.
+    # Imported here, because all of vLLM's processes load this module.
     if connector == CONNECTOR_NAME:
         from flexkv_vllm.connector import FlexKVConnectorV1
         from flexkv_vllm.settings import check_engine

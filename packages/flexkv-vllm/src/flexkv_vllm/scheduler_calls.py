@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of vLLM's scheduler that every connector of FlexKV forwards alike."""
+"""The calls of vLLM's scheduler that all connectors of FlexKV forward in the same way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerCalls:
-    """Base of the connectors, which set `_adapter`."""
+    """Base class of the connectors. They set `_adapter`, which receives the calls."""
 
     _adapter: Adapter
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's settings in vLLM's configuration, and what that says of the engine itself."""
+"""Reads FlexKV's settings and some facts of the engine from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
-    """FlexKV's settings for this engine.
+    """Read and check FlexKV's settings for this engine. Configures FlexKV's logging too.
 
     Args:
-        vllm_config: of the engine.
+        vllm_config: vLLM's configuration.
         connector: FlexKV's class that vLLM, or its own connector, calls.
 
     Raises:
@@ -45,17 +45,17 @@ def check_engine(config: CacheConfig, connector: type) -> None:
 
 
 def flush_seconds(vllm_config: VllmConfig) -> float:
-    """How long blocks that wait may be written when the engine ends: half of the time that vLLM
-    gives it, which is also for the requests under way and for the workers."""
+    """Seconds for which waiting blocks are still written when the engine ends: half of vLLM's
+    shutdown timeout. Running requests and the workers need the other half."""
     timeout: float = getattr(vllm_config, "shutdown_timeout", 0)
     return timeout / 2
 
 
 def engine_id_of(vllm_config: VllmConfig) -> str:
-    """The engine's name for its session.
+    """The engine's id, which names its session.
 
     Raises:
-        LayoutError: it has none.
+        LayoutError: vLLM's configuration has no id.
     """
     transfer = vllm_config.kv_transfer_config
     engine_id: str | None = None if transfer is None else transfer.engine_id

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a pipeline: which ranks of an engine hold which layers.
+"""The stages of a pipeline, which hold different layers.
 
-A block's parts lie side by side in its slot: the heads of the first stage's layers, then those of
-the next.
+The parts of a block lie side by side in its slot: all heads of the first stage's layers, then those
+of the next stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     @classmethod
     def here(cls) -> Place:
-        """Of this process."""
+        """The place of this process."""
         return cls(get_tp_group().rank_in_group, get_pp_group().rank_in_group)
 
 
@@ -51,8 +51,13 @@ class Stages:
         )
 
     def total_bytes(self, stage_bytes: int, stage: int) -> int:
-        """Bytes of all stages' layers, if `stage` has `stage_bytes` of them and all layers are
-        alike. Every stage computes the same number, without a message from the others."""
+        """Bytes of the layers of all stages, if all layers have the same size. Every stage computes
+        the same number without a message from the others.
+
+        Args:
+            stage_bytes: bytes of the layers of one stage.
+            stage: number of that stage.
+        """
         if self.count == 1:
             return stage_bytes
         first, end = get_pp_indices(self.layers, stage, self.count)
@@ -60,5 +65,5 @@ class Stages:
         return stage_bytes * self.layers // held
 
     def describe(self, layers: Iterable[str]) -> list[str]:
-        """For the fingerprint: the layers of a stage; empty if it has all."""
+        """The layers of a stage, for the fingerprint; empty if the stage has all layers."""
         return [] if self.count == 1 else ["stage", *layers]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a scheduler side: from vLLM's configuration and the arena that the workers made.
+"""Start of the scheduler side, from vLLM's configuration and the arena of the workers.
 
-Everything that can be wrong is found here, and raised: at run time nothing is.
+All checks run here and raise. After the start, nothing raises into vLLM.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ def make_scheduler_side(
     store_time: StoreTime,
     edge: Edge,
 ) -> SchedulerSide:
-    """Attach to the arena that the workers made.
+    """Attach to the arena of the workers, and open the cache.
 
     Args:
-        config: from `read_settings`.
-        vllm_config: of the engine.
-        kv_cache_config: of the engine; None if vLLM does not tell it.
+        config: FlexKV's settings from `read_settings`.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's configuration of the KV cache; None if vLLM does not pass it.
         store_time: when to store.
-        edge: where run-time errors end.
+        edge: ends, counts and logs run-time errors.
+
+    Returns:
+        The scheduler side, which the caller closes. It owns the session and the cache.
 
     Raises:
-        ArenaError: they made none.
+        ArenaError: the workers have created no arena.
         ConfigError, LayoutError: a setting or the model is not allowed in this engine.
         DiskError: a cache directory cannot be used.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a rank: from vLLM's configuration and tensors to a worker side.
+"""Start of a rank's worker side, from vLLM's configuration and tensors.
 
-Everything that can be wrong is found here, and raised: at run time nothing is.
+All checks run here and raise. After the start, nothing raises into vLLM.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ def make_worker_side(
     """Describe this rank's pages, meet the other ranks, and start the mover.
 
     Args:
-        config: from `read_settings`.
-        vllm_config: of the engine.
-        kv_cache_config: of this worker; None if vLLM does not tell it.
-        kv_caches: the rank's tensors by layer, kept alive by vLLM until shutdown.
-        place: this worker's.
-        edge: where run-time errors end.
+        config: FlexKV's settings from `read_settings`.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's configuration of this worker's KV cache; None if vLLM does not pass
+            it.
+        kv_caches: the rank's tensors by layer; vLLM keeps them alive until shutdown.
+        place: rank and stage of this worker.
+        edge: ends, counts and logs run-time errors.
         alone: see `WorkerSide`.
 
+    Returns:
+        The worker side, which the caller closes.
+
     Raises:
-        FlexKVError: the layout cannot be described or the arena cannot be had.
+        FlexKVError: the layout is not supported, or the arena cannot be opened.
     """
     groups = groups_of(vllm_config, kv_cache_config)
     device = device_of(kv_caches)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that each of vLLM's steps uses, and which steps a load must follow for that."""
+"""Records the blocks that each of vLLM's steps uses, and after which step a load may fill them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ if TYPE_CHECKING:
 
 
 class StepUses:
-    """Follows the blocks of all requests, for models of one group of full attention.
+    """Records the blocks of all requests, for models with one group of full attention.
 
-    Workers know blocks from `SchedulerOutput` alone, so this is all that a step can use. With
-    asynchronous scheduling vLLM may have made a step with a request before it knew that the request
-    had ended. The request is in `finished_req_ids` of a later step.
+    Workers know blocks from `SchedulerOutput` alone, so a step can use no others. With asynchronous
+    scheduling, vLLM may schedule a step with a request before it knows that the request has ended.
+    The request is then in `finished_req_ids` of a later step.
     """
 
     def __init__(self) -> None:
         self._uses = BlockUses()
 
     def order(self, output: SchedulerOutput, orders: StepOrders) -> None:
-        """Number the step that `output` describes, and say which steps its loads follow. Once for
-        each step."""
+        """Number the step that `output` describes, and set the step that each of its loads must
+        follow. Called once per step.
+
+        Args:
+            output: vLLM's description of the step.
+            orders: the orders of the step; changed.
+        """
         uses = self._uses
         uses.begin_step([*output.finished_req_ids, *(output.preempted_req_ids or ())])
         uses.touched(blocks_beside_requests(output))
         orders.step = uses.step
-        # Before the blocks are given: a layer-wise load fills those of a request of this step.
+        # Before this step's blocks are recorded, because a layer-wise load fills some of them.
         for order in [*orders.loads.values(), *orders.layerwise]:
             order.follows = uses.last_use(order.engine_blocks)
         for new in output.scheduled_new_reqs:
@@ -48,14 +53,14 @@ class StepUses:
         uses.check(output.num_scheduled_tokens.keys())
 
     def lose(self, orders: StepOrders) -> None:
-        """After an error: this step's loads follow everything, and so do all later ones."""
+        """After an error, make the loads of this step and of all later ones follow all steps."""
         self._uses.lose()
         for order in [*orders.loads.values(), *orders.layerwise]:
             order.follows = EVERYTHING
 
 
 def make_step_uses(vllm_config: VllmConfig, groups: Groups) -> StepUses | None:
-    """Follows the blocks of an engine; None if vLLM does not list all blocks that a step uses."""
-    # A draft model computes after the step, perhaps on other blocks than vLLM lists.
+    """Make a `StepUses`; None if vLLM does not list all blocks that a step uses."""
+    # A draft model computes after the step, perhaps on blocks that vLLM does not list.
     knows = groups.plain and knows_used_blocks() and not vllm_config.speculative_config
     return StepUses() if knows else None

@@ -60,11 +60,11 @@ def check_stages(vllm_config: VllmConfig, groups: Groups) -> None:
 
 
 def check_launcher(vllm_config: VllmConfig) -> None:
-    """Refuse several schedulers for one model: each process of an external launcher has its own,
-    and vLLM relies on all of them deciding alike.
+    """Refuse several schedulers for one model. With an external launcher, each process has its own
+    scheduler, and vLLM relies on equal decisions of all.
 
     Raises:
-        LayoutError: there are several. Each would see a load end in a different step.
+        LayoutError: the model has several schedulers. Each would see a load end in another step.
     """
     parallel = vllm_config.parallel_config
     launcher = parallel.distributed_executor_backend

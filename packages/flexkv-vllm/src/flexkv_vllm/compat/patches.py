@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where FlexKV reaches into vLLM: private attributes that it reads, and methods that it replaces.
+"""FlexKV's private touches of vLLM: attributes that it reads, and methods that it replaces.
 
-vLLM may change any of them without notice. What is missing is answered where it is used.
+vLLM may change any of them without notice. Callers handle the names that a release lacks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 def register_connector(name: str, module: str) -> None:
-    """Register the class `name` of `module` with vLLM, in place of one that has its name.
+    """Register the class `name` of `module` with vLLM. It replaces a class of the same name.
 
-    vLLM refuses a second registration, and runs plugins more than once in one process, so a
-    registered name is taken out of the registry first.
+    vLLM refuses a second registration, and may run plugins more than once in a process. A
+    registered name is therefore removed from the registry first.
     """
     KVConnectorFactory._registry.pop(name, None)
     KVConnectorFactory.register_connector(name, module, name)
 
 
 def call_when_choosing(check: Callable[[KVTransferConfig], None]) -> None:
-    """Have `check` called whenever vLLM looks for a connector's class; what it raises, vLLM gets.
-    Idempotent."""
+    """Make vLLM call `check` whenever it looks for a connector's class. Errors of `check` reach
+    vLLM. Idempotent."""
     find_class = KVConnectorFactory.get_connector_class
     if getattr(find_class, "checks_flexkv", False):
         return
@@ -60,7 +60,7 @@ def connectors_here() -> list[Any]:
 
 
 def implementation_of(connector: Any) -> object:
-    """What vLLM's own `FlexKVConnectorV1` forwards to; None for others."""
+    """The object that vLLM's own `FlexKVConnectorV1` forwards to; None for other connectors."""
     return getattr(connector, "_flexkv_connector", None)
 
 
@@ -70,31 +70,32 @@ def step_metadata(connector: KVConnectorBase_V1) -> KVConnectorMetadata | None:
 
 
 def kv_cache_config_of(connector: KVConnectorBase_V1) -> KVCacheConfig | None:
-    """The configuration that vLLM made a connector with."""
+    """The configuration with which vLLM created a connector."""
     return connector._kv_cache_config
 
 
 def key_positions(req_context: ReqContext) -> Mapping[bytes, int]:
-    """Positions of a request's blocks by key, where vLLM tells them (since 0.32)."""
+    """Positions of a request's blocks by key; empty before vLLM 0.32, which does not pass them."""
     return getattr(req_context, "_offload_key_positions", {})
 
 
 def request_of_load(connector: OffloadingConnector, job_id: int) -> str:
-    """Id of the request that a load of this rank's part of vLLM's offloading connector is for."""
+    """The id of the request of a load. `connector` is vLLM's offloading connector on this rank."""
     worker = connector.connector_worker
-    assert worker is not None  # it asked for the load
+    assert worker is not None  # it ordered the load
     request_id = worker._load_jobs[job_id]
-    assert request_id is not None  # as it may be, from 0.33 on, where vLLM waits for a load
+    assert request_id is not None  # from 0.33 on, None stands for loads that vLLM itself waits for
     return str(request_id)
 
 
 def answer_bad_blocks(connector: Any, take: Callable[[], set[int]]) -> None:
-    """Have an offloading connector say that `take` gives the blocks that loads did not fill."""
+    """Make an offloading connector report, as blocks that loads did not fill, those of `take`."""
     connector.get_block_ids_with_load_errors = take
 
 
 def offloading_connector_of(worker: object) -> OffloadingConnector | None:
-    """The offloading connector here that has `worker`; None before vLLM has made it known."""
+    """The offloading connector of this process that has `worker`; None before vLLM has registered
+    the connector."""
     for connector in connectors_here():
         ours = getattr(connector, "connector_worker", None)
         if ours is not None and ours.worker is worker:
@@ -104,7 +105,7 @@ def offloading_connector_of(worker: object) -> OffloadingConnector | None:
 
 
 def answer_stats(connector: Any, take: Callable[[], Any]) -> None:
-    """Have an offloading connector report what `take` gives, beside what it reports itself."""
+    """Make an offloading connector report the statistics of `take` together with its own."""
     ask = connector.get_kv_connector_stats
 
     def stats() -> Any:
@@ -115,8 +116,8 @@ def answer_stats(connector: Any, take: Callable[[], Any]) -> None:
 
 
 def answer_failed_requests(connector: Any, take: Callable[[], set[str]]) -> None:
-    """Have an offloading connector (vLLM from 0.30 on) say that `take` gives the requests whose
-    loads failed."""
+    """Make an offloading connector (vLLM 0.30 or newer) report, as requests whose loads failed,
+    those of `take` too."""
     ask = connector.get_transfer_results
 
     def transfer_results(finished_req_ids: set[str]) -> Any:
@@ -128,12 +129,12 @@ def answer_failed_requests(connector: Any, take: Callable[[], set[str]]) -> None
 
 
 def offer_only_what_was_computed() -> None:
-    """Have vLLM's offloading connector offer no block of an ended request that was not wholly
-    computed.
+    """Make vLLM's offloading connector offer only wholly computed blocks of ended requests.
 
-    Up to 0.29 it counts the last token of an answer as computed, which no step computes on; up to
-    0.26 all tokens of an aborted request, too, and where those have no blocks the engine ends. From
-    0.30 on, where workers can name failed requests, it counts as is done here.
+    Up to 0.29, vLLM counts the last token of an answer as computed, but no step has computed its
+    KV. Up to 0.26, vLLM also counts all tokens of an aborted request; if those have no blocks, the
+    engine ends. From 0.30 on, where workers can name failed requests, vLLM counts as this function
+    does.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 

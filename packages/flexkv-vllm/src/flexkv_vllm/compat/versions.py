@@ -10,10 +10,10 @@ CONNECTOR_NAME = "FlexKVConnectorV1"
 NEWEST = (0, 33)
 
 CONNECTOR = Releases(CONNECTOR_NAME, (0, 20), NEWEST)
-"""Releases (major, minor) with which at least vLLM's scheduler has run: those of
+"""Releases (major, minor) that were tested with at least vLLM's scheduler: those of
 compat-ci/versions.toml above the static level."""
 
 OFFLOADING = Releases("OffloadingConnector", (0, 26), NEWEST)
-"""Those that have the interface of offloading specs that FlexKV implements."""
+"""Releases that have the interface of offloading specs that FlexKV implements."""
 
 RELEASES = (CONNECTOR, OFFLOADING)

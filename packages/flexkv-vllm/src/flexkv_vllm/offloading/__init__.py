@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexKV's cache under vLLM's own `OffloadingConnector`: an offloading spec.
 
-vLLM decides here what is loaded and stored, for models with several KV cache groups, too. FlexKV
-keeps the blocks: in the same arena, on the same disks, copied by the same movers as those of its
-own connector.
+vLLM decides what is loaded and stored, also for models with several KV cache groups. FlexKV keeps
+the blocks in the same arena and on the same disks as its own connector, and copies them by the same
+movers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of an engine with an offloading spec: everything that can be wrong is found here, and
-raised."""
+"""Start of an engine with an offloading spec. All checks run here and raise."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -24,9 +22,6 @@ from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_block
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
 from flexkv_vllm.support import check_launcher
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("flexkv.vllm")
 
 
@@ -35,8 +30,17 @@ def make_worker(
 ) -> FlexKVOffloadingWorker:
     """Describe this rank's pages, meet the other ranks, and start the movers.
 
+    Args:
+        config: vLLM's configuration of offloading.
+        settings: FlexKV's settings.
+        kv_caches: the rank's tensors; vLLM keeps them alive until shutdown.
+        edge: ends, counts and logs run-time errors.
+
+    Returns:
+        The worker, which the caller shuts down.
+
     Raises:
-        FlexKVError: the pages cannot be described or the arena cannot be had.
+        FlexKVError: the layout is not supported, or the arena cannot be opened.
     """
     vllm_config = worker_config()
     check_launcher(vllm_config)
@@ -61,10 +65,18 @@ def make_worker(
 def make_manager(
     config: OffloadingConfig, settings: CacheConfig, edge: Edge
 ) -> FlexKVOffloadingManager:
-    """Attach to the arena that the workers made.
+    """Attach to the arena of the workers, and open the cache.
+
+    Args:
+        config: vLLM's configuration of offloading.
+        settings: FlexKV's settings.
+        edge: ends, counts and logs run-time errors.
+
+    Returns:
+        The manager, which the caller shuts down. It owns the session and the cache.
 
     Raises:
-        ArenaError: they made none.
+        ArenaError: the workers have created no arena.
         DiskError: a cache directory cannot be used.
     """
     warn_if_newer()
