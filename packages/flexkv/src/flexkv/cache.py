@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVCache: what an adapter's scheduler side talks to.
+"""KVCache, the cache that an adapter's scheduler side calls.
 
-Nothing here copies and nothing blocks. `load` and `store` reserve and return a transfer, which
-the adapter hands to its workers; their movers report on the completion board; `poll` reads the
-board and publishes or releases. What lower tiers have comes into the arena by `fetch`, and is
-loaded from there.
+Nothing here copies bytes or waits. `load` and `store` reserve blocks and return a transfer, which
+the adapter passes to its workers. The workers' movers report on the completion board. `poll` reads
+the board, then publishes or releases the blocks. `fetch` brings blocks of lower tiers into the
+arena, from where they are loaded.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from flexkv.transfer.lower import LowerTiers
 logger = logging.getLogger(__name__)
 
 _PIN_SHARE = 2
-"""At most half of the arena can be pinned: what is not must hold what is being stored and fetched,
-and what is worth keeping of all others."""
+"""At most half of the arena can be pinned. The other half holds blocks that are being stored or
+fetched, and all unpinned blocks. Not tuned."""
 
 _CHANGES = 2048
-"""Changes of a tier told at once: more than a step makes, and for some milliseconds' work. Only
-what a disk held at the start, or a reset, takes several calls."""
+"""The most changes of a tier that one call returns: more than a step makes, and some milliseconds
+of work. Only the blocks on disk at the start and a reset need several calls. Not tuned."""
 
 
 class KVCache:
-    """The cache of one engine: an index over the slots of an arena, and what lies below it.
+    """The cache of one engine: an index over the slots of an arena, and the tiers below it.
     Single-threaded.
 
     Args:
-        arena: attached, and owned by the caller. Its board's cells are handed out here, so one
+        arena: the arena; borrowed until `close`. This object allocates the cells of its board, so a
             process must have only one KVCache on it.
-        policy: decides what leaves when the arena is full.
+        policy: decides which block is evicted when the arena is full.
         tiers: lower tiers, the fastest first; owned.
-        pin_seconds: how long a pin lasts of which nothing else is said.
+        pin_seconds: how long a pin lasts if `pin` is not given a time.
 
     Attributes:
-        latencies: of what has ended.
+        latencies: latencies of the loads, stores and fetches that have ended.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        """Blocks that host memory can hold."""
+        """The number of blocks that the arena can hold."""
         return self._index.num_slots
 
     @property
     def slot_bytes(self) -> int:
-        """What a block takes, in every tier."""
+        """Bytes that a block takes in every tier, padding included."""
         return self._slot_bytes
 
     @property
@@ -101,36 +101,36 @@ class KVCache:
 
     @property
     def transfers_under_way(self) -> int:
-        """Loads and stores that have not ended."""
+        """The number of loads and stores that have not ended."""
         return len(self._device)
 
     @property
     def loading_blocks(self) -> int:
-        """Blocks of the loads that have not ended."""
+        """The number of blocks in loads that have not ended."""
         return self._device.loading_blocks
 
     @property
     def tier_figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
-        """Of each lower tier, with what was fetched from it and demoted to it."""
+        """For each lower tier its medium, its figures, and the counts of fetches and demotions."""
         return self._below.figures
 
     @property
     def has_lower_tiers(self) -> bool:
-        """Whether anything can be fetched."""
+        """Whether there is a lower tier."""
         return bool(self._below)
 
     @property
     def must_ask(self) -> bool:
-        """Whether a lower tier has to be asked which blocks it has."""
+        """Whether a lower tier needs a query to know which blocks it has."""
         return self._below.must_ask
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` may find anything."""
+        """Whether anything is under way whose end `poll` may find."""
         return bool(self._device) or self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of this prefix can be loaded, from the first key on. No side effect."""
+        """The number of blocks that can be loaded, from the first key on. No side effect."""
         return 0 if self._off else self._index.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
@@ -145,11 +145,8 @@ class KVCache:
         return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
     def ask(self, keys: Sequence[bytes]) -> bool:
-        """Have lower tiers find out which of these blocks they have, those that do not know.
-
-        Returns:
-            Whether an answer is awaited; it comes within the deadline of each tier that is asked.
-        """
+        """Query the lower tiers that do not know which of these blocks they have. Returns whether
+        an answer is awaited; it arrives within each tier's deadline."""
         return not self._off and self._below.fetcher.ask(keys)
 
     def record(
@@ -158,33 +155,31 @@ class KVCache:
         context: RequestContext = UNKNOWN_REQUEST,
         prompt: Sequence[bytes] | None = None,
     ) -> None:
-        """A scheduled request uses a prefix that somebody had, the engine itself included: count
-        that wherever its blocks are, and offer them to lower tiers as admission says.
-
-        Call it once for each request, whose prefix may be long: it is counted by later polls.
+        """Count the use of a prefix by a scheduled request in all tiers, and offer its blocks to
+        lower tiers, whose admission decides. Called once for each request. Later polls do the
+        counting, because a prefix may be long.
 
         Args:
-            keys: of the blocks that the request found, first block first.
-            context: what is known of the request; for the eviction policy.
-            prompt: of all blocks of its prompt, found or not; None if they are not known.
+            keys: keys of the blocks that the request found in any cache, the engine's own included;
+                first block first.
+            context: what is known of the request, for the eviction policy.
+            prompt: keys of all blocks of its prompt, found or not; None if they are unknown.
         """
         self._index.began(keys if prompt is None else prompt, context, time.monotonic())
         self._below.used(keys, hit=context)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
-        """The request that was recorded with this id has ended, after so many tokens of answer."""
+        """Report the end of the recorded request with this id to the eviction policy."""
         self._index.ended(request_id, output_tokens, time.monotonic())
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A request ends with this prefix, which it found or made: its end leaves every tier before
-        its beginning. Counted by later polls."""
+        """Count the use of a prefix, found or computed, by a request that ends. Every tier evicts
+        the end of the prefix before its beginning. Later polls do the counting."""
         self._below.used(keys, hit=None)
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
-        """Lease the blocks of `keys`, all of them ready, for a copy into the engine.
-
-        Returns None if one of them is not, or too much is under way: then it is a miss.
-        """
+        """Lease the blocks of `keys` for a copy into the engine. `poll` or `cancel` ends the leases.
+        None, a miss, if a block is not ready or too many transfers are under way."""
         blocks = None if self._off else self._index.lease(keys)
         if blocks is None:
             return None
@@ -196,26 +191,26 @@ class KVCache:
         return transfer
 
     def fetch(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> Fetch | None:
-        """Bring what lower tiers have of this prefix into the arena, where `lookup` finds it.
+        """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them.
 
         Args:
-            keys: the prefix from some block on, first block first.
+            keys: keys of the prefix from some block on, first block first.
             priority: LOAD if a request waits, PREFETCH if it is still queued.
 
         Returns:
-            What to watch until it is `done`, then to end; its blocks stay in the arena until
-            then. None if no lower tier has anything to add.
+            The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
+            lower tier has a block to add.
         """
         if self._off or not self._below:
             return None
         return self._below.fetcher.begin(keys, priority)
 
     def hasten(self, fetch: Fetch) -> None:
-        """A request waits now for what was a prefetch."""
+        """Raise the priority of a prefetch, because a request now waits for it."""
         self._below.fetcher.hasten(fetch)
 
     def end_fetch(self, fetch: Fetch) -> None:
-        """Let the blocks of a fetch go, come or not. Idempotent."""
+        """End a fetch and release its blocks, whether or not they have arrived. Idempotent."""
         self._below.fetcher.end(fetch)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
@@ -224,24 +219,25 @@ class KVCache:
         return [i for i in range(start, len(keys)) if keys[i] not in index]
 
     def is_demoting(self, key: bytes) -> bool:
-        """Whether the block of `key` is being written to a lower tier, which may have it soon."""
+        """Whether the block of `key` is being written to a lower tier."""
         return self._below.is_demoting(key)
 
     def store(
         self, keys: Sequence[bytes], positions: Sequence[int], begins: Iterable[int] = (0,)
     ) -> Transfer | None:
-        """Reserve slots for blocks of a prefix, or of several one behind another.
+        """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
+        is evicted to make room. A block whose predecessor is not in the arena is not stored.
 
         Args:
-            keys: blocks of which each builds on the one before, first block first. They may begin
-                anywhere in the prefix: one block before those to store is enough.
-            positions: which of them to store, ascending; those that have a slot are left out.
-            begins: positions of blocks that build on none.
+            keys: keys of blocks, each of which builds on the one before. They may begin anywhere in
+                the prefix, at the latest one block before the first to store.
+            positions: positions in `keys` of the blocks to store, ascending. Blocks that have a
+                slot are left out.
+            begins: positions of blocks that begin a prefix.
 
         Returns:
-            A transfer of those blocks of `positions`, in order, that slots could be had for, or
-            None if there is none. The prefix itself is never evicted to make room for its own end,
-            and what has no predecessor in the arena is not stored.
+            A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None
+            if no block got one.
         """
         if self._off:
             return None
@@ -262,7 +258,7 @@ class KVCache:
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """Take back a transfer that no worker was told of."""
+        """Cancel a transfer that was not passed to any worker."""
         self._device.cancel(transfer)
         if transfer.direction is Direction.STORE:
             self._index.abandon(transfer.blocks)
@@ -271,15 +267,13 @@ class KVCache:
             self._index.release(transfer.blocks)
 
     def discard(self, blocks: Sequence[Block]) -> None:
-        """What a store under way copies into these of its blocks has been overwritten: they are
-        never found."""
+        """Discard blocks of a store under way, because the engine has overwritten their pages. They
+        are never found."""
         self._index.discard(blocks)
 
     def poll(self) -> list[Transfer]:
-        """Finish what ranks and lower tiers have reported: publish stores, release loads.
-
-        Returns the transfers with the engine that finished, their status DONE or FAILED.
-        """
+        """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
+        Returns the loads and stores that have ended, with status DONE or FAILED."""
         self._below.poll()
         finished = self._device.poll()
         for transfer in finished:
@@ -295,13 +289,13 @@ class KVCache:
     def pin(
         self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
     ) -> None:
-        """Keep the blocks of a prefix in the arena, those that are there or on their way. What
-        would exceed half of the arena is not pinned, and counted.
+        """Pin the blocks of a prefix that are in the arena or being stored or fetched. Blocks
+        beyond half of the arena are not pinned, and are counted.
 
         Args:
-            keys: of the prefix.
-            owner: who may end this by `unpin`; a block stays as long as one owner pins it.
-            seconds: after which it ends, counted anew from each call; None takes `pin_seconds`.
+            keys: keys of the prefix.
+            owner: identifies these pins for `unpin`. A block stays as long as one owner pins it.
+            seconds: seconds until the pins end, from the last call on; None for `pin_seconds`.
         """
         now = time.monotonic()
         self._pins.expire(now)
@@ -319,13 +313,13 @@ class KVCache:
         self._pins.unpin(owner)
 
     def watch(self) -> None:
-        """From now on keep what `take_changes` tells; all that is there already is a change."""
+        """Record changes for `take_changes` from now on. All present blocks count as changes."""
         self._index.watch()
         self._below.watch()
 
     def take_changes(self) -> list[Change]:
-        """Blocks that became loadable or ceased to be, or may have, since the last call; none
-        without `watch`. Much at once comes in several calls, the latest first."""
+        """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
+        without `watch`. Many changes take several calls, the latest first."""
         index = self._index
         changes = [
             Change(Medium.HOST, key, index.lookup((key,)) == 1)
@@ -335,12 +329,13 @@ class KVCache:
         return changes
 
     def suspend(self) -> None:
-        """Find, load and store nothing until a `clear` succeeds: all blocks may be outdated."""
+        """Disable lookups, loads and stores until a `clear` succeeds: all blocks may be
+        outdated."""
         self._off = True
 
     def clear(self) -> None:
-        """Forget every block, in lower tiers too. Safe with transfers under way: their blocks are
-        not published. If it raises, the cache is suspended."""
+        """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
+        If this raises, the cache stays suspended."""
         self.suspend()
         self._index.clear()
         self._pins.clear()
@@ -349,14 +344,15 @@ class KVCache:
         self._off = self._stopped
 
     def close(self, flush_seconds: float = 0.0) -> bool:
-        """Finish what ranks have reported, and end the lower tiers, which write what waits; see
-        `LowerTier.close`. False if one hangs: then the arena must stay mapped."""
+        """Process the last reports and close the lower tiers, which may write waiting blocks for
+        `flush_seconds`. False if a tier hangs: it may still write to the arena, which must then
+        stay mapped."""
         self.poll()
         return self._below.close(flush_seconds)
 
     def _check_ranks(self) -> None:
-        """If a rank has ended its copies, every load would fail: have nothing any more. What is on
-        disk stays for the next process."""
+        """Disable the cache if a rank has ended its copies, because every load would fail. Blocks
+        on disk stay for the next process."""
         stopped = self._device.stopped_ranks
         if not stopped:
             return

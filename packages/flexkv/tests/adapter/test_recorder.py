@@ -132,8 +132,8 @@ def test_recording_ends_at_its_bound(
     assert 3800 < path.stat().st_size <= 4096
     assert len(read_trace(str(path)).trace.requests) > 20
     assert [each.getMessage() for each in caplog.records if "trace_gb" in each.getMessage()] == [
-        f"the trace {path}: it has {path.stat().st_size} bytes, as much as trace_gb allows; "
-        "recording has ended"
+        f"the trace {path}: it has {path.stat().st_size} bytes, and trace_gb leaves no room "
+        "for more; nothing more is recorded; raise trace_gb, or name a new file"
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that last used each of the engine's blocks: what a load into them must follow."""
+"""Records the step that last used each of the engine's blocks. Loads into them must follow it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from flexkv.adapter.orders import EVERYTHING
 
 
 class BlockUses:
-    """Which blocks the engine's workers know, and until which step they used the others.
+    """The blocks that the engine's workers know, and the last step that used each other block.
 
-    It is told what the workers are told with each step. They compute on these blocks only, so a
-    block that no request has any more was last used by the step before the one that took it away.
-    A block that it was never told of was not used by any step.
+    The caller reports the same blocks that the engine sends to its workers with each step. Workers
+    compute on these blocks only. If a step takes a block from its last request, the step before it
+    was the last that used the block. No step has used a block that was never reported.
 
-    All doubts end the same way: loads follow everything. A block that a request has seemingly kept
-    counts as in use.
+    In doubt, loads follow all steps. A block that a request seems to keep counts as in use.
 
     Attributes:
-        step: number of the step that is being made; the first is 1.
+        step: number of the step that the engine is preparing; the first is 1.
     """
 
     def __init__(self) -> None:
@@ -34,8 +33,7 @@ class BlockUses:
         self._lost = False
 
     def begin_step(self, ended: Iterable[str]) -> None:
-        """The engine makes the next step. In it the requests `ended` have no blocks any more, or
-        other ones."""
+        """Begin the next step. The requests `ended` lose their blocks; they may get others."""
         self._last.update(dict.fromkeys(self._touched, self.step))
         self._touched.clear()
         self.step += 1
@@ -43,11 +41,12 @@ class BlockUses:
             self._release(request_id)
 
     def touched(self, blocks: Iterable[int]) -> None:
-        """The workers use these blocks in this step, whoever has them."""
+        """Record that the workers use these blocks in this step, whichever request has them."""
         self._touched.update(blocks)
 
     def last_use(self, blocks: Sequence[int]) -> int:
-        """The last step that may use any of the blocks; 0 if none ever did."""
+        """The last step that may use any of the blocks; 0 if no step does, EVERYTHING if a request
+        has one of them or this object has lost track."""
         if self._lost or not self._held.isdisjoint(blocks):
             return EVERYTHING
         if not self._touched.isdisjoint(blocks):
@@ -55,13 +54,13 @@ class BlockUses:
         return max(map(self._last.get, blocks, itertools.repeat(0)), default=0)
 
     def give(self, request_id: str, blocks: Iterable[int]) -> None:
-        """In this step a request has exactly these blocks."""
+        """Record that a request has exactly these blocks in this step."""
         self._release(request_id)
         table = self._tables[request_id] = set(blocks)
         self._hold(table)
 
     def add(self, request_id: str, blocks: Iterable[int]) -> None:
-        """In this step a request has these blocks, too."""
+        """Record that a request gets these further blocks in this step."""
         table = self._tables.get(request_id)
         if table is None:
             self.lose()
@@ -71,18 +70,18 @@ class BlockUses:
         self._hold(new)
 
     def check(self, computed: Set[str]) -> None:
-        """The step computes these requests: their blocks must be known."""
+        """Check that the blocks of all requests that the step computes are known; else `lose`."""
         if not self._tables.keys() >= computed:
             self.lose()
 
     def lose(self) -> None:
-        """What is known here may be wrong, from now on."""
+        """Forget all blocks. From now on, loads follow all steps."""
         self._lost = True
         for known in (self._tables, self._held, self._also_held, self._touched, self._last):
             known.clear()
 
     def _hold(self, new: set[int]) -> None:
-        """One more request has each of these blocks."""
+        """Record that one more request has each of these blocks."""
         if not self._held.isdisjoint(new):
             self._also_held.update(self._held & new)
         self._held |= new

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's cache, and what its blocks are to the engine."""
+"""An engine's cache with the objects that map its blocks to the engine's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flexkv.host.session import Session
 
 @dataclass(frozen=True, slots=True)
 class EngineCache:
-    """What all parts of a scheduler side work on.
+    """The objects that all parts of a scheduler side share.
 
     Attributes:
-        session: with the arena; owned, closed after the cache.
-        cache: over the arena; owned.
-        groups: of the model.
-        keys: of the blocks.
-        edge: where errors of single requests end.
-        describe: for events; None if nobody listens.
-        recorder: of requests, for `flexkv plan`; None if nothing is recorded. Owned.
+        session: the session with the arena; owned, closed after the cache.
+        cache: the cache over the arena; owned.
+        groups: groups of the model's layers.
+        keys: makes the keys of blocks.
+        edge: ends, counts and logs errors of single requests.
+        describe: describes blocks for events; None if the engine emits no events.
+        recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
     """
 
     session: Session
@@ -37,8 +37,11 @@ class EngineCache:
     recorder: Recorder | None = None
 
     def close(self, flush_seconds: float) -> None:
-        """End the cache, whose lower tiers may write for so many seconds, and leave the session.
-        If a lower tier hangs, the arena stays mapped."""
+        """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.
+
+        Args:
+            flush_seconds: seconds for which lower tiers may write waiting blocks.
+        """
         if self.recorder is not None:
             self.recorder.close()
         if self.cache.close(flush_seconds):

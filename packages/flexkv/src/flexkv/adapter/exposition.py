@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's figures at an engine's `/metrics`, made by whatever the engine makes its own with."""
+"""FlexKV's metrics at an engine's `/metrics`, made with the engine's own classes of metrics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flexkv.config import CacheConfig
 from flexkv.histogram import representative
 
 Make: TypeAlias = Callable[..., Any]
-"""Makes a metric of a name, a text and the names of its labels, as prometheus_client does; of a
-histogram, also of `buckets`, its bounds."""
+"""Makes a metric from its name, its text and the names of its labels, as prometheus_client does. A
+histogram also takes its bounds as `buckets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class _Range:
     """One range of a histogram.
 
     Attributes:
-        histogram: with all labels.
-        sum_name: of the sample with the sum of its values.
-        bounds: of all ranges.
-        place: of this one.
+        histogram: the engine's histogram, with all labels.
+        sum_name: name of the sample with the sum of its values.
+        bounds: upper bounds of all ranges.
+        place: number of this range.
     """
 
     histogram: Any
@@ -34,7 +34,7 @@ class _Range:
     place: int
 
     def observe(self, count: int, samples: Samples) -> None:
-        """Add so many values, the sum of which is in `samples`."""
+        """Add `count` values, whose sum is in `samples`."""
         if count > 0:
             total = samples.get(self.sum_name, 0.0)
             value = representative(self.bounds, self.place, count, total)
@@ -44,16 +44,16 @@ class _Range:
 
 class Exposition:
     """FlexKV's metrics of the engines that a process serves. All values exist from the start, so
-    that a rate over the first one is right.
+    that a rate includes the first count.
 
     Args:
-        prefix: of all names, the engine's own.
-        counter: makes what only grows.
-        gauge: makes what has a last value.
-        histogram: makes what counts values by size.
-        label_names: of the engine's own labels.
+        prefix: the engine's prefix of all names.
+        counter: makes a counter.
+        gauge: makes a gauge.
+        histogram: makes a histogram.
+        label_names: names of the engine's own labels.
         engines: values of these labels, by engine.
-        config: of the engines.
+        config: FlexKV's settings of the engines.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Exposition:
             about.labels(*values, *info.info_labels(config)).set(1)
 
     def observe(self, samples: Samples, engine: Hashable) -> None:
-        """Take in what an engine has counted since the last call."""
+        """Add the samples that an engine has counted since the last call."""
         for name, value in samples.items():
             metric = self._values.get((engine, name))
             if metric is None:
@@ -97,7 +97,7 @@ class Exposition:
                 metric.inc(value)
 
     def _add(self, metric: Metric, made: Any, engine: Hashable, labels: Sequence[str]) -> None:
-        """Find `made`, which has all its labels, by the names of its samples."""
+        """Register `made`, which has all its labels, under the names of its samples."""
         if metric.kind is not Kind.HISTOGRAM:
             self._values[engine, sample(metric.name, *labels)] = made
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When blocks are stored: with the steps that fill them, or when their request has finished."""
+"""Orders stores at their time: with the step that fills a block, or when its request finishes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class StoreTime(enum.Enum):
     """When blocks are copied out."""
 
     STEP = "step"
-    """In the step that fills them. Needs to hear of preemptions before blocks are reused."""
+    """In the step that fills them. The engine must report preemptions before it reuses blocks."""
     FINISH = "finish"
-    """When the request has finished, while the engine holds its blocks. Safe without that."""
+    """When the request has finished, while the engine holds its blocks. Needs no such reports."""
 
 
 class FillCalendar:
-    """Requests by the step in which a block of theirs is full if each computes one token a step.
+    """Requests by the step in which their next block is full if they compute one token per step.
 
-    In a step a request that decodes computes one token or none: it is never full earlier. Those
-    that compute more are looked at in every step.
+    A decoding request computes one token or none in a step, so its block is never full earlier.
+    Requests that compute more tokens are due in every step.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class FillCalendar:
         self._due: dict[int, dict[TrackedRequest, None]] = {}
 
     def watch(self, tracked: TrackedRequest, tokens: int) -> None:
-        """A block of the request is full with so many more tokens, one at least, than it has after
-        the last step that `take_due` was called for."""
+        """Make a request due once it has computed `tokens` more tokens, at least one, after the
+        step of the last `take_due`."""
         step = self._step + max(1, tokens)
         if tracked.due_step != step:
             tracked.due_step = step
@@ -46,11 +46,11 @@ class FillCalendar:
     def take_due(
         self, scheduled: Mapping[str, int], requests: Mapping[str, TrackedRequest]
     ) -> list[TrackedRequest]:
-        """Requests to look at in the next step, to `watch` again after that.
+        """Begin the next step and take its due requests. The caller calls `watch` again for each.
 
         Args:
             scheduled: tokens that the step computes, by request.
-            requests: all that are tracked.
+            requests: all tracked requests, by id.
         """
         self._step += 1
         step = self._step
@@ -73,7 +73,7 @@ class StepStores:
         time: when to store.
 
     Attributes:
-        stores: those under way.
+        stores: the stores under way.
     """
 
     def __init__(self, engine: EngineCache, time: StoreTime) -> None:
@@ -83,7 +83,7 @@ class StepStores:
         self._calendar = FillCalendar()
 
     def scheduled(self, tracked: TrackedRequest) -> None:
-        """The engine schedules a request with blocks that it may fill."""
+        """Follow a request that the engine schedules, with blocks that it may fill."""
         if self._by_step:
             self._calendar.watch(tracked, 1)
 
@@ -94,13 +94,17 @@ class StepStores:
         requests: Mapping[str, TrackedRequest],
         orders: StepOrders,
     ) -> bool:
-        """Order stores of the blocks that a step fills. Whether there are any.
+        """Order stores of the blocks that a step fills.
 
         Args:
             scheduled: tokens that the step computes, by request.
-            states: that are complete after it; of no use for a model of plain attention.
-            requests: all that are tracked.
-            orders: of the step.
+            states: recurrent states that are complete after the step; ignored for a model of plain
+                attention.
+            requests: all tracked requests, by id.
+            orders: the orders of the step; changed.
+
+        Returns:
+            Whether the step fills blocks to store.
         """
         if not self._by_step:
             return False
@@ -126,7 +130,13 @@ class StepStores:
     def finished(
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], orders: StepOrders
     ) -> None:
-        """A request has finished with these blocks, by cached group, which the engine holds."""
+        """Order the stores of a finished request, if blocks are stored at this time.
+
+        Args:
+            tracked: the request.
+            tables: its engine blocks by cached group, which the engine holds.
+            orders: the orders of the step; changed.
+        """
         if not self._by_step:
             tracked.set_blocks(tables)
             batch: StoreBatch = {}
@@ -134,6 +144,6 @@ class StepStores:
             self.stores.order(batch, orders)
 
     def must_hold(self, request_id: str, orders: StepOrders) -> bool:
-        """Whether the engine must hold the blocks of a request that has ended, since stores read
-        them and no fence keeps others from writing there."""
+        """Whether the engine must hold the blocks of an ended request, because stores read them and
+        no fence keeps other requests from writing to them."""
         return not self._by_step and self.stores.hold(request_id, orders)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers below an engine's arena, opened as the settings name them."""
+"""Opens the tiers below an engine's arena that the settings name."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ logger = logging.getLogger(__name__)
 
 _MOONCAKE_THREADS = 4
 _MOONCAKE_BATCH_BYTES = 8 << 20
-"""A call costs the master a question, so that blocks of 512 KiB came at 1.1 GB/s in calls of 4 MiB
-and at 1.5 GB/s in calls of 8 MiB, over TCP. Larger ones were not faster, and the first block of a
-fetch comes later."""
+"""Bytes of a call. Each call costs a request to the master. Over TCP, blocks of 512 KiB arrived at
+1.1 GB/s in calls of 4 MiB and at 1.5 GB/s in calls of 8 MiB. Larger calls were not faster, and
+delay the first block of a fetch."""
 
 _QUEUE_SHARE = 2
-"""Writes that wait for a tier hold at most half of the arena: what waits cannot be evicted, and new
-blocks need room."""
+"""Writes that wait for a tier hold at most half of the arena. Waiting blocks cannot be evicted, and
+new blocks need room. Not tuned."""
 
 
 def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
-    """The tiers below the arena that the settings name, the fastest first.
+    """Open the tiers below the arena that the settings name.
+
+    Returns:
+        The tiers, the fastest first. The caller closes them.
 
     Raises:
         DiskError: a cache directory cannot be used.
-        ConfigError: what a shared store needs is not installed.
-        StoreSettingError: a shared store cannot be used as the settings name it.
+        ConfigError: the client of a shared store is not installed.
+        StoreSettingError: a shared store cannot be used with these settings.
     """
     tiers = (
         [] if config.ssd_cache_gb is None else [_open_disk(config, session, config.ssd_cache_gb)]
@@ -47,11 +50,19 @@ def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
 
 
 def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) -> list[AttachedTier]:
-    """The tiers that engines share, the fastest first.
+    """Open the tiers that engines share.
+
+    Args:
+        config: FlexKV's settings.
+        fingerprint: fingerprint of the blocks.
+        spec: sizes of the arena.
+
+    Returns:
+        The tiers, the fastest first. The caller closes them.
 
     Raises:
-        ConfigError: what a store needs is not installed.
-        StoreSettingError: a store cannot be used as the settings name it.
+        ConfigError: the client of a store is not installed.
+        StoreSettingError: a store cannot be used with these settings.
     """
     tiers: list[AttachedTier] = []
     with _closed_on_error(tiers):
@@ -66,7 +77,7 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
 
 @contextlib.contextmanager
 def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
-    """Close `tiers` if the block raises: no cache owns them."""
+    """Close `tiers` if the block raises, because no cache owns them yet."""
     try:
         yield
     except BaseException:

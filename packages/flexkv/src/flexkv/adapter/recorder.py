@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records an engine's requests for `flexkv plan`: digests of blocks and lengths, no text.
 
-Digests have a salt of their own for each start, which is kept nowhere: who reads the file cannot
-look up whether somebody sent a text that he knows. A thread makes the digests and writes them; the
-scheduler only hands over what is there already.
+Each start draws a new salt for the digests and stores it nowhere. A reader of the file therefore
+cannot check whether a known text was sent. A thread makes the digests and writes them. The
+scheduler only passes on names and numbers that it already has.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ waits no longer for it. It takes about 220,000 keys of 32 bytes a second. Both w
 the loop of `_digests` alone, on one core of a Xeon."""
 
 _MOST_WAITING = 1 << 20
-"""Keys that wait at most, about 100 MB; requests beyond are left out and counted."""
+"""The most names of blocks that wait for the thread, about 100 MB. Requests beyond are left out and
+counted. Not tuned."""
 
 _MOST_RUNNING = 1 << 16
-"""Requests of which the end is awaited; one that the engine forgets must not stay for ever."""
+"""The most running requests that are kept. Beyond, the oldest is dropped, because an engine may
+never report its end. Not tuned."""
 
 _PREFILL_REQUESTS = 64
-"""Between two lines with the measured cost of computing."""
+"""Requests between two lines with the measured cost of computing. Not tuned."""
 
 Names = Callable[[], Iterable[bytes]]
 """Returns the names of a request's blocks, first block first. Called in another thread."""
@@ -75,17 +77,18 @@ class _Ended:
 
 
 class Recorder:
-    """Records the requests of one engine into one file. Made by `open_recorder`.
+    """Records the requests of one engine to a file. `open_recorder` makes it.
 
-    `scheduled` and `ended` are called by one thread and never wait or raise. After an error, or at
-    the end of its space, it logs one message and records nothing more.
+    One thread calls `scheduled` and `ended`, which never wait or raise. After an error, or when the
+    file is full, the recorder logs one message and records nothing more.
 
     Args:
-        path: of the file, for messages.
-        fd: of the file, at its end; owned.
-        limit: bytes that the file may have.
+        path: path of the file, for messages.
+        fd: descriptor of the file, positioned at its end; owned.
+        limit: the most bytes of the file.
         head: the first line.
-        prefill: returns seconds to compute a token and a pair, once they are measured.
+        prefill: returns the seconds to compute a token and a pair of tokens; None until they are
+            measured.
     """
 
     def __init__(
@@ -120,14 +123,15 @@ class Recorder:
     def scheduled(
         self, request_id: str, prompt_tokens: int, own_tokens: int, hit_tokens: int, session: str
     ) -> None:
-        """The engine gave blocks to a request; of one that it preempted, the first time counts.
+        """Record that the engine gave blocks to a request. If the engine preempts the request and
+        schedules it again, only the first time counts.
 
         Args:
-            request_id: of the request.
-            prompt_tokens: of its prompt.
-            own_tokens: those of them that the engine had itself.
-            hit_tokens: those that are loaded.
-            session: of its conversation; empty if unknown. Only a digest of it is written.
+            request_id: id of the request.
+            prompt_tokens: tokens of its prompt.
+            own_tokens: tokens of the prompt in the engine's own cache.
+            hit_tokens: tokens of the prompt that FlexKV loads.
+            session: name of its conversation; empty if unknown. Only a digest of it is written.
         """
         if self._off or request_id in self._running:
             return
@@ -137,14 +141,14 @@ class Recorder:
         self._running[request_id] = _Running(began, prompt_tokens, own_tokens, hit_tokens, session)
 
     def ended(self, request_id: str, output_tokens: int, blocks: int, names: Names) -> None:
-        """A request has ended; if it was not scheduled, nothing happens.
+        """Record that a request has ended. Does nothing if the request was not scheduled.
 
         Args:
-            request_id: of the request.
-            output_tokens: of its answer.
-            blocks: complete blocks of its prompt and its answer.
-            names: of these blocks. A name needs to differ only from those of other blocks behind
-                the same prefix.
+            request_id: id of the request.
+            output_tokens: tokens of its answer.
+            blocks: the number of complete blocks of its prompt and its answer.
+            names: returns the names of these blocks. A name need only differ from those of other
+                blocks behind the same prefix.
         """
         running = self._running.pop(request_id, None)
         if self._off or running is None:
@@ -161,7 +165,7 @@ class Recorder:
                 self._queue.put(measured)
 
     def close(self) -> None:
-        """Write what waits, for two seconds at most. Idempotent."""
+        """Write waiting requests for at most two seconds, and close the file. Idempotent."""
         if self._thread.is_alive():
             measured = self._prefill()
             if measured is not None:
@@ -171,7 +175,7 @@ class Recorder:
         self._off = True
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the thread is the parent's."""
+        """See `forks.Owner`. A forked child has no thread, so it records nothing."""
         self._off = True
         with contextlib.suppress(OSError):
             os.close(self._fd)
@@ -203,7 +207,8 @@ class Recorder:
         self._flush()
         if self._left_out:
             logger.warning(
-                "%d requests are not in the trace %s: they came faster than they were written",
+                "%d requests are not in the trace %s, because they ended faster than FlexKV wrote "
+                "them",
                 self._left_out,
                 self._path,
             )
@@ -238,12 +243,13 @@ class Recorder:
         return hashlib.blake2b(data, digest_size=size, key=self._salt).hexdigest()
 
     def _flush(self) -> None:
-        """Write the lines in the buffer: all of them, or none that is incomplete."""
+        """Write the lines in the buffer. If a write fails, the file has none of them."""
         if not self._buffer or self._off:
             return
         if self._size + len(self._buffer) > self._limit:
             self._stop(
-                f"it has {self._size} bytes, as much as trace_gb allows; recording has ended"
+                f"it has {self._size} bytes, and trace_gb leaves no room for more; nothing more is "
+                f"recorded; raise trace_gb, or name a new file"
             )
             return
         left = memoryview(self._buffer)
@@ -270,18 +276,19 @@ def open_recorder(
     block_bytes: int,
     prefill: Callable[[], tuple[float, float] | None] = lambda: None,
 ) -> Recorder | None:
-    """A recorder to the file that the setting `trace` names.
+    """Open a recorder to the file that the setting `trace` names.
 
     Args:
-        config: of the engine.
-        engine: its name.
+        config: FlexKV's settings.
+        engine: name of the engine.
         block_tokens: tokens of a block.
         block_bytes: bytes of a block over all ranks.
-        prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
+        prefill: returns the seconds to compute a token and a pair of tokens; None until they are
+            measured.
 
     Returns:
-        None if there is no such setting, or the file cannot be used: then a message says why. The
-        engine runs without.
+        The recorder, which the caller closes. None if `trace` is not set or the file cannot be
+        used, which is logged.
     """
     if config.trace is None:
         return None
@@ -316,11 +323,11 @@ def open_recorder(
 
 
 def warn_unrecorded(config: CacheConfig, where: str) -> None:
-    """Log that `trace` is set where nothing can be recorded.
+    """Log a warning if `trace` is set where FlexKV cannot record requests.
 
     Args:
-        config: of the engine.
-        where: FlexKV runs.
+        config: FlexKV's settings.
+        where: where FlexKV runs, such as "under HiCache".
     """
     if config.trace is not None:
         logger.warning(
@@ -331,11 +338,14 @@ def warn_unrecorded(config: CacheConfig, where: str) -> None:
 
 
 def _open(path: str) -> int:
-    """Open a new file, or a recording at its end: never through a symbolic link, and only a regular
-    file of this user that nobody else can read and no other process records to.
+    """Open a new file, or a recording at its end. Refuses symbolic links, files that are not
+    regular, files that other users own or can read, and files that another process records to.
+
+    Returns:
+        The descriptor, which the caller closes. It holds the lock of the file.
 
     Raises:
-        OSError: it cannot be used.
+        OSError: the file cannot be used.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     fd = os.open(path, flags, 0o600)
@@ -359,10 +369,10 @@ def _open(path: str) -> int:
 
 
 def _repair(fd: int, size: int) -> None:
-    """Remove an incomplete last line, which an engine that was killed left.
+    """Remove an incomplete last line, which a killed engine leaves.
 
     Raises:
-        OSError: the file is no recording.
+        OSError: the file is no recording of FlexKV, or a system call failed.
     """
     start = b'{"%s"' % recording.HEAD.encode()
     if size and os.pread(fd, len(start), 0) != start:

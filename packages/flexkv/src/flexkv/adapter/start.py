@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of an engine's cache: the ranks meet, threads get their processors, tiers are opened."""
+"""Start of an engine's cache: lets the ranks meet, places threads on processors, opens tiers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ from flexkv.host.session import Session, SessionInfo, Shard, alone, attach, join
 from flexkv.layout import BlockFormat
 
 Movers = TypeVar("Movers")
-"""What copies of one rank: a mover, or several."""
+"""The mover or movers of one rank."""
 
 logger = logging.getLogger(__name__)
 
 _COPY_THREADS = 4
-"""Default of `copy_threads` where there are as many processors."""
+"""Default of `copy_threads`, or the number of processors if that is less. Not tuned."""
 
 
 def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> KVCache:
-    """The cache over the arena of `session`, with the lower tiers that the settings name.
+    """Make the cache over the arena of `session`, with the lower tiers that the settings name.
 
     Args:
-        config: of the engine.
-        session: attached; the caller's.
-        keeps_blocks: whether blocks below the arena mean the same to other processes.
+        config: FlexKV's settings.
+        session: the session; borrowed, and closed by the caller after the cache.
+        keeps_blocks: whether blocks below the arena are valid for other processes. If not, the
+            cache has no lower tiers.
+
+    Returns:
+        The cache, which the caller closes.
 
     Raises:
         DiskError: a cache directory cannot be used.
@@ -53,19 +57,19 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> 
 def attach_cache(
     config: CacheConfig, engine_id: str, keeps_blocks: Callable[[SessionInfo], bool]
 ) -> tuple[Session, KVCache]:
-    """The session that an engine's ranks have opened, and the cache over its arena.
+    """Attach to the session of an engine's ranks, and make the cache over its arena.
 
     Args:
-        config: of the engine.
-        engine_id: its name for the session.
-        keeps_blocks: whether blocks below the arena mean the same to other processes.
+        config: FlexKV's settings.
+        engine_id: the engine's id, which names the session.
+        keeps_blocks: returns whether blocks below the arena are valid for other processes.
 
     Returns:
-        Both are the caller's: the cache is closed before the session.
+        The session and the cache. The caller closes the cache, then the session.
 
     Raises:
-        ArenaError: the ranks have opened none.
-        DiskError: a cache directory cannot be used.
+        ArenaError: the ranks have opened no session.
+        DiskError, ConfigError, StoreSettingError: see `make_cache`.
     """
     session = attach(config.session_root, engine_id)
     with closed_on_error(session):
@@ -79,20 +83,21 @@ def open_rank(
     ranks: int,
     start: Callable[[Arena, int], Movers],
 ) -> tuple[Session, Movers]:
-    """Meet the other ranks, and start what copies between this rank's pages and the arena.
+    """Meet the other ranks, and start the movers between this rank's pages and the arena.
 
     Args:
-        config: of the engine.
-        engine_id: its name for the session; None if this process is all there is of it.
-        shard: this rank's.
-        ranks: of the engine.
-        start: makes the movers, for an arena and a number of threads. May raise ValueError.
+        config: FlexKV's settings.
+        engine_id: the engine's id, which names the session; None if the engine is this process
+            alone.
+        shard: the shard of this rank.
+        ranks: the number of ranks of the engine.
+        start: makes the movers for an arena and a number of threads. May raise ValueError.
 
     Returns:
-        The session, to be closed after the movers, and what `start` returned.
+        The session and the movers. The caller closes the movers, then the session.
 
     Raises:
-        ArenaError: the ranks do not come, disagree, or the memory is not there.
+        ArenaError: a rank did not join or disagrees, or memory is missing.
         LayoutError: `start` refuses the pages.
     """
     cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
@@ -109,7 +114,7 @@ def open_rank(
 def meet(
     config: CacheConfig, engine_id: str | None, shard: Shard, ranks: int, threads: int
 ) -> Session:
-    """Meet the other ranks; rank 0 makes the arena. See `open_rank`."""
+    """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
     if shard.rank > 0 and engine_id is not None:
         session = join(config.session_root, engine_id, shard)
         with closed_on_error(session):
@@ -127,14 +132,14 @@ def meet(
 def make_recorder(
     config: CacheConfig, engine: str, block_tokens: int, block_bytes: int, chooser: LoadChooser
 ) -> Recorder | None:
-    """A recorder of an engine's requests; see `open_recorder`.
+    """Open a recorder of an engine's requests; see `open_recorder`.
 
     Args:
-        config: of the engine.
-        engine: its name.
+        config: FlexKV's settings.
+        engine: name of the engine.
         block_tokens: tokens of a block.
         block_bytes: bytes of a block over all ranks.
-        chooser: of the engine; it measures the cost of computing.
+        chooser: measures the cost of computing; borrowed by the recorder.
     """
     return open_recorder(
         config,
@@ -156,18 +161,17 @@ def closed_on_error(session: Session) -> Iterator[None]:
 
 
 def copy_cpus() -> set[int]:
-    """Processors that copies may run on: this process's, and those of the one that started it.
+    """The processors that copies may run on: those of this process and of its parent.
 
-    An engine may pin a worker, and with it all threads it starts, to the processors that compute
-    (vLLM's CPU build does). Copies there would take turns with the forward pass while others are
-    idle.
+    An engine may pin a worker and all of its threads to the processors that compute, as vLLM's CPU
+    build does. There, copies would compete with the forward pass while other processors are idle.
     """
     return os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
 
 
 @contextlib.contextmanager
 def running_on(cpus: set[int]) -> Iterator[None]:
-    """Let this thread run on `cpus`: threads that it starts meanwhile keep them."""
+    """Let this thread run on `cpus` during the block. Threads that it starts there keep `cpus`."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     try:

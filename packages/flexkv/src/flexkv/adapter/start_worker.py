@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a worker side: from a rank's pages to copies that the scheduler side can order."""
+"""Start of a rank's worker side, which makes the copies that the scheduler side orders."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ def start_worker(
     fails_by_request: bool = False,
     alone: bool = True,
 ) -> WorkerSide:
-    """Meet the other ranks, start the mover, and measure what a load takes.
+    """Meet the other ranks, start the mover, and measure the time of a load.
 
     Args:
-        config: of the engine.
-        engine_id: its name for the session.
-        pages: of this rank; kept by the engine until the worker side is closed.
-        device: that they are on.
-        identity: what makes the bytes of a block what they are; see `fingerprint`.
-        edge: where run-time errors end.
+        config: FlexKV's settings.
+        engine_id: the engine's id, which names the session.
+        pages: the pages of this rank. The engine keeps them until the worker side is closed.
+        device: the device of the pages.
+        identity: all that the bytes of a block depend on, except its key; see `fingerprint`.
+        edge: ends, counts and logs run-time errors.
         fails_by_request, alone: see `WorkerSide`.
 
+    Returns:
+        The worker side, which the caller closes.
+
     Raises:
-        ArenaError: the ranks do not come, disagree, or the memory is not there.
+        ArenaError: a rank did not join or disagrees, or memory is missing.
         LayoutError: the mover refuses the pages.
     """
     layout = pages.layout

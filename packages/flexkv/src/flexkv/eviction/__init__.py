@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: which block leaves a full tier first. One policy a file."""
+"""Eviction policies, which choose the block that a full tier evicts. One policy per file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexkv.eviction.lru import LRUPolicy
 from flexkv.eviction.s3fifo import S3FIFOPolicy
 
 AnyPolicy: TypeAlias = EvictionPolicy | LRUPolicy
-"""What an index takes."""
+"""The policies that an index accepts."""
 
 POLICIES: dict[str, Callable[[int], AnyPolicy]] = {
     "lru": lambda slots: LRUPolicy(),
@@ -21,7 +21,7 @@ POLICIES: dict[str, Callable[[int], AnyPolicy]] = {
     "arc": lambda slots: ARCPolicy(),
     "hazard": hazard_policy,
 }
-"""What makes each policy, for a tier of so many blocks."""
+"""Functions that make each policy, for a tier with a number of slots."""
 
 
 __all__ = [

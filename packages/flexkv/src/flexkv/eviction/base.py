@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the index and the policy that picks its victims."""
+"""The protocol between the index and the policy that chooses its victims."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class RequestContext:
     """What is known of a request.
 
     Attributes:
-        prompt_tokens: of its prompt; 0 if that is not known.
-        hit_tokens: of these, found in a cache, the engine's own included; 0 if that is not known.
-        request_id: unique among the requests that have not ended; empty if there is none.
-        session: of the conversation that it belongs to; empty if its client did not say.
-        returns: whether its client expects to send a prompt that begins with this one soon; None
-            if it did not say.
+        prompt_tokens: tokens of its prompt; 0 if unknown.
+        hit_tokens: tokens of the prompt that any cache had, the engine's own included; 0 if
+            unknown.
+        request_id: id of the request, unique among those that have not ended; empty if it has none.
+        session: name of its conversation; empty if the client did not name one.
+        returns: whether the client expects to send a prompt that begins with this one soon; None
+            if the client did not say.
     """
 
     prompt_tokens: int = 0
@@ -33,12 +34,12 @@ UNKNOWN_REQUEST = RequestContext()
 
 
 class EvictionPolicy(Protocol):
-    """Follows the lives of a tier's blocks, and picks the one to evict next.
+    """Follows the lives of a tier's blocks, and chooses the next to evict.
 
-    The index calls a policy: a block is inserted when its bytes are complete, and held then. It is
-    released and held by turns: it is held while it is leased or pinned, and while another block
-    builds on it. It ends with `evicted`. A held block keeps what the policy knows of it, but is no
-    victim.
+    The index calls the policy. It inserts a block, already held, when the bytes are complete. Then
+    it releases and holds the block by turns: the block is held while it is leased or pinned, or
+    another block builds on it. `evicted` ends its life. The policy keeps its knowledge of a held
+    block, but never chooses it.
 
     A policy sees keys and requests, no bytes or slots, and has no clock of its own. The index
     numbers all uses of blocks: a greater number is a later use. These numbers may differ from the
@@ -52,15 +53,16 @@ class EvictionPolicy(Protocol):
         """A request was scheduled.
 
         Args:
-            keys: of its prompt's blocks, in the tier or not, first block first.
-            ready: how many of these, from the first on, are in the tier.
-            context: of the request.
-            now: the time in seconds, from any start, no earlier than in calls before.
+            keys: keys of its prompt's blocks, in the tier or not, first block first.
+            ready: how many of these blocks, from the first on, are in the tier.
+            context: what is known of the request.
+            now: the time in seconds since any start; it never decreases from call to call.
         """
         return
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
-        """The request of that id, if one began, has ended with an answer of so many tokens."""
+        """The request with this id has ended, if it had begun. Its answer has `output_tokens`
+        tokens; `now` as in `began`."""
         return
 
     def inserted(self, key: bytes, after: bytes | None) -> None:
@@ -91,13 +93,14 @@ class EvictionPolicy(Protocol):
         ...
 
     def victim(self, newcomer: bytes | None = None) -> bytes | None:
-        """The key of the block to evict next, which stays until `evicted`.
+        """Choose the block to evict next. It stays in the tier until `evicted`.
 
         Args:
-            newcomer: key of the block that is to have its slot; None if there is none yet.
+            newcomer: key of the block that needs the slot; None if there is none yet.
 
         Returns:
-            None if all blocks are held, or if the newcomer is worth less than all others.
+            Key of the chosen block; None if all blocks are held, or the newcomer is worth less than
+            all others.
         """
         ...
 
