@@ -178,8 +178,8 @@ class KVCache:
         self._below.used(keys, hit=None)
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
-        """Lease the blocks of `keys` for a copy into the engine. `poll` or `cancel` ends the leases.
-        None, a miss, if a block is not ready or too many transfers are under way."""
+        """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
+        `cancel`. None, a miss, if a block is not ready or too many transfers are under way."""
         blocks = None if self._off else self._index.lease(keys)
         if blocks is None:
             return None
