@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.screenshots import ASSETS, take
+from docs.screenshots import ASSETS, take, take_live
+from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache
 
 
 def test_a_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
@@ -30,6 +31,25 @@ def test_a_command_that_fails_makes_no_picture(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     with pytest.raises(RuntimeError, match="plan none"):
         take(["plan", "none.jsonl", "--token-bytes", "4096"], picture, tmp_path)
+    assert not picture.exists()
+
+
+def test_a_picture_of_a_live_view_shows_the_last(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "kv")
+    cache.fill(5)
+    picture = tmp_path / "top.svg"
+    take_live(["top", str(cache.root)], picture, 2.0)
+    text = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    assert f"flexkv top {cache.root}" in text
+    assert text.count(FINGERPRINT) == 1
+    assert "q: quit" not in text
+    assert "\x1b" not in text
+
+
+def test_a_live_view_that_never_comes_makes_no_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "top.svg"
+    with pytest.raises(RuntimeError, match="'none' on the command line does not exist"):
+        take_live(["top", "none"], picture, 2.0)
     assert not picture.exists()
 
 
