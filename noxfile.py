@@ -164,8 +164,12 @@ def nightly(session: nox.Session) -> None:
     session.notify("mutants")
     for release in RELEASES:
         session.notify(f"compat({release.id})")
-    for engine, policy in (("vllm", "recompute"), ("vllm", "fail"), ("sglang", "fail")):
-        options = ["--engine", engine, "--policy", policy]
+    for engine, policy, *more in (
+        ("vllm", "recompute", "--stores"),
+        ("vllm", "fail"),
+        ("sglang", "fail", "--stores"),
+    ):
+        options = ["--engine", engine, "--policy", policy, *more]
         out = f"campaign-{engine}-{policy}.json"
         _run(session, "engine-cpu", "-m", "integration.campaign", *options, "--out", out)
 

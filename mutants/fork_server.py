@@ -150,7 +150,7 @@ def run(order: Order) -> Outcome:
 
 def _test(order: Order, verdict: Path) -> NoReturn:
     """In the fork: runs pytest, writes what came of it, and ends the process."""
-    os.setsid()
+    os.setpgrp()
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

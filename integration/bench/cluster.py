@@ -7,17 +7,17 @@ memory, and what is measured share its cores.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from integration.bench.rows import Goal, Row
 from integration.bench.setup import Bench
+from integration.harness.mooncake_lender import MooncakeLender
 from integration.harness.mooncake_master import MooncakeMaster
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -34,7 +34,10 @@ def store_rows(bench: Bench, say: Say) -> list[Row]:
     if importlib.util.find_spec("mooncake") is None:
         raise RuntimeError("Mooncake Store is not installed: pip install 'flexkv[mooncake]'")
     rows: list[Row] = []
-    with MooncakeMaster(segment_gb=SEGMENT_GB) as master, _lender(master):
+    with (
+        MooncakeMaster(segment_gb=SEGMENT_GB) as master,
+        MooncakeLender(master.settings),
+    ):
         for size in SIZES:
             say(f"cluster: blocks of {size // KIB} KiB")
             count = SAMPLE_BYTES // size
@@ -43,16 +46,6 @@ def store_rows(bench: Bench, say: Say) -> list[Row]:
         say("cluster: questions")
         rows.append(_question_row(_node(master, "questions", bench.samples)))
     return rows
-
-
-@contextlib.contextmanager
-def _lender(master: MooncakeMaster) -> Iterator[None]:
-    """A process that lends memory to the store."""
-    with start_node(master, "lend") as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield
-        process.communicate()
 
 
 def start_node(master: MooncakeMaster, role: str, *numbers: int) -> subprocess.Popen[str]:

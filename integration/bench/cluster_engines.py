@@ -22,6 +22,7 @@ from integration.bench.rows import Goal, Row, milliseconds, ratio_row
 from integration.bench.setup import Bench
 from integration.harness import connector
 from integration.harness.engine import Engine
+from integration.harness.mooncake_lender import MooncakeLender
 from integration.harness.mooncake_master import MooncakeMaster
 from integration.harness.s3_server import BUCKET, S3Server
 
@@ -85,7 +86,7 @@ def _measure_misses(bench: Bench, samples: Samples) -> None:
         S3Server() as server,
         contextlib.ExitStack() as started,
     ):
-        _lend(started, master)
+        started.enter_context(MooncakeLender(master.settings))
         mooncake = _flexkv(bench, MOONCAKE, **master.settings | {"mooncake_segment_gb": 0})
         objects = _flexkv(bench, OBJECTS, objects_url=f"s3://{BUCKET}/{_PREFIX}")
         objects.env.update(server.environ)
@@ -169,13 +170,6 @@ def _measure_hits(bench: Bench, samples: Samples) -> None:
 
 def _hits(engine: Engine) -> float:
     return engine.counter("vllm:flexkv_hit_tokens", tier="mooncake")
-
-
-def _lend(started: contextlib.ExitStack, master: MooncakeMaster) -> None:
-    """A node that lends memory to the store, until `started` is closed."""
-    process = started.enter_context(start_node(master, "lend"))
-    _line(process)
-    started.callback(_end, process)
 
 
 def _reader(

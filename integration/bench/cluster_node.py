@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node of the cluster benchmark, in a process of its own that prints one line of JSON.
 
-`lend` lends memory to the store until its input ends. `blocks` moves blocks between host memory and
-the memory of another node, by FlexKV's tier and by Mooncake's own calls, in turns. `questions` asks
-which blocks are there, by both. `read` reads blocks by Mooncake's own calls, once for each line of
-its input.
+`blocks` moves blocks between host memory and the memory of another node, by FlexKV's tier and by
+Mooncake's own calls, in turns. `questions` asks which blocks are there, by both. `read` reads
+blocks by Mooncake's own calls, once for each line of its input.
 """
 
 from __future__ import annotations
@@ -25,36 +24,24 @@ from mooncake.store import MooncakeDistributedStore
 
 from flexkv import KVCache
 from flexkv.adapter.lower_tiers import open_shared_tiers
-from flexkv.config import GIB, CacheConfig
+from flexkv.config import CacheConfig
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteTier, address_of
+from integration.harness.mooncake_lender import connect
 
 MIB = 1 << 20
 FINGERPRINT = "be" * 16
 WAYS = ((1, 32 * MIB), (4, 8 * MIB), (8, 4 * MIB))
 """Threads, and bytes of a call: ways to call Mooncake, of which the fastest counts."""
 QUESTIONS, QUESTION_BLOCKS = 200, 64
-_LOCAL_BYTES = 16 * MIB
 _POLL_SECONDS = 0.0005
 """Between two looks at what has ended. Looks five times as often took a sixth of the processor time
 of FlexKV's calls on two busy cores; an engine looks once a step."""
 
 Samples = dict[str, list[float]]
-
-
-def connect(settings: dict[str, Any], segment_bytes: int) -> MooncakeDistributedStore:
-    """A client of its own, which lends so many bytes."""
-    client = MooncakeDistributedStore()
-    address = settings["mooncake_master"]
-    metadata = settings["mooncake_metadata"]
-    host = address.partition(":")[0]
-    code = client.setup(host, metadata, segment_bytes, _LOCAL_BYTES, "tcp", "", address)
-    if code != 0:
-        raise RuntimeError(f"Mooncake's setup ended with code {code}")
-    return client
 
 
 class FlexKV:
@@ -246,12 +233,6 @@ def read_when_told(settings: dict[str, Any], size: int, count: int) -> None:
 def main() -> None:
     """See the module."""
     role, settings, *numbers = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
-    if role == "lend":
-        client = connect(settings, int(settings["mooncake_segment_gb"] * GIB))
-        print(json.dumps("ready"), flush=True)
-        sys.stdin.read()
-        client.close()
-        return
     settings["mooncake_segment_gb"] = 0
     if role == "read":
         read_when_told(settings, *numbers)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from integration.campaign.engine import Engine
 from integration.campaign.report import Report
 from integration.campaign.run import Campaign
 from integration.campaign.sglang import Sglang
+from integration.campaign.stores import SharedStores
 from integration.campaign.vllm import Vllm
 
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang()}
@@ -33,17 +35,19 @@ def main() -> int:
         say("asking an engine without FlexKV")
         questions = engine.reference(folder, options.seed)
         say(f"{len(questions)} prompts; {options.clients} clients, policy {policy}")
-        campaign = Campaign(
-            engine,
-            folder,
-            questions,
-            policy=policy,
-            clients=options.clients,
-            seed=options.seed,
-            ranks=options.ranks,
-            say=say,
-        )
-        report = campaign.run(60 * options.minutes, restart=True)
+        with contextlib.ExitStack() as started:
+            campaign = Campaign(
+                engine,
+                folder,
+                questions,
+                policy=policy,
+                clients=options.clients,
+                seed=options.seed,
+                ranks=options.ranks,
+                stores=started.enter_context(SharedStores()) if options.stores else None,
+                say=say,
+            )
+            report = campaign.run(60 * options.minutes, restart=True)
     report.write(options.out)
     print(_table(report))
     print(f"{'All of this holds' if report.passed else 'NOT all of this holds'}; see {options.out}")
@@ -60,6 +64,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1, help="decides what is asked and breaks")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ones (default 1)")
+    parser.add_argument(
+        "--stores", action="store_true", help="Mooncake Store and a bucket below the disk"
+    )
     parser.add_argument("--out", type=Path, default=Path("campaign.json"))
     parser.add_argument("--folder", type=Path, help="keep logs and files there")
     options = parser.parse_args()

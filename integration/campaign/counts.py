@@ -47,7 +47,7 @@ class Counts:
 
     def hit_tokens(self) -> int:
         """Tokens that FlexKV found in any tier."""
-        return sum(self.value("flexkv_hit_tokens_total", tier=tier) for tier in ("host", "disk"))
+        return self.total("flexkv_hit_tokens_total")
 
     def flexkv(self) -> dict[str, int]:
         """All of FlexKV's, but for the times."""

@@ -13,6 +13,7 @@ from integration.campaign.clients import Wire
 from integration.campaign.counts import Counts
 from integration.campaign.faults import Hit, Kind
 from integration.campaign.prompts import Question
+from integration.campaign.stores import SharedStores
 from integration.campaign.verdict import Check, OnFailedLoad
 
 ORDERS, DISK = "orders", "disk"
@@ -86,7 +87,12 @@ class Engine(Protocol):
         ...
 
     def starter(
-        self, folder: Path, own_folder: Path, policy: str, ranks: int
+        self,
+        folder: Path,
+        own_folder: Path,
+        policy: str,
+        ranks: int,
+        stores: SharedStores | None,
     ) -> Callable[[Path], Server]:
         """Starts servers with FlexKV, one at a time, each with its log.
 
@@ -95,6 +101,7 @@ class Engine(Protocol):
             own_folder: of all else.
             policy: one of `policies`.
             ranks: tensor-parallel ones.
+            stores: below the disk, or none.
         """
         ...
 

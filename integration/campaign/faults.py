@@ -50,6 +50,14 @@ class Kind(enum.StrEnum):
     DIRECTORY_GONE = "the cache directory vanishes for a while"
     DIRECTORY_LOCKED = "the directory and its files lose all permissions for a while"
     RESET = "everything cached is forgotten on demand"
+    MASTER_HANGS = "Mooncake's master does not answer for a while"
+    MASTER_KILLED = "Mooncake's master is killed, and comes back without what it knew"
+    LENDER_HANGS = "the node whose memory holds Mooncake's blocks hangs for a while"
+    LENDER_KILLED = "that node is killed, and another one lends memory"
+    LENT_FLIPPED = "a byte changes in each of some objects of Mooncake"
+    BUCKET_HANGS = "the bucket's server does not answer for a while"
+    BUCKET_KILLED = "the bucket's server is killed, and comes back empty"
+    OBJECTS_FLIPPED = "a byte changes in each of some objects of the bucket"
 
 
 LOAD_FAILURES = frozenset({Kind.LOAD_REFUSED, Kind.LOAD_FAILED})
@@ -69,10 +77,24 @@ IN_FILES = frozenset(
     }
 )
 """Done to the files by the campaign itself."""
-IN_ENGINE = frozenset(Kind) - IN_FILES - {Kind.RESET}
+IN_STORES = frozenset(
+    {
+        Kind.MASTER_HANGS,
+        Kind.MASTER_KILLED,
+        Kind.LENDER_HANGS,
+        Kind.LENDER_KILLED,
+        Kind.LENT_FLIPPED,
+        Kind.BUCKET_HANGS,
+        Kind.BUCKET_KILLED,
+        Kind.OBJECTS_FLIPPED,
+    }
+)
+"""Done to shared stores by the campaign itself."""
+IN_ENGINE = frozenset(Kind) - IN_FILES - IN_STORES - {Kind.RESET}
 """Done by the plugin, inside the engine's processes."""
-DRAWN = tuple(kind for kind in Kind if kind is not Kind.LOAD_WRONG)
-"""What a campaign is made of: all that FlexKV must survive. Nothing can survive the other one."""
+DRAWN = tuple(kind for kind in Kind if kind is not Kind.LOAD_WRONG and kind not in IN_STORES)
+"""What a campaign without shared stores is made of: all that FlexKV must survive. Nothing can
+survive the other one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from integration.campaign import damage
 from integration.campaign.engine import Server
-from integration.campaign.faults import IN_ENGINE, Kind, OrderBook
+from integration.campaign.faults import IN_ENGINE, IN_STORES, Kind, OrderBook
+from integration.campaign.stores import SharedStores
 
 _MOST_CALLS = 4
 """That one order spoils. FlexKV leaves a disk alone for 30 s after 16 failures in a row: a campaign
@@ -29,9 +30,10 @@ class Injector:
     Args:
         server: whose processes have the plugin.
         book: that the plugin obeys.
-        kinds: of faults that come.
         root: of the disk tier.
         slot_bytes: of a slot there.
+        kinds: of faults that come.
+        stores: below the disk, or none.
         seed: decides what comes when.
         pause: waits for so many seconds, and tells of progress meanwhile.
     """
@@ -40,16 +42,18 @@ class Injector:
         self,
         server: Server,
         book: OrderBook,
-        kinds: Sequence[Kind],
         root: Path,
         slot_bytes: int,
         *,
+        kinds: Sequence[Kind],
+        stores: SharedStores | None,
         seed: int,
         pause: Callable[[float], None],
     ) -> None:
         self._server = server
         self._book = book
         self._each = kinds
+        self._stores = stores
         self._root = root
         self._slot_bytes = slot_bytes
         self._rng = random.Random(f"faults {seed}")
@@ -103,6 +107,9 @@ class Injector:
     def _do(self, kind: Kind, seconds: float) -> None:
         if kind is Kind.RESET:
             self._server.forget_all()
+        elif kind in IN_STORES:
+            assert self._stores is not None
+            self._stores.do(kind, seconds, self._rng, self._pause)
         elif kind in damage.AT_ONCE:
             files = damage.find_open_files(self._root, self._server.group, self._slot_bytes)
             files.damage(kind, self._rng)

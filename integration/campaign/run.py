@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from integration.campaign import damage
@@ -19,6 +19,7 @@ from integration.campaign.faults import IN_ENGINE, Kind, OrderBook
 from integration.campaign.injector import Injector
 from integration.campaign.prompts import Question
 from integration.campaign.report import ENGINE_LIVES, Report
+from integration.campaign.stores import SharedStores, closed
 from integration.campaign.verdict import Check, check_requests
 from integration.harness.answers import EngineError
 
@@ -42,6 +43,7 @@ class Campaign:
         clients: how many ask at once.
         seed: decides what is asked and what goes wrong.
         ranks: tensor-parallel ones of the engine; copies fail on the last one.
+        stores: below the disk, whose faults come, too; the caller ends them. Or none.
         say: tells the user.
     """
 
@@ -56,18 +58,21 @@ class Campaign:
         seed: int,
         say: Say,
         ranks: int = 1,
+        stores: SharedStores | None = None,
     ) -> None:
         self._folder = folder / policy
         self._root = self._folder / DISK
         self._engine = engine
         self._policy = policy
         self._ranks = ranks
+        self._stores = stores
+        self._kinds = (*engine.kinds, *(stores.kinds if stores else ()))
         self._questions = questions
         self._clients = clients
         self._seed = seed
         self._say = say
         self._book = OrderBook(self._folder / ORDERS)
-        self._start_server = engine.starter(folder, self._folder, policy, ranks)
+        self._start_server = engine.starter(folder, self._folder, policy, ranks, stores)
         self._report = Report(policy, seed, 0.0)
 
     def run(self, seconds: float, *, restart: bool) -> Report:
@@ -105,9 +110,10 @@ class Campaign:
             injector = Injector(
                 server,
                 book,
-                self._engine.kinds,
                 self._root,
                 self._engine.block_bytes,
+                kinds=self._kinds,
+                stores=self._stores,
                 seed=self._seed,
                 pause=pause,
             )
@@ -154,11 +160,23 @@ class Campaign:
             *check_requests(self._engine.policies[self._policy], report.requests, report.hits),
             Check(ENGINE_LIVES, server.alive, ""),
             self._all_met(),
+            *self._of_stores(server),
             _all_right("clean requests at the end are right", clean),
             Check("FlexKV still brings blocks", brought > 0, f"{brought} tokens"),
             *self._engine.check(counts, report.given, report.hits, self._policy, self._ranks),
             self._notices_wrong_bytes(server),
         ]
+
+    def _of_stores(self, server: Server) -> Iterator[Check]:
+        """Each store brought blocks, and all of them are used again."""
+        if self._stores is None:
+            return
+        late = time.monotonic() + _QUIET_SECONDS
+        while not closed(counts := self._settled(server)) and time.monotonic() < late:
+            # Only who asks and writes notices that a store is back.
+            yield self._all_are_right(server, "with the stores back")
+        yield Check("all stores are used again", closed(counts), "")
+        yield from self._stores.check(counts)
 
     def _notices_wrong_bytes(self, server: Server) -> Check:
         """A load that brings wrong bytes and does not say so must show, or nothing above counts."""
@@ -218,7 +236,7 @@ class Campaign:
             time.sleep(0.5)
             counts = Counts(server.metrics(), self._engine.prefix)
             now = counts.flexkv()
-            now.pop("query_tokens:host"), now.pop("query_tokens:disk")
+            now = {name: v for name, v in now.items() if not name.startswith("query_tokens")}
             if now == before and not any(v for k, v in now.items() if k.startswith("queue")):
                 return counts
             before = now
@@ -227,7 +245,7 @@ class Campaign:
     def _all_met(self) -> Check:
         """Whether each kind came, and those inside the engine also happened."""
         met = {hit.kind for hit in self._report.hits} | (self._report.given.keys() - IN_ENGINE)
-        missing = [kind.name for kind in self._engine.kinds if kind not in met]
+        missing = [kind.name for kind in self._kinds if kind not in met]
         return Check("each kind of fault happened", not missing, ", ".join(missing))
 
     def _telling_lines(self, server: Server) -> list[str]:

@@ -14,9 +14,10 @@ from integration.campaign.clients import Wire
 from integration.campaign.counts import Counts
 from integration.campaign.faults import DRAWN, Hit, Kind
 from integration.campaign.prompts import Question, make_prompts, with_answers
+from integration.campaign.stores import SharedStores
 from integration.campaign.sums import Sizes, check_bytes, check_failures, check_queries
 from integration.campaign.verdict import Check, OnFailedLoad
-from integration.campaign.vllm import BLOCK, BLOCK_BYTES, KV_TOKENS, host_and_disk
+from integration.campaign.vllm import BLOCK, BLOCK_BYTES, KV_TOKENS, tiers
 from integration.harness.checkpoint import TINY, write_checkpoint
 from integration.sglang.linker import linker_config
 from integration.sglang.server import ServerConfig, SglangServer
@@ -72,14 +73,20 @@ class Sglang:
             return with_answers(make_prompts(seed), answer)
 
     def starter(
-        self, folder: Path, own_folder: Path, policy: str, ranks: int
+        self,
+        folder: Path,
+        own_folder: Path,
+        policy: str,
+        ranks: int,
+        stores: SharedStores | None,
     ) -> Callable[[Path], Tested]:
         model = write_checkpoint(TINY, folder)
-        options = host_and_disk(own_folder)
+        options = tiers(own_folder, stores)
+        environ = {f"FLEXKV_{name.upper()}": str(value) for name, value in options.items()}
         config = linker_config(
             model,
             TINY,
-            {f"FLEXKV_{name.upper()}": str(value) for name, value in options.items()},
+            environ | (stores.environ if stores else {}),
             own_folder,
             page_size=BLOCK,
             kv_tokens=KV_TOKENS,

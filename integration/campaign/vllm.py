@@ -17,6 +17,7 @@ from integration.campaign.counts import Counts
 from integration.campaign.engine import DISK, ORDERS
 from integration.campaign.faults import DRAWN, Hit, Kind
 from integration.campaign.prompts import Question, make_prompts, with_answers
+from integration.campaign.stores import SharedStores
 from integration.campaign.sums import Sizes, between, check_bytes, check_failures, check_queries
 from integration.campaign.verdict import Check, OnFailedLoad
 from integration.harness import connector
@@ -77,14 +78,19 @@ class Vllm:
             return with_answers(make_prompts(seed), answer)
 
     def starter(
-        self, folder: Path, own_folder: Path, policy: str, ranks: int
+        self,
+        folder: Path,
+        own_folder: Path,
+        policy: str,
+        ranks: int,
+        stores: SharedStores | None,
     ) -> Callable[[Path], VllmServer]:
-        options = host_and_disk(own_folder) | {"block_tokens": BLOCK}
+        options = tiers(own_folder, stores) | {"block_tokens": BLOCK}
         computes = self.policies[policy] is OnFailedLoad.COMPUTES
         config = _config(folder, connector.plugin(recompute=computes, **options), ranks)
         path = config.environment()["PYTHONPATH"]
         env = plugin.install(own_folder / "plugin", own_folder / ORDERS, path)
-        config = replace(config, env=env)
+        config = replace(config, env=env | (stores.environ if stores else {}))
         return lambda log: VllmServer(config, log, None)
 
     def warnings(self, log: str) -> Iterable[str]:
@@ -121,17 +127,17 @@ def check_tokens(counts: Counts, longest: int) -> Iterable[Check]:
     # vLLM leaves out what it asks for again after a preemption.
     again = counts.value("num_preemptions_total") * longest
     yield between("queries of host memory, and vLLM's", queries, asked, asked + again)
-    yield between("hits of both tiers, and vLLM's", counts.hit_tokens(), found, found + again)
+    yield between("hits of all tiers, and vLLM's", counts.hit_tokens(), found, found + again)
 
 
-def host_and_disk(own_folder: Path) -> dict[str, Any]:
-    """FlexKV's settings of a campaign in this folder."""
+def tiers(own_folder: Path, stores: SharedStores | None) -> dict[str, Any]:
+    """FlexKV's settings of a campaign in this folder: host memory, a disk and perhaps stores."""
     return {
         "cpu_cache_gb": _gigabytes(_ARENA_SLOTS),
         "runtime_dir": str(own_folder / "run"),
         "ssd_cache_gb": _gigabytes(_DISK_SLOTS),
         "ssd_cache_dir": str(own_folder / DISK),
-    }
+    } | (stores.settings if stores else {})
 
 
 def _config(folder: Path, chosen: Connector, ranks: int) -> EngineConfig:

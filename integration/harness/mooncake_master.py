@@ -74,11 +74,19 @@ class MooncakeMaster:
     def metric(self, name: str) -> int:
         """A value that it reports for Prometheus, without the `master_` of its name. Only where
         this process reaches its address."""
-        url = f"http://{self._address}:{self._ports[2]}/metrics"
-        with urllib.request.urlopen(url, timeout=START_SECONDS) as answer:
-            lines = answer.read().decode().splitlines()
-        (found,) = [line for line in lines if line.startswith(f"master_{name} ")]
+        (found,) = [line for line in self._get("metrics") if line.startswith(f"master_{name} ")]
         return int(found.rpartition(" ")[2])
+
+    def names(self) -> list[str]:
+        """Of all objects. Only where this process reaches its address."""
+        return self._get("get_all_keys")
+
+    def _get(self, page: str) -> list[str]:
+        """Lines of what it answers by HTTP."""
+        url = f"http://{self._address}:{self._ports[2]}/{page}"
+        with urllib.request.urlopen(url, timeout=START_SECONDS) as answer:
+            text: bytes = answer.read()
+        return text.decode().splitlines()
 
     def _launch(self) -> subprocess.Popen[bytes]:
         spec = importlib.util.find_spec("mooncake")

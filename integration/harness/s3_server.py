@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import obstore
@@ -64,13 +64,14 @@ class S3Server:
         """From now on nobody's credentials are right, or everybody's."""
         self._request("POST", "/moto-api/reset-auth", b"0" if check else b"1000000000")
 
-    def damage(self, prefix: str) -> dict[str, bytes]:
-        """Change a byte of every object below `prefix`; returns what they were, by path."""
+    def paths(self, prefix: str) -> list[str]:
+        """Of all objects below `prefix`."""
+        return [each["path"] for each in obstore.list(self._store(), prefix).collect()]
+
+    def damage(self, paths: Iterable[str]) -> dict[str, bytes]:
+        """Change a byte of each object; returns what they were, by path."""
         store = self._store()
-        found = {
-            each["path"]: bytes(obstore.get(store, each["path"]).bytes())
-            for each in obstore.list(store, prefix).collect()
-        }
+        found = {path: bytes(obstore.get(store, path).bytes()) for path in paths}
         for path, data in found.items():
             place = len(data) * 2 // 3
             wrong = bytes([data[place] ^ 0xFF])

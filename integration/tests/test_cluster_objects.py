@@ -65,7 +65,7 @@ def test_a_bucket_outlives_the_node_that_filled_it(
 
     # A wrong byte is a miss.
     last = LATE[-1]
-    whole = server.damage(BLOCKS)
+    whole = server.damage(server.paths(BLOCKS))
     answer = ask(other, last)
     reference.check(last, answer, what="over damage")
     assert not answer.cached_tokens

@@ -158,7 +158,7 @@ def test_another_node_finds_what_this_one_computed(cluster: Cluster) -> None:
 def test_a_damaged_or_hanging_bucket_costs_no_answer(cluster: Cluster) -> None:
     node, tenant = cluster.node, {"extra_key": "tenant"}
     assert node.hits("objects"), "the test before this one has failed"
-    whole = cluster.bucket.damage(BLOCKS)
+    whole = cluster.bucket.damage(cluster.bucket.paths(BLOCKS))
     assert node.ask(STEM, **tenant).cached_tokens == 0
     cluster.bucket.put_back(whole)
     cluster.bucket.pause()

@@ -20,13 +20,15 @@ TWO_RANKS = Sizes(engine_block_bytes=100, block_bytes=200, engine_block_tokens=3
 LONGEST = 100
 HIT = Hit(1, Kind.LOAD_FAILED, 5.0, 2)
 GOOD = {
-    'flexkv_failures_total{cause="load"}': 1,
-    'flexkv_failures_total{cause="store"}': 0,
-    'flexkv_failures_total{cause="read"}': 0,
-    'flexkv_failures_total{cause="damaged"}': 0,
-    'flexkv_failures_total{cause="stalled"}': 0,
-    'flexkv_failures_total{cause="write"}': 0,
-    'flexkv_failures_total{cause="internal"}': 0,
+    'flexkv_failures_total{cause="load",tier="host"}': 1,
+    'flexkv_failures_total{cause="store",tier="host"}': 0,
+    'flexkv_failures_total{cause="read",tier="disk"}': 0,
+    'flexkv_failures_total{cause="damaged",tier="disk"}': 0,
+    'flexkv_failures_total{cause="stalled",tier="disk"}': 0,
+    'flexkv_failures_total{cause="write",tier="disk"}': 0,
+    'flexkv_failures_total{cause="internal",tier=""}': 0,
+    'flexkv_failures_total{cause="read",tier="mooncake"}': 7,
+    'flexkv_failures_total{cause="stalled",tier="objects"}': 7,
     "flexkv_resets_total": 0,
     'flexkv_query_tokens_total{tier="host"}': 640,
     'flexkv_query_tokens_total{tier="disk"}': 512,
@@ -84,13 +86,13 @@ def test_counters_that_add_up() -> None:
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ("failures_load", 0),
-        ("failures_store", 1),
-        ("failures_read", 1),
-        ("failures_damaged", 1),
-        ("failures_stalled", 1),
-        ("failures_write", 1),
-        ("failures_internal", 1),
+        ("failures_load_host", 0),
+        ("failures_store_host", 1),
+        ("failures_read_disk", 1),
+        ("failures_damaged_disk", 1),
+        ("failures_stalled_disk", 1),
+        ("failures_write_disk", 1),
+        ("failures_internal_", 1),
         ("resets", 1),
         ("queries", 641),
         ("hits", 191),
@@ -112,7 +114,7 @@ def test_vllm_counts_nothing_again_after_a_preemption() -> None:
 
 def test_ranks_that_copied_beside_one_that_failed() -> None:
     hits = (HIT, Hit(1, Kind.STORE_FAILED, 6.0, 3))
-    changes = {"failures_store": 1, "copied_bytes_device_store": 1150}
+    changes = {"failures_store_host": 1, "copied_bytes_device_store": 1150}
     assert counters_broken(hits=hits, sizes=SIZES, changes=changes) != []
     changes["copied_bytes_device_load"] = 500
     assert counters_broken(hits=hits, sizes=TWO_RANKS, changes=changes) == []
@@ -126,7 +128,7 @@ def test_with_recompute_a_load_may_end_before_all_came() -> None:
 
 @pytest.mark.parametrize(("failures", "right"), [(0, False), (1, True), (2, True), (3, False)])
 def test_each_part_of_a_load_may_meet_a_fault(failures: int, right: bool) -> None:
-    counts = counts_with({"failures_load": failures})
+    counts = counts_with({"failures_load_host": failures})
     checks = check_failures(counts, Counter(), (HIT, HIT), in_parts=True)
     assert (broken(checks) == []) == right
 

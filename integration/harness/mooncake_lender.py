@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of Mooncake Store that lends memory and does nothing else, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from mooncake.store import MooncakeDistributedStore
+
+_GIB = 1 << 30
+_LOCAL_BYTES = 16 << 20
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class MooncakeLender:
+    """Started at once. A context manager that ends it.
+
+    Args:
+        settings: of FlexKV, which name the master and how much memory a node lends.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._process = self._launch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+
+    def damage(self, names: list[str]) -> None:
+        """Change a byte in the middle of each object that is still there."""
+        self._tell(names)
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """What it holds is lost."""
+        self._process.kill()
+        self._process.communicate()
+
+    def restart(self) -> None:
+        """After `kill`: another one that lends as much."""
+        self._process = self._launch()
+
+    def _launch(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(self._settings)],
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        _read_line(process)
+        return process
+
+    def _tell(self, names: list[str]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(names) + "\n")
+        self._process.stdin.flush()
+        _read_line(self._process)
+
+
+def connect(settings: dict[str, Any], segment_bytes: int) -> MooncakeDistributedStore:
+    """A client of its own, which lends so many bytes."""
+    from mooncake.store import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    address = settings["mooncake_master"]
+    metadata = settings["mooncake_metadata"]
+    host = address.partition(":")[0]
+    code = client.setup(host, metadata, segment_bytes, _LOCAL_BYTES, "tcp", "", address)
+    if code != 0:
+        raise RuntimeError(f"Mooncake's setup ended with code {code}")
+    return client
+
+
+def _read_line(process: subprocess.Popen[str]) -> None:
+    """Wait until it has done what it was told."""
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        raise RuntimeError(f"a node that lends memory ended with {process.wait()}")
+
+
+def _damage(client: MooncakeDistributedStore, name: str) -> None:
+    data = bytearray(client.get(name))
+    if not data:
+        return  # evicted, or removed
+    data[len(data) // 2] ^= 0xFF
+    # A put does not overwrite. Forced, since reads hold leases.
+    client.batch_remove([name], True)
+    client.put(name, bytes(data))
+
+
+def main() -> None:
+    """Lend memory until the input ends. Each line of it names objects to be damaged."""
+    settings = json.loads(sys.argv[1])
+    client = connect(settings, int(settings["mooncake_segment_gb"] * _GIB))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        for name in json.loads(line):
+            _damage(client, name)
+        print("done", flush=True)
+    client.close()
+
+
+if __name__ == "__main__":
+    main()
