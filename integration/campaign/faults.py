@@ -54,10 +54,10 @@ class Kind(enum.StrEnum):
     MASTER_KILLED = "Mooncake's master is killed, and comes back without what it knew"
     LENDER_HANGS = "the node whose memory holds Mooncake's blocks hangs for a while"
     LENDER_KILLED = "that node is killed, and another one lends memory"
-    LENT_FLIPPED = "a byte changes in each of some objects of Mooncake"
+    LENT_DAMAGED = "bytes of some objects of Mooncake change"
     BUCKET_HANGS = "the bucket's server does not answer for a while"
     BUCKET_KILLED = "the bucket's server is killed, and comes back empty"
-    OBJECTS_FLIPPED = "a byte changes in each of some objects of the bucket"
+    OBJECTS_DAMAGED = "bytes of some objects of the bucket change"
 
 
 LOAD_FAILURES = frozenset({Kind.LOAD_REFUSED, Kind.LOAD_FAILED})
@@ -83,10 +83,10 @@ IN_STORES = frozenset(
         Kind.MASTER_KILLED,
         Kind.LENDER_HANGS,
         Kind.LENDER_KILLED,
-        Kind.LENT_FLIPPED,
+        Kind.LENT_DAMAGED,
         Kind.BUCKET_HANGS,
         Kind.BUCKET_KILLED,
-        Kind.OBJECTS_FLIPPED,
+        Kind.OBJECTS_DAMAGED,
     }
 )
 """Done to shared stores by the campaign itself."""

@@ -168,15 +168,18 @@ class Campaign:
         ]
 
     def _of_stores(self, server: Server) -> Iterator[Check]:
-        """Each store brought blocks, and all of them are used again."""
+        """Each store brought blocks, all of them are used again, and no wrong byte of theirs is."""
         if self._stores is None:
             return
         late = time.monotonic() + _QUIET_SECONDS
-        while not closed(counts := self._settled(server)) and time.monotonic() < late:
+        while not (back := closed(self._settled(server))) and time.monotonic() < late:
             # Only who asks and writes notices that a store is back.
             yield self._all_are_right(server, "with the stores back")
-        yield Check("all stores are used again", closed(counts), "")
-        yield from self._stores.check(counts)
+        yield Check("all stores are used again", back, "")
+        # Whatever the disk has no room for comes from the stores.
+        self._stores.damage_all()
+        yield self._all_are_right(server, "with all objects damaged")
+        yield from self._stores.check(self._settled(server))
 
     def _notices_wrong_bytes(self, server: Server) -> Check:
         """A load that brings wrong bytes and does not say so must show, or nothing above counts."""

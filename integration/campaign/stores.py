@@ -22,6 +22,7 @@ _QUESTION_SECONDS = 0.25
 """The stores share their cores with the engine and its clients, and late questions open circuits:
 with FlexKV's defaults, a few milliseconds, a busy machine would use no store."""
 _PREFIX = "cache"
+_BLOCKS = f"{_PREFIX}/blocks/"
 _DAMAGED = 24
 """Objects that are damaged at once: enough to be met."""
 TIERS = ("mooncake", "objects")
@@ -103,16 +104,23 @@ class SharedStores:
             self._killed[kind].kill()
             pause(seconds)
             self._killed[kind].restart()
-        elif kind is Kind.LENT_FLIPPED:
+        elif kind is Kind.LENT_DAMAGED:
             self._lender.damage(_some(self._master.names(), rng))
         else:
-            self._server.damage(_some(self._server.paths(f"{_PREFIX}/blocks/"), rng))
+            self._server.damage(_some(self._server.paths(_BLOCKS), rng))
+
+    def damage_all(self) -> None:
+        """No object of either store is whole any more."""
+        self._lender.damage(self._master.names())
+        self._server.damage(self._server.paths(_BLOCKS))
 
     def check(self, counts: Counts) -> Iterable[Check]:
-        """Each store brought blocks."""
+        """Each store brought blocks, and damaged ones were found."""
         for tier in TIERS:
             tokens = counts.value("flexkv_hit_tokens_total", tier=tier)
             yield Check(f"blocks came from {tier}", tokens > 0, f"{tokens} tokens")
+            damaged = counts.value("flexkv_failures_total", cause="damaged", tier=tier)
+            yield Check(f"damaged blocks of {tier} are found", damaged > 0, f"{damaged} blocks")
 
 
 def mooncake_works() -> bool:

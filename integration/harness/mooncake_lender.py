@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _LOCAL_BYTES = 16 << 20
+WRONG = b"\xff" * 256
+"""As numbers of a block, NaN: an engine that computed on them would give other tokens."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -39,7 +41,7 @@ class MooncakeLender:
             self._process.communicate()
 
     def damage(self, names: list[str]) -> None:
-        """Change a byte in the middle of each object that is still there."""
+        """Write `WRONG` into the middle of each object that is still there."""
         self._tell(names)
 
     def pause(self) -> None:
@@ -101,7 +103,8 @@ def _damage(client: MooncakeDistributedStore, name: str) -> None:
     data = bytearray(client.get(name))
     if not data:
         return  # evicted, or removed
-    data[len(data) // 2] ^= 0xFF
+    place = len(data) // 2
+    data[place : place + len(WRONG)] = WRONG
     # A put does not overwrite. Forced, since reads hold leases.
     client.batch_remove([name], True)
     client.put(name, bytes(data))

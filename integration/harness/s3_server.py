@@ -20,6 +20,8 @@ from obstore.store import ObjectStore, S3Store
 from integration.harness.bad_network import FAR, BadNetwork
 
 BUCKET = "blocks-of-engines"
+WRONG = b"\xff" * 256
+"""As numbers of a block, NaN: an engine that computed on them would give other tokens."""
 KEY, SECRET = "AKIDFORTESTSONLY", "a-secret-that-no-log-may-show"
 
 
@@ -69,13 +71,12 @@ class S3Server:
         return [each["path"] for each in obstore.list(self._store(), prefix).collect()]
 
     def damage(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """Change a byte of each object; returns what they were, by path."""
+        """Write `WRONG` into each object; returns what they were, by path."""
         store = self._store()
         found = {path: bytes(obstore.get(store, path).bytes()) for path in paths}
         for path, data in found.items():
             place = len(data) * 2 // 3
-            wrong = bytes([data[place] ^ 0xFF])
-            obstore.put(store, path, data[:place] + wrong + data[place + 1 :])
+            obstore.put(store, path, data[:place] + WRONG + data[place + len(WRONG) :])
         return found
 
     def put_back(self, objects: Mapping[str, bytes]) -> None:

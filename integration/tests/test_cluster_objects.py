@@ -30,7 +30,7 @@ from integration.tests.nodes import (
     submit_all,
 )
 from integration.tests.reference import Reference
-from integration.tests.steps import ask, ask_each
+from integration.tests.steps import ask, ask_each, have_told
 
 BLOCKS = "cache/blocks/"
 OBJECTS = {"objects_url": f"s3://{BUCKET}/cache"}
@@ -141,7 +141,12 @@ def test_a_disk_mooncake_and_a_bucket(nodes: Nodes, server: S3Server, reference:
         assert master.metric("key_count") == held()
 
         other = nodes.start(env=server.environ, **settings)
-        near = ask_each(other, FIRST)
+
+        def on_disk() -> int:
+            have_told(other)
+            return int(other.counter("vllm:flexkv_stored_blocks", tier="disk"))
+
+        near = store(other, FIRST, on_disk)
         reference.check_all(FIRST, near, what="from Mooncake")
         assert restored(near) == restorable(FIRST)
         expected = {"mooncake": sum(restorable(FIRST))}
@@ -149,7 +154,7 @@ def test_a_disk_mooncake_and_a_bucket(nodes: Nodes, server: S3Server, reference:
         assert server.requests("GET", BLOCKS) == 0
 
         one.close()
-        far = ask_each(other, LATE)
+        far = store(other, LATE, on_disk)
         reference.check_all(LATE, far, what="from the bucket")
         assert restored(far) == restorable(LATE)
         expected["objects"] = sum(restorable(LATE))
