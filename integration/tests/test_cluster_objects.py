@@ -20,7 +20,7 @@ from integration.harness.mooncake_master import MooncakeMaster
 from integration.harness.s3_server import BUCKET, S3Server
 from integration.tests import disks
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, FLEXKV_BLOCK, WARM, Tokens
-from integration.tests.disks import restorable, restored
+from integration.tests.disks import ask_and_settle, restorable, restored
 from integration.tests.nodes import (
     PATIENCE_SECONDS,
     Nodes,
@@ -30,7 +30,7 @@ from integration.tests.nodes import (
     submit_all,
 )
 from integration.tests.reference import Reference
-from integration.tests.steps import ask, ask_each, have_told
+from integration.tests.steps import ask, ask_each
 
 BLOCKS = "cache/blocks/"
 OBJECTS = {"objects_url": f"s3://{BUCKET}/cache"}
@@ -141,12 +141,7 @@ def test_a_disk_mooncake_and_a_bucket(nodes: Nodes, server: S3Server, reference:
         assert master.metric("key_count") == held()
 
         other = nodes.start(env=server.environ, **settings)
-
-        def on_disk() -> int:
-            have_told(other)
-            return int(other.counter("vllm:flexkv_stored_blocks", tier="disk"))
-
-        near = store(other, FIRST, on_disk)
+        near = ask_and_settle(other, FIRST)
         reference.check_all(FIRST, near, what="from Mooncake")
         assert restored(near) == restorable(FIRST)
         expected = {"mooncake": sum(restorable(FIRST))}
@@ -154,7 +149,7 @@ def test_a_disk_mooncake_and_a_bucket(nodes: Nodes, server: S3Server, reference:
         assert server.requests("GET", BLOCKS) == 0
 
         one.close()
-        far = store(other, LATE, on_disk)
+        far = ask_and_settle(other, LATE)
         reference.check_all(LATE, far, what="from the bucket")
         assert restored(far) == restorable(LATE)
         expected["objects"] = sum(restorable(LATE))
