@@ -29,6 +29,7 @@ _FULL_ARENA_GOALS = {
     "a lookup": Goal("<=", 150),
     "the same lookup, next step": Goal("<=", 150),
     "ordering the stores": Goal("<=", 500),
+    "seeing the stores end": Goal("<=", 500),
     "sources of the hit": None,
     "presence of 8,000 blocks": Goal("<=", 3000),
 }

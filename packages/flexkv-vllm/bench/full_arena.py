@@ -40,6 +40,11 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "two groups, disk": {"windows": (1024,), "disk_slots": 8 * PROMPT_BLOCKS},
 }
 """Worlds with prompts of so many blocks. The second group looks back 1,024 tokens."""
+STORING = {
+    "ordering the stores": "build_connector_meta",
+    "seeing the stores end": "update_connector_output",
+}
+"""Calls that a long prompt's stores make long. With a disk, writes begin once the stores end."""
 _ANSWER_BLOCKS = 24
 CONTEXT = 1 << 16
 CALLS = (
@@ -214,7 +219,8 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
         prompt = _prompt(rng)
         watch.clear()
         world.generate(prompt, max_tokens=1)
-        found.setdefault("ordering the stores", []).append(max(watch.taken["build_connector_meta"]))
+        for name, call in STORING.items():
+            found.setdefault(name, []).append(max(watch.taken[call]))
         world.settle()
         for place in ("vLLM's own cache", "host memory", "neither"):
             request = _request(world, prompt if place != "neither" else _prompt(rng))

@@ -92,6 +92,7 @@ class FaultModel(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for module in (fetch, fetcher, demote, reads, sources):
             self.patch.setattr(module, "time", self.clock)
+        self.patch.setattr(demote, "_BLOCKS", 2)  # some of a chain waits
         self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
         self.tiers: list[MemoryTier] = [CheckedTier(), CheckedTier(), MemoryTier()]
         self.asked = AskedMemoryTier(self.tiers[2], STALL_SECONDS / 5)
@@ -244,7 +245,7 @@ class FaultModel(RuleBasedStateMachine):
         reads = below.fetcher.reads
         assert not any((reads, reads._read_of, reads._delivered, below.fetcher._waiting))
         for demoter in below._demoters:
-            assert not any((demoter._writes, demoter._writing))
+            assert not any((demoter._waiting, demoter._writes, demoter._writing))
         assert not below._leaving._leaving
         assert self.cache.transfers_under_way == 0
         assert len(self.arena.board._free) == CELLS

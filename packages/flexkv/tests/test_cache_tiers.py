@@ -290,6 +290,31 @@ def test_a_clear_reaches_what_is_on_its_way(make: Callable[..., Engine]) -> None
     engine.store("p", "q", "r", "s")
 
 
+def store_long(engine: Engine) -> list[bytes]:
+    """Store a prefix of which most blocks wait to be written."""
+    prefix = keys(*map(str, range(64)))
+    transfer = engine.cache.store(prefix, range(64))
+    assert transfer is not None
+    engine.finish(transfer)
+    return prefix
+
+
+def test_after_a_clear_the_blocks_that_waited_are_not_written(make: Callable[..., Engine]) -> None:
+    engine = make(slots=64, disk_slots=128)
+    prefix = store_long(engine)
+    engine.cache.clear()
+    engine.settle()
+    assert not any(engine.disk.contains(prefix))
+
+
+def test_a_close_writes_the_blocks_that_wait(make: Callable[..., Engine]) -> None:
+    engine = make(slots=64, disk_slots=128)
+    prefix = store_long(engine)
+    assert sum(engine.disk.contains(prefix)) < 64
+    assert engine.cache.close(10.0)
+    assert engine.cache.counters.demoted_blocks == 64
+
+
 def test_admission_on_evict_writes_only_what_leaves(make: Callable[..., Engine]) -> None:
     engine = make(slots=16, admission="on_evict")
     engine.store(*"abcdefgh")

@@ -14,7 +14,7 @@ from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, block_index
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import Demoter
+from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS, Demoter
 from flexkv.transfer.leaving import Leaving
 from flexkv.transfer.sources import IndexedSource
 from packages.conftest import Clock
@@ -135,6 +135,68 @@ def test_nothing_is_written_behind_what_did_not_arrive(outcome: Outcome) -> None
         assert node.offer("abcd") == "bcd"
         node.finish()
         assert node.counters.failed_demotions == (outcome is Outcome.FAILED)
+
+
+def long_prefix(parts: int) -> str:
+    """A prefix of so many times the blocks that one poll begins to write."""
+    return "".join(map(chr, range(ord("0"), ord("0") + parts * _BLOCKS)))
+
+
+def test_each_poll_begins_to_write_some_of_a_long_prefix() -> None:
+    names = long_prefix(3)
+    with arena(3 * _BLOCKS) as node:
+        node.add(names)
+        assert node.offer(names) == names[:_BLOCKS]
+        assert node.offer(names[-1]) == names[:_BLOCKS]  # it waits already
+        assert all(block.leases for block in ready_blocks(node.index).values())
+        assert all(map(node.demoter.is_writing, keys(names)))
+        node.demoter.write_waiting()
+        assert node.writing() == names[: 2 * _BLOCKS]
+        node.finish()
+        assert node.demoter.busy
+        node.demoter.write_waiting()
+        assert node.writing() == names[2 * _BLOCKS :]
+        node.finish()
+        assert node.counters.demoted_blocks == len(names)
+
+
+def test_more_of_a_long_backlog_begins_in_each_poll() -> None:
+    names = long_prefix(32)
+    with arena(len(names)) as node:
+        node.add(names)
+        node.offer(names)
+        before = len(node.writing())
+        node.demoter.write_waiting()
+        assert len(node.writing()) - before == (len(names) - before) // _BACKLOG_SHARE > _BLOCKS
+        node.demoter.write_waiting(all_blocks=True)
+        assert node.writing() == names
+        node.finish()
+
+
+def test_blocks_that_wait_are_not_written_behind_one_that_was_dropped() -> None:
+    names = long_prefix(2)
+    with arena(2 * _BLOCKS) as node:
+        node.add(names)
+        node.offer(names)
+        node.tier.end(node.tier.tasks[-1], Outcome.DROPPED)
+        node.poll()
+        node.demoter.write_waiting()
+        assert node.writing() == names[: _BLOCKS - 1]
+        assert node.counters.dropped_demotions == 1 + _BLOCKS
+        node.finish()
+
+
+def test_blocks_that_wait_when_the_arena_is_cleared_are_not_written() -> None:
+    names = long_prefix(2)
+    with arena(2 * _BLOCKS) as node:
+        node.add(names)
+        node.offer(names)
+        node.index.clear()
+        node.demoter.clear()
+        node.demoter.write_waiting()
+        assert node.writing() == names[:_BLOCKS]
+        node.tier.clear()
+        node.finish()
 
 
 def test_a_gap_in_the_arena_ends_what_is_written() -> None:

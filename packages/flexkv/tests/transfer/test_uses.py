@@ -117,5 +117,7 @@ def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() 
     assert empty.tasks == []
     while log:
         log.count()
+    for demoter in demoters:
+        demoter.write_waiting(all_blocks=True)
     assert [task.key for task in empty.tasks] == keys
     assert full.tasks == []

@@ -137,6 +137,8 @@ class LowerTiers:
                 if not reads.take(source, result):
                     self._leaving.wrote(demoter, demoter.take(result))
         self.fetcher.poll()
+        for demoter in self._demoters:
+            demoter.write_waiting()
         self._uses.count()
         self._leaving.make_room()
 
@@ -153,6 +155,8 @@ class LowerTiers:
         """Clear all tiers and discard all reads and writes under way."""
         self.fetcher.clear()
         self._uses.clear()
+        for demoter in self._demoters:
+            demoter.clear()
         for source in self._sources:
             source.tier.clear()
             source.clear()
@@ -166,6 +170,8 @@ class LowerTiers:
         Returns:
             False if a tier hangs, and still reads or writes memory of the arena.
         """
+        for demoter in self._demoters:
+            demoter.write_waiting(all_blocks=True)
         written = [tier.figures.written_blocks for tier in self.tiers]
         for tier in self.tiers:
             tier.begin_close(flush_seconds)
