@@ -138,6 +138,20 @@ def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
     assert len(read_trace(str(path)).trace.requests) == 1
 
 
+@pytest.mark.parametrize("damage", ["bytes", "end"])
+def test_a_damaged_compressed_trace_is_named(tmp_path: Path, damage: str) -> None:
+    lines = [json.dumps(mooncake(0, 512, [number])) + "\n" for number in range(500)]
+    data = bytearray(gzip.compress("".join(lines).encode()))
+    if damage == "bytes":
+        data[40:60] = b"\xff" * 20
+    else:
+        del data[-20:]
+    path = tmp_path / "t.gz"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"cannot read '.*t\.gz' from TRACE .*; allowed: "):
+        read_trace(str(path))
+
+
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "t")
     with pytest.raises(TraceError, match="not a regular file"):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from typing import IO
 
@@ -60,7 +61,7 @@ def read_trace(path: str, form: str = AUTO, block_tokens: int | None = None) -> 
     try:
         with _open(path) as file:
             found = _read(path, file, form, block_tokens)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceError(
             f"cannot read {path!r} from TRACE on the command line: {reason}; allowed: a text file, "
