@@ -130,7 +130,14 @@ def test_layers_without_attention_are_told(tmp_path: Path) -> None:
         (LLAMA_8B | {"num_key_value_heads": -8}, "num_key_value_heads is -8"),
         (LLAMA_8B | {"num_key_value_heads": [8]}, r"num_key_value_heads is \[8\]"),
         (LLAMA_8B | {"hidden_size": None}, "hidden_size is missing"),
+        (LLAMA_8B | {"num_key_value_heads": [-8] * 32}, r"num_key_value_heads is \[-8"),
         (LLAMA_8B | {"num_attention_heads": 1 << 40}, "num_attention_heads is"),
+        (LLAMA_8B | {"num_kv_shared_layers": 32}, "no layer that keeps keys and values"),
+        (
+            LLAMA_8B | {"num_kv_shared_layers": 33, "num_key_value_heads": [8] * 34},
+            "no layer that keeps keys and values",
+        ),
+        (LLAMA_8B | {"layer_types": ["mamba"] * 32}, "no layer that keeps keys and values"),
     ],
 )
 def test_a_configuration_that_does_not_say_enough_is_one_error(

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from flexkv.errors import TraceError
 
@@ -109,9 +110,9 @@ class _Model:
 
     def cache(self, kv_dtype: str) -> ModelCache:
         width = KV_DTYPES[kv_dtype] or self._quantized_width()
-        layers = self._natural(_LAYERS)
-        layers -= self._natural(("num_kv_shared_layers",), 0)
-        kinds, window = self._kinds(max(0, layers))
+        shared = self._natural(("num_kv_shared_layers",), 0)
+        layers = max(0, self._natural(_LAYERS) - shared)
+        kinds, window = self._kinds(layers)
         if self._config.get("kv_lora_rank"):
             rank = self._natural(("kv_lora_rank",))
             per_layer = [(rank + self._natural(("qk_rope_head_dim",), 0)) * width] * layers
@@ -125,6 +126,11 @@ class _Model:
         of_kind = {"full": 0, "window": 0, "state": 0}
         for kind, size in zip(kinds, per_layer, strict=True):
             of_kind[kind] += size
+        if not of_kind["full"] + of_kind["window"]:
+            raise TraceError(
+                f"{self._path!r} from --model has no layer that keeps keys and values; allowed: a "
+                "model with attention, or --token-bytes in place of --model"
+            )
         return ModelCache(
             str(self._config.get("model_type") or "model"),
             of_kind["full"],
@@ -164,8 +170,8 @@ class _Model:
         name = next((each for each in _KV_HEADS if self._config.get(each) is not None), None)
         given = None if name is None else self._config[name]
         if isinstance(given, list):
-            if len(given) < layers or any(type(each) is not int for each in given):
-                raise self._bad(str(name), given, "one number for each layer")
+            if len(given) < layers or not all(map(_is_natural, given)):
+                raise self._bad(str(name), given, f"a number from 0 to {_MOST} for each layer")
             return given[:layers]
         new_kind = self._config.get("new_decoder_architecture")
         if self._config.get("multi_query") is True and not new_kind and name is None:
@@ -188,7 +194,7 @@ class _Model:
             value = self._config.get(name)
             if value is None:
                 continue
-            if type(value) is not int or not 0 <= value <= _MOST:
+            if not _is_natural(value):
                 raise self._bad(name, value, f"a whole number from 0 to {_MOST}")
             if value or default is not None:
                 return value
@@ -203,6 +209,10 @@ class _Model:
             f"{field} is {shown} in {self._path!r} from --model; allowed: {allowed}, or "
             "--token-bytes in place of --model"
         )
+
+
+def _is_natural(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MOST
 
 
 def _kind(layer_type: object, window: int) -> str:
