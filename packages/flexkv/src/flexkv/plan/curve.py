@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rates, saved seconds and writes of an LRU cache against its size, from distances."""
+"""Computes hit rate, saved seconds and writes of an LRU cache of any size, from distances."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A cache, and what it brings on a trace.
+    """The results of one size of cache on a trace.
 
     Attributes:
-        blocks: that it holds.
+        blocks: the number of blocks that the cache holds.
         hit_tokens: prompt tokens that are loaded instead of computed.
-        hit_rate: share of all prompt tokens.
-        saved_seconds: of computing; None if the cost of computing is unknown.
-        written_blocks: written to it, if it is a disk that takes all blocks it lacks.
+        hit_rate: `hit_tokens` as a share of all prompt tokens.
+        saved_seconds: seconds of computing that hits save; None if the cost is unknown.
+        written_blocks: blocks written to the cache, if it is a disk that stores all blocks it
+            lacks.
     """
 
     blocks: int
@@ -36,16 +37,15 @@ class Point:
 
 
 class LRUCurve:
-    """What an LRU cache of any size brings on a trace.
+    """The results of an LRU cache of any size on a trace.
 
     Args:
-        trace: replayed once.
-        cost: of computing; None if unknown.
-        engine_blocks: blocks that the engine's own prefix cache holds. What that hits is no hit
-            here.
+        trace: the trace, replayed once.
+        cost: cost of computing; None if unknown.
+        engine_blocks: blocks that the engine's own prefix cache holds. Its hits do not count here.
 
     Attributes:
-        useful_blocks: the smallest cache that hits all that can be hit.
+        useful_blocks: blocks of the smallest cache with all possible hits.
         engine_tokens: prompt tokens that the engine's own cache hits.
     """
 
@@ -69,7 +69,7 @@ class LRUCurve:
         self.useful_blocks = int(self._depths[-1]) if len(self._depths) else 0
 
     def at(self, blocks: int) -> Point:
-        """A cache of so many blocks."""
+        """The results of a cache of `blocks` blocks."""
         hits = int(np.searchsorted(self._depths, blocks, side="right"))
         kept = int(np.searchsorted(self._all_depths, blocks, side="right"))
         tokens = hits * self._block_tokens
@@ -83,8 +83,8 @@ class LRUCurve:
 
     @property
     def knee(self) -> int:
-        """Blocks beyond which more bring little: where the curve is farthest above the straight
-        line from nothing to `useful_blocks`. 0 if nothing can be hit.
+        """The number of blocks beyond which more blocks add few hits: where the curve is farthest
+        above the straight line from 0 to `useful_blocks`. 0 if no block can be hit.
 
         Satopaa et al.: Finding a "Kneedle" in a Haystack. ICDCSW 2011.
         """
@@ -94,7 +94,7 @@ class LRUCurve:
         return int(self._depths[np.argmax(hits - self._depths / self.useful_blocks)])
 
     def smallest_with(self, share: float) -> int:
-        """The smallest cache that hits this share of what can be hit."""
+        """Blocks of the smallest cache with this share of all possible hits."""
         if not len(self._depths):
             return 0
         hits = max(1, int(np.ceil(share * len(self._depths))))
@@ -102,7 +102,7 @@ class LRUCurve:
 
 
 def a_day(amount: float, seconds: float) -> float | None:
-    """`amount` of `seconds`, for 24 hours; None if the trace took no time."""
+    """`amount` in `seconds`, scaled to 24 hours; None if the trace took no time."""
     return amount * _DAY_SECONDS / seconds if seconds > 0 else None
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks an LRU cache needs so that it hits a block: for every block in one pass.
+"""Computes in one pass, for every use of a block, the smallest LRU cache that hits it.
 
-The cache evicts prefixes from their ends, and a request uses its last block first. So blocks lie in
-order of their last request, latest first, and those of one request by position. A prefix is hit up
-to the first block that lies too deep: depths grow along a prefix, so no later block is nearer.
+The cache evicts prefixes from their ends, and a request uses its last block first. Blocks therefore
+lie in the order of their last request, latest first, and blocks of one request by position. A
+prefix is hit up to the first block that lies too deep. Depths grow along a prefix, so no later
+block is nearer.
 
-Blocks of which a request was the last to use them are the end of its prompt. The order is therefore
-one of requests, each with a range of positions, and a prompt crosses few of them. This costs O(1)
-a block, and O(log requests) for each range.
+The blocks that a request was the last to use are the end of its prompt. The order is therefore one
+of requests, each with a range of positions. A prompt crosses few of these ranges. The cost is O(1)
+per block and O(log requests) per range.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from flexkv.plan.trace import Trace
 
 UNSEEN = 0
-"""The distance of a block that no request had before."""
+"""The distance of a block that no earlier request has used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,11 @@ class Distances:
     """Every use of a complete block, in the order of the trace.
 
     Attributes:
-        distance: int64 (uses,): blocks that an LRU cache must hold to hit this one; `UNSEEN` if it
-            is new.
-        position: int64 (uses,): of the block in its prompt.
-        counts: bool (uses,): whether a hit saves computing: not for blocks of answers, nor for one
-            that ends its prompt, of which an engine computes the last token in any case.
+        distance: int64 (uses,): the number of blocks that an LRU cache must hold to hit this block;
+            `UNSEEN` if the block is new.
+        position: int64 (uses,): position of the block in its prompt, in blocks.
+        counts: bool (uses,): whether a hit saves computing. False for blocks of answers, and for a
+            block that ends its prompt, whose last token an engine always computes.
     """
 
     distance: npt.NDArray[np.int64]
@@ -43,7 +44,7 @@ class Distances:
 
 
 class _Sums:
-    """Numbers of which suffixes are added up in O(log n): a Fenwick tree."""
+    """Numbers with sums of suffixes in O(log n): a Fenwick tree."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -56,7 +57,7 @@ class _Sums:
             at += at & -at
 
     def behind(self, place: int) -> int:
-        """Sum of the numbers at places greater than `place`."""
+        """The sum of the numbers at places greater than `place`."""
         tree, at, total = self._tree, self._size - place - 1, 0
         while at > 0:
             total += tree[at]
@@ -65,7 +66,7 @@ class _Sums:
 
 
 def lru_distances(trace: Trace) -> Distances:
-    """The distances of all uses in `trace`."""
+    """Compute the distances of all uses in `trace`."""
     distance, position, counts = array("q"), array("q"), bytearray()
     last = [-1] * trace.distinct_blocks
     owned = _Sums(len(trace.requests))
@@ -78,7 +79,7 @@ def lru_distances(trace: Trace) -> Distances:
             stop = start + 1
             while stop < known and last[chain[stop]] == owner:
                 stop += 1
-            # What later requests used last, and what this one has used already.
+            # Blocks that later requests used last, and blocks that this one has used already.
             nearer = owned.behind(owner) + start
             distance.extend(range(nearer + 1, nearer + 1 + stop - start))
             owned.add(owner, start - stop)
@@ -98,7 +99,7 @@ def lru_distances(trace: Trace) -> Distances:
 
 
 def _known(chain: Sequence[int], last: Sequence[int]) -> int:
-    """Blocks of the chain that some request had before: a block is new if the one before it is."""
+    """How many blocks of the chain earlier requests have used. A block behind a new one is new."""
     for place, block in enumerate(chain):
         if last[block] < 0:
             return place

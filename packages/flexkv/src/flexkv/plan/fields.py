@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a trace's lines, checked."""
+"""Reads and checks the fields of a trace's lines."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 
 _MOST_SHOWN = 60
 _MOST = 1 << 53
-"""Beyond, a JSON reader may not keep a number as it is."""
+"""The largest number allowed. JSON readers may round larger ones."""
 
 
 NO_JSON = "no JSON"
 
 
 class LineError(ValueError):
-    """A line is not what its format says.
+    """A line violates its format.
 
     Args:
-        field: which of its fields.
-        shown: what the line has there, for people; see `show`.
-        allowed: what it may have.
+        field: name of the field.
+        shown: its value as text; see `show`.
+        allowed: the allowed values.
 
     Attributes:
-        is_cut: whether it may be the beginning of a line whose end is missing.
+        is_cut: whether the line may be the beginning of one whose end is missing.
     """
 
     def __init__(self, field: str, shown: str, allowed: str) -> None:
@@ -33,10 +33,10 @@ class LineError(ValueError):
 
 
 def json_object(line: str) -> dict[str, object]:
-    """The object that a line holds.
+    """Parse the JSON object of a line.
 
     Raises:
-        LineError: it holds none.
+        LineError: the line is no JSON object.
     """
     try:
         content = json.loads(line)
@@ -48,10 +48,10 @@ def json_object(line: str) -> dict[str, object]:
 
 
 def natural(line: Mapping[str, object], field: str, least: int = 0) -> int:
-    """A whole number from `least` on.
+    """Read a field that is a whole number of at least `least`.
 
     Raises:
-        LineError: it is missing, or something else.
+        LineError: the field is missing or has another value.
     """
     value = line.get(field)
     if type(value) is not int or not least <= value <= _MOST:
@@ -60,10 +60,10 @@ def natural(line: Mapping[str, object], field: str, least: int = 0) -> int:
 
 
 def number(line: Mapping[str, object], field: str) -> float:
-    """A number from 0 on.
+    """Read a field that is a number of at least 0.
 
     Raises:
-        LineError: it is missing, or something else.
+        LineError: the field is missing or has another value.
     """
     value = line.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of KV cache a token takes, from the configuration of a model."""
+"""Computes the bytes of KV cache per token from the configuration of a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import TypeGuard
 from flexkv.errors import TraceError
 
 _MOST_BYTES = 1 << 22
-"""Of a configuration; they have some KiB."""
+"""The most bytes of a configuration; usual ones have some KiB."""
 _MOST = 1 << 20
-"""More layers, heads or dimensions than any model has."""
+"""The largest number allowed, more than any model's layers, heads or dimensions."""
 
 KV_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "float32": 4}
-"""Bytes of a number; `auto` takes what the model's quantization names, else 16 bits, which engines
-also use for models of 32 bits."""
+"""Bytes of a number, by the engine's setting. `auto` stands for the dtype that the model's
+quantization names, else for 16 bits, which engines also use for models of 32 bits."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -27,7 +27,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gr
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _INDEX_QUANTUM = 128
-"""The keys of a sparse attention's index have 8 bits, and a scale of 4 bytes for so many."""
+"""In the index of sparse attention, keys have 8 bits, and this many share a scale of 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class ModelCache:
     """The KV cache of a model, over all ranks.
 
     Attributes:
-        name: of the model's kind.
-        full_bytes: bytes of a token in the layers that look back all the way.
-        window_bytes: bytes of a token in layers with a sliding window.
-        window_tokens: of the widest of these windows; 0 if there is none.
-        stateful_layers: layers that keep a recurrent state, which is not counted here.
+        name: kind of the model, such as `llama`.
+        full_bytes: bytes of a token in the layers with full attention.
+        window_bytes: bytes of a token in the layers with a sliding window.
+        window_tokens: tokens of the widest window; 0 if there is none.
+        stateful_layers: the number of layers with a recurrent state, whose bytes are not counted.
     """
 
     name: str
@@ -49,13 +49,13 @@ class ModelCache:
     stateful_layers: int
 
     def token_bytes(self, new_tokens: float) -> float:
-        """Bytes that a stored token takes on average.
+        """The average bytes of a stored token.
 
-        FlexKV stores windows only where a later request may go on: at the end of a prompt. A model
-        that has nothing but windows stores all.
+        FlexKV stores windows only where a later request may continue: at the end of a prompt. For
+        a model that has only windows, FlexKV stores all tokens.
 
         Args:
-            new_tokens: that a request computes, on average.
+            new_tokens: tokens that a request computes, on average.
         """
         if not self.full_bytes:
             return float(self.window_bytes)
@@ -64,14 +64,14 @@ class ModelCache:
 
 
 def read_model(path: str, kv_dtype: str = "auto") -> ModelCache:
-    """The KV cache of the model whose `config.json`, or whose directory, is at `path`.
+    """Read the KV cache of a model from its `config.json`.
 
     Args:
-        path: of a file or a directory.
+        path: path of the file, or of its directory.
         kv_dtype: one of `KV_DTYPES`; the engine's setting.
 
     Raises:
-        TraceError: the file cannot be read, or does not say enough.
+        TraceError: the file cannot be read, lacks a field, or describes no attention.
     """
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     config = _read(file)
@@ -102,7 +102,7 @@ def _read(path: str) -> dict[str, object]:
 
 
 class _Model:
-    """Reads what one configuration says."""
+    """Reads one configuration."""
 
     def __init__(self, path: str, config: Mapping[str, object]) -> None:
         self._path = path
@@ -140,7 +140,7 @@ class _Model:
         )
 
     def _kinds(self, layers: int) -> tuple[list[str], int]:
-        """What each layer looks back at, and how far a window does."""
+        """The kind of each layer (full, window or state), and the tokens of a window."""
         config = self._config
         window = self._natural(("sliding_window", "attention_chunk_size"), 0)
         if config.get("use_sliding_window") is False:
@@ -189,7 +189,11 @@ class _Model:
         return KV_DTYPES["bfloat16"]
 
     def _natural(self, names: tuple[str, ...], default: int | None = None) -> int:
-        """The first of these fields that is there."""
+        """The value of the first present field; if all are missing, `default`.
+
+        Raises:
+            TraceError: the value is not allowed, or all fields are missing without a default.
+        """
         for name in names:
             value = self._config.get(name)
             if value is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk without bytes: what a disk tier keeps and evicts, for replays."""
+"""A model of a disk tier for replays: it keeps and evicts blocks, but no bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class ModelTier:
-    """See `IndexedTier`. It has the index of a disk tier, and each read and write is done at once.
+    """See `IndexedTier`. It has the index of a disk tier; each read and write ends at once.
 
     Args:
-        slots: blocks that it holds.
+        slots: the number of blocks that it holds.
     """
 
     medium = Medium.DISK
@@ -59,7 +59,7 @@ class ModelTier:
         for position, key in enumerate(keys):
             outcome = Outcome.DONE
             if not index.has(key):
-                # As a disk does: a prefix counts as used from its end to its beginning.
+                # As in a disk tier, a prefix counts as used from its end to its beginning.
                 slot = index.reserve(key, held[-1] if held else None) if has_room else None
                 if slot is None:
                     has_room, outcome = False, Outcome.DROPPED

@@ -2,8 +2,8 @@
 """Traces in Mooncake's format: lengths, and a number for each block of a prompt.
 
 Each line is an object with `timestamp` in milliseconds, `input_length` and `output_length` in
-tokens, and `hash_ids`, of which equal ones mean equal prefixes. The last one may stand for an
-incomplete block, which FlexKV does not cache.
+tokens, and `hash_ids`. Equal ids mean equal prefixes. The last id may stand for an incomplete
+block, which FlexKV does not cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Parser:
     """Reads the lines of one trace.
 
     Args:
-        block_tokens: tokens of a block; None to find out: 512 if that fits all lines, else the
-            largest of the usual sizes that does.
+        block_tokens: tokens of a block. If None, it is 512 if that fits all lines, else the largest
+            usual size that fits.
     """
 
     def __init__(self, block_tokens: int | None) -> None:
@@ -36,10 +36,10 @@ class Parser:
         self._rows: list[tuple[float, int, int, list[int]]] = []
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Take in one line.
+        """Read one line.
 
         Raises:
-            LineError: it is not what the format says.
+            LineError: the line violates the format.
         """
         ids = line.get("hash_ids")
         if not isinstance(ids, list) or any(type(each) is not int for each in ids):
@@ -58,7 +58,7 @@ class Parser:
         self._rows.append((seconds, prompt, natural(line, "output_length"), ids))
 
     def trace(self, name: str) -> Trace:
-        """All lines so far."""
+        """Make a trace of all lines so far."""
         size = _MOONCAKES if _MOONCAKES in self._sizes else max(self._sizes)
         prefixes, requests = Prefixes(), []
         for seconds, prompt, output, ids in sorted(self._rows, key=lambda row: row[0]):

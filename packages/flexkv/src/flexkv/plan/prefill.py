@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computing a prompt costs, and so what a hit saves."""
+"""The cost of computing a prompt, which a hit saves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds that an engine takes to compute prompts.
+    """The time that an engine takes to compute prompts.
 
     Attributes:
-        per_token: seconds of a token, whatever came before it.
-        per_pair: seconds more for each token that attention looks back at; 0 if not known.
-        source: where the figures come from, for people.
+        per_token: seconds per token, wherever it is in the prompt.
+        per_pair: further seconds for each earlier token that attention reads; 0 if unknown.
+        source: the source of these figures, as text for the user.
     """
 
     per_token: float
@@ -29,7 +29,7 @@ class PrefillCost:
         """Seconds to compute the blocks at these positions of their prompts.
 
         Args:
-            positions: int64 (blocks,), counted in blocks.
+            positions: int64 (blocks,), in blocks from the start of the prompt.
             block_tokens: tokens of a block.
 
         Returns:
@@ -40,5 +40,5 @@ class PrefillCost:
         return seconds.astype(np.float64)
 
     def of_range(self, start: int, stop: int) -> float:
-        """Seconds to compute the tokens from position `start` to before `stop` of a prompt."""
+        """Seconds to compute the tokens at positions `start` to `stop - 1` of a prompt."""
         return (stop - start) * (self.per_token + self.per_pair * (start + stop) / 2)

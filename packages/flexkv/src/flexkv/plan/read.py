@@ -28,9 +28,9 @@ FORMS = (
 )
 
 _MOST_LINE = 1 << 28
-"""Characters. A prompt of a million tokens takes some 8 MB."""
+"""The most characters of a line. A prompt of a million tokens takes about 8 MB."""
 _LOG_BLOCK_TOKENS = 16
-"""Tokens of a block of a log, if nobody says: the engines' own blocks."""
+"""Tokens of a block of a log, if the user names no other number: the engines' default."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -39,7 +39,7 @@ class TraceFile:
 
     Attributes:
         trace: the requests, at least one, with at least one complete block.
-        measured: what the engine counted; None if the file does not say.
+        measured: the hits that the engine counted; None if the file does not have them.
     """
 
     def __init__(self, trace: Trace, measured: recording.Measured | None) -> None:
@@ -51,9 +51,9 @@ def read_trace(path: str, form: str = AUTO, block_tokens: int | None = None) -> 
     """Read the file at `path`, which may be compressed by gzip.
 
     Args:
-        path: of a regular file.
+        path: path of a regular file.
         form: one of `FORMS`.
-        block_tokens: tokens of a block; None for what the file says, or 16.
+        block_tokens: tokens of a block; None for the number in the file, or 16.
 
     Raises:
         TraceError: the file cannot be read, or is no trace of that format.
@@ -78,7 +78,7 @@ def read_trace(path: str, form: str = AUTO, block_tokens: int | None = None) -> 
 
 
 def _open(path: str) -> IO[str]:
-    """Open a regular file: opening a FIFO would wait for a writer."""
+    """Open a regular file. Refuses other kinds, because opening a FIFO would wait for a writer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     raw = open(fd, "rb")  # noqa: SIM115  (closed with the text over it)
     try:
@@ -93,7 +93,7 @@ def _open(path: str) -> IO[str]:
 
 
 def _lines(file: IO[str]) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, numbered."""
+    """The lines that are not empty, with their numbers."""
     number = 0
     while line := file.readline(_MOST_LINE):
         number += 1
@@ -114,7 +114,7 @@ def _read(path: str, file: IO[str], form: str, block_tokens: int | None) -> Trac
             add(line)
         except LineError as error:
             if error.is_cut and not line.endswith("\n"):
-                break  # whoever wrote the file was stopped in the middle of the line
+                break  # the writer of the file was stopped in the middle of the line
             raise TraceError(f"line {number} of {path!r}: {error}") from None
     if finish is None:
         raise TraceError(
@@ -143,12 +143,12 @@ def _form_of(line: str) -> str | None:
 def _parser(
     path: str, form: str, block_tokens: int | None
 ) -> tuple[Callable[[str], None], Callable[[], TraceFile]]:
-    """What takes in the lines of such a file, and what returns the trace then."""
+    """The functions that read a line of such a file and that return the trace at its end."""
     if form == recording.FORM:
         if block_tokens is not None:
             raise TraceError(
-                f"{block_tokens} from --block-tokens does not go with a recording of FlexKV, which "
-                "says what its blocks are; allowed: nothing"
+                f"{block_tokens} from --block-tokens cannot be used with a recording of FlexKV, "
+                "which names the size of its blocks; allowed: no --block-tokens"
             )
         recorded = recording.Parser()
         return (

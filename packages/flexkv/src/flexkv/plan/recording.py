@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's own recordings: which lines they have, and how they are read.
+"""The format of FlexKV's own recordings, and its parser.
 
-A recording has a head for each engine that wrote to it, and then one object a line. Blocks are
-named by digests with a secret salt, which nobody keeps: equal names mean equal prefixes, but only
-behind the same head.
+Each start of an engine writes a head, then one JSON object per line. Names of blocks are digests
+with a random salt, which is stored nowhere. Equal names mean equal prefixes only behind the same
+head.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ FORM = "flexkv"
 VERSION = 1
 
 HEAD = "flexkv_trace"
-"""In heads: the version of the format. With it: `engine`, `block_tokens`, `block_bytes` and
-`began`, in seconds since 1970."""
+"""The key of a head, with the version of the format. A head also has `engine`, `block_tokens`,
+`block_bytes` and `began`, in seconds since 1970."""
 
 TIME, PROMPT, OUTPUT = "t", "in", "out"
-"""Of a request: when it was scheduled, in seconds since `began`; tokens of prompt and answer."""
+"""Keys of a request: when it was scheduled, in seconds since `began`; tokens of the prompt; tokens
+of the answer."""
 ENGINE_HIT, HIT = "own", "hit"
-"""Tokens that the engine had itself, and those that FlexKV loaded."""
+"""Keys of a request: prompt tokens in the engine's own cache; prompt tokens that FlexKV loaded."""
 BLOCKS = "blocks"
-"""Names of the complete blocks of prompt and answer, one behind another."""
+"""Key of a request: the concatenated names of the complete blocks of prompt and answer."""
 SESSION = "session"
+"""Key of a request: a digest of the name of its conversation; missing if unknown."""
 PREFILL = "prefill"
-"""In lines of its own: seconds to compute a token, and a pair of tokens, as measured so far."""
+"""Key of a line of its own: seconds to compute a token and a pair of tokens, as measured so far."""
 
 NAME_DIGITS = 16
 """Hexadecimal digits of a name."""
@@ -37,12 +39,12 @@ NAME_DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the engine itself counted while it recorded, in prompt tokens.
+    """The hits that the engine counted while it recorded, in prompt tokens.
 
     Attributes:
-        prompt_tokens: of all requests.
-        engine_tokens: hit by the engine's own cache.
-        hit_tokens: loaded by FlexKV.
+        prompt_tokens: prompt tokens of all requests.
+        engine_tokens: prompt tokens that the engine's own cache hit.
+        hit_tokens: prompt tokens that FlexKV loaded.
     """
 
     prompt_tokens: int
@@ -66,10 +68,10 @@ class Parser:
         self._engine_tokens = self._hit_tokens = 0
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Take in one line.
+        """Read one line.
 
         Raises:
-            LineError: it is not what the format says.
+            LineError: the line violates the format.
         """
         if HEAD in line:
             self._begin(line)
@@ -81,7 +83,7 @@ class Parser:
             self._add(line)
 
     def trace(self, name: str) -> Trace:
-        """All lines so far."""
+        """Make a trace of all lines so far."""
         prefixes, requests = Prefixes(), []
         size = self._block_tokens
         for seconds, prompt, output, blocks, head, session in sorted(
@@ -99,7 +101,7 @@ class Parser:
 
     @property
     def measured(self) -> Measured:
-        """What the engine counted."""
+        """The hits that the engine counted."""
         prompts = sum(row[1] for row in self._rows)
         return Measured(prompts, self._engine_tokens, self._hit_tokens)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a trace over the product's own index, policies, admissions and fetches.
+"""Replays a trace over FlexKV's own index, policies, admissions and fetches.
 
-Requests run one after another, and copies take no time: this is what a cache of that size keeps,
-not how fast it is. Only bytes are missing: neither host memory nor a disk is touched.
+Requests run one after another, and copies take no time. The result says which blocks a cache of a
+size keeps, not how fast it is. No bytes are copied or written.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Setup:
     """A cache to replay a trace on.
 
     Attributes:
-        memory_blocks: blocks that host memory holds.
-        policy: of host memory.
-        disk_blocks: blocks that the disk holds; 0 for no disk.
-        admission: of the disk.
-        engine_blocks: blocks that the engine's own LRU cache holds; what that hits is no hit here.
+        memory_blocks: the number of blocks that host memory holds.
+        policy: name of host memory's eviction policy.
+        disk_blocks: the number of blocks that the disk holds; 0 for no disk.
+        admission: name of the disk's admission.
+        engine_blocks: the number of blocks that the engine's own LRU cache holds. Its hits do not
+            count here.
     """
 
     memory_blocks: int
@@ -46,15 +47,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a cache brought on a trace.
+    """The results of a cache on a trace.
 
     Attributes:
         setup: the cache.
-        hit_tokens: prompt tokens that were loaded, from host memory or disk.
-        disk_tokens: those of them that came from disk.
+        hit_tokens: prompt tokens that were loaded from host memory or disk.
+        disk_tokens: prompt tokens that were loaded from disk.
         hit_rate: `hit_tokens` as a share of all prompt tokens.
-        saved_seconds: of computing; None if the cost of computing is unknown.
-        written_blocks: written to disk.
+        saved_seconds: seconds of computing that hits saved; None if the cost is unknown.
+        written_blocks: the number of blocks written to disk.
     """
 
     setup: Setup
@@ -69,9 +70,9 @@ def replay(trace: Trace, setup: Setup, cost: PrefillCost | None = None) -> Outco
     """Replay all requests of `trace` on the cache that `setup` describes.
 
     Args:
-        trace: its blocks are looked up and stored; their tokens are not needed.
+        trace: the trace, whose blocks are looked up and stored.
         setup: the cache, which begins empty.
-        cost: of computing; None if unknown.
+        cost: cost of computing; None if unknown.
     """
     size = trace.block_tokens
     cache = _Cache(setup, size)
@@ -108,10 +109,10 @@ class _Prefix:
     """The blocks of a request.
 
     Attributes:
-        prompt: keys of its prompt's blocks.
-        chain: keys of these and of its answer's.
-        most: blocks of the prompt that a hit can save.
-        own: blocks that the engine has itself, from the first on.
+        prompt: keys of the prompt's blocks.
+        chain: keys of the blocks of prompt and answer.
+        most: the number of blocks of the prompt that a hit can save.
+        own: the number of blocks, from the first on, in the engine's own cache.
     """
 
     prompt: Sequence[bytes]
@@ -139,15 +140,15 @@ class _Cache:
     def run(
         self, prefix: _Prefix, context: RequestContext, request: TracedRequest
     ) -> tuple[int, int]:
-        """One request from lookup to end.
+        """Replay one request from lookup to end.
 
         Args:
-            prefix: its blocks.
-            context: for the policy, without the hit.
-            request: of the trace.
+            prefix: the blocks of the request.
+            context: what the policy knows of the request, without the hit.
+            request: the request in the trace.
 
         Returns:
-            Blocks that were loaded, and how many of them came from disk.
+            The number of blocks that were loaded, and how many of them came from disk.
         """
         index = self._index
         wanted = prefix.prompt[prefix.own : prefix.most]
@@ -166,8 +167,8 @@ class _Cache:
         return hits, hits - in_memory
 
     def _fetch(self, keys: Sequence[bytes]) -> int:
-        """Have the disk give what it has of a prefix; returns how many blocks of it are in memory
-        then, if it had to give any."""
+        """Fetch blocks of a prefix from disk. Returns how many blocks of the prefix are then in
+        memory; 0 if the disk had none to add."""
         if self._below is None:
             return 0
         fetch = self._below.fetcher.begin(keys, Priority.LOAD)

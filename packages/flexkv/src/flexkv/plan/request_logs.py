@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of requests with token ids, as vLLM and SGLang write them, among other lines.
+"""Reads requests with token ids from the logs of vLLM and SGLang, which also have other lines.
 
-vLLM logs ids with `--enable-log-requests` at level DEBUG, SGLang with `--log-requests
---log-requests-level 3`, as text or JSON. Other programs may write one JSON object a request, with
-`prompt_token_ids` and perhaps `output_token_ids`, `timestamp` in seconds, `request_id` and
+vLLM logs ids with `--enable-log-requests` at level DEBUG. SGLang logs them with `--log-requests
+--log-requests-level 3`, as text or JSON. Other programs may write one JSON object per request, with
+`prompt_token_ids` and optionally `output_token_ids`, `timestamp` in seconds, `request_id` and
 `session`.
 """
 
@@ -19,7 +19,7 @@ from flexkv.plan.trace import Trace
 
 VLLM, SGLANG, TOKENS = "vllm", "sglang", "tokens"
 _YEAR = 2000
-"""vLLM logs no year; this one has a 29 February."""
+"""The year of vLLM's log lines, which name none. This year has a 29 February."""
 _YEAR_SECONDS = 366 * 86400.0
 
 _VLLM_TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
@@ -32,7 +32,7 @@ _FINISHED = ("Finish: obj=GenerateReqInput(", '"event": "request.finished"')
 
 
 def form_of(line: str) -> str | None:
-    """The log that the line is from; None if it says nothing about a request."""
+    """The format of the log that has this line; None if the line is not about a request."""
     if _RECEIVED[0] in line or _FINISHED[0] in line:
         return SGLANG
     if line.startswith("{"):
@@ -45,10 +45,10 @@ def form_of(line: str) -> str | None:
 
 
 class Parser:
-    """Reads the lines of one log; lines about something else count for nothing.
+    """Reads the lines of one log. Ignores lines that are not about requests.
 
     Args:
-        form: of the log.
+        form: format of the log.
         block_tokens: tokens of a block.
     """
 
@@ -60,10 +60,10 @@ class Parser:
         self._streamed: set[str] = set()
 
     def add(self, line: str) -> None:
-        """Take in one line.
+        """Read one line.
 
         Raises:
-            LineError: it is about a request, and not what the format says.
+            LineError: the line is about a request and violates the format.
         """
         try:
             self._read(line)
@@ -73,7 +73,7 @@ class Parser:
             ) from None
 
     def trace(self, name: str) -> Trace:
-        """All lines so far."""
+        """Make a trace of all lines so far."""
         return self._requests.trace(name, self._form)
 
     def _vllm(self, line: str) -> None:
@@ -90,7 +90,7 @@ class Parser:
             )
         if ended is None or ids is None:
             return
-        # Of an answer that was streamed, all of it is logged once more at its end.
+        # At the end of a streamed answer, vLLM logs the whole answer again.
         if ended[2] and "delta" in ended[2]:
             self._streamed.add(ended[1])
         elif ended[1] in self._streamed:
@@ -170,10 +170,13 @@ class Parser:
 
 
 def _ids_behind(line: str, name: str, followed: tuple[str, ...] = ("",)) -> list[int] | None:
-    """The list of token ids behind the last `name`; None if there is none, or it was shortened.
+    """Parse the list of token ids behind the last `name` in a line.
 
-    A prompt's or an answer's text may hold the same words, but comes before the ids, or within
-    quotes. So one of `followed` must follow.
+    A prompt's or an answer's text may contain the same words, but comes before the ids or within
+    quotes. One of `followed` must therefore come behind the list.
+
+    Returns:
+        The ids; None if there is no such list, or the log has shortened it.
     """
     start = line.rfind(name)
     start += len(name)
@@ -190,7 +193,7 @@ def _ids_behind(line: str, name: str, followed: tuple[str, ...] = ("",)) -> list
 
 
 def _ids(value: object) -> list[int] | None:
-    """A list of token ids; None if it is none, or was shortened."""
+    """The list of token ids; None if `value` is none, or the log has shortened it."""
     if not isinstance(value, list) or any(type(each) is not int for each in value):
         return None
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a trace to the settings to use."""
+"""Chooses the settings to use for a trace."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from flexkv.plan.trace import Trace
 
 GIB = 1 << 30
 _SIZES = 12
-"""Rows of the table, beside the sizes that somebody names."""
+"""Rows of the table, in addition to the sizes that the user names."""
 _SMALLEST_SHARE = 64
-"""The smallest of them is a 64th of the largest."""
+"""The smallest of these sizes is a 64th of the largest."""
 
 _DISK_POINTS = 0.01
-"""A disk is worth its settings if it adds a point of hit rate."""
+"""A disk is advised if it adds one point of hit rate. Not tuned."""
 _DISK_SHARE = 0.99
-"""It is made as large as hits 99 % of what can be hit: the last percent often takes as much again.
-On the conversation trace of Mooncake 99 % take 0.74 of the blocks that 100 % take."""
+"""The advised disk gives 99 % of all possible hits, because the last percent often needs much more.
+On Mooncake's conversation trace, 99 % need 0.74 of the blocks that 100 % need."""
 
 _SAME_POLICY = 0.002
-"""Below 0.2 points the order of two policies may be chance: then the simpler one is named."""
+"""If two policies differ by at most 0.2 points, their order may be chance, and the simpler one is
+advised. Not tuned."""
 _SAME_ADMISSION = 0.01
-"""Of admissions within a point of the best, the one that writes least spares the drive."""
+"""Among the admissions within one point of the best, the one that writes least is advised. Not
+tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine has, in blocks; None for no limit."""
+    """The room of the machine, in blocks; None for no limit."""
 
     memory_blocks: int | None = None
     disk_blocks: int | None = None
@@ -40,17 +42,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a trace says.
+    """The advice for a trace.
 
     Attributes:
         points: the LRU curve at some sizes, the smallest first.
-        knee: the point beyond which more memory brings little.
-        most: all that can be hit.
-        memory_blocks: host memory to use.
-        disk_blocks: disk to use; 0 if none is worth it.
-        policies: each at `memory_blocks`, the best first.
-        admissions: each with the best policy, memory and disk, the most frugal first.
-        replayed: the requests that policies and admissions were replayed on.
+        knee: the point beyond which more memory adds few hits.
+        most: the smallest size with all possible hits.
+        memory_blocks: host memory to use, in blocks.
+        disk_blocks: disk to use, in blocks; 0 if no disk is advised.
+        policies: outcome of each policy at `memory_blocks`, the best first.
+        admissions: outcome of each admission with the best policy, memory and disk; the one that
+            writes least first.
+        replayed: the number of requests on which policies and admissions were replayed.
     """
 
     points: Sequence[Point]
@@ -64,7 +67,7 @@ class Sizing:
 
     @property
     def policy(self) -> str | None:
-        """The policy to use: the best, or LRU if it is as good."""
+        """The policy to use: the best, or LRU if it is about as good; None without memory."""
         if not self.policies:
             return None
         best = self.policies[0]
@@ -75,7 +78,7 @@ class Sizing:
 
     @property
     def admission(self) -> str | None:
-        """The admission to use."""
+        """The admission to use; None without a disk."""
         best = max((each.hit_rate for each in self.admissions), default=0.0)
         good = (each for each in self.admissions if best - each.hit_rate <= _SAME_ADMISSION)
         return next((each.setup.admission for each in good), None)
@@ -94,19 +97,19 @@ def size_up(
     most_replayed: int,
     progress: Callable[[str, float], None],
 ) -> Sizing:
-    """Read the curve, and replay policies and admissions at the sizes that it names.
+    """Choose sizes from the curve, then replay policies and admissions at these sizes.
 
     Args:
-        trace: with at least one complete block.
-        curve: of the trace.
-        cost: of computing; None if unknown.
-        limits: of the machine.
-        sizes: blocks of caches that somebody wants to know about.
-        engine_blocks: of the engine's own cache.
+        trace: a trace with at least one complete block.
+        curve: the curve of the trace.
+        cost: cost of computing; None if unknown.
+        limits: room of the machine.
+        sizes: further sizes for the table, in blocks.
+        engine_blocks: blocks of the engine's own cache.
         policies: names of policies to compare.
-        admissions: names of admissions to compare, if a disk is worth it.
-        most_replayed: replay the first requests with so many complete blocks.
-        progress: told what is done next, and the share that is done.
+        admissions: names of admissions to compare, if a disk is advised.
+        most_replayed: the most complete blocks of the requests that are replayed.
+        progress: called with the name of the next policy or admission, and the finished share.
     """
     knee, most = curve.at(curve.knee), curve.at(curve.useful_blocks)
     memory = _within(knee.blocks, limits.memory_blocks)
@@ -138,7 +141,8 @@ def size_up(
 
 
 def first_blocks(trace: Trace, most: int) -> Trace:
-    """The first requests of a trace, which have up to so many complete blocks together."""
+    """The first requests of a trace, which together have at most `most` complete blocks. At least
+    one request stays."""
     sums = accumulate(len(request.blocks) + len(request.answer) for request in trace.requests)
     count = sum(1 for each in sums if each <= most)
     if count == len(trace.requests):
@@ -151,7 +155,7 @@ def _within(blocks: int, limit: int | None) -> int:
 
 
 def _disk(curve: LRUCurve, memory: int, most: Point, limits: Limits) -> int:
-    """Blocks of a disk that is worth it; 0 if none is."""
+    """Blocks of the advised disk; 0 if no disk is advised."""
     blocks = _within(curve.smallest_with(_DISK_SHARE), limits.disk_blocks)
     gain = curve.at(blocks).hit_rate - curve.at(memory).hit_rate
     return blocks if gain >= _DISK_POINTS else 0

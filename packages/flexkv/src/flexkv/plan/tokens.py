@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose token ids are known, as blocks."""
+"""Turns requests with known token ids into blocks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from dataclasses import dataclass, field
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 _NAME_BYTES = 8
-"""Of a block of tokens behind a given block: with a million of them, two differ by all but one
-chance in 10^7."""
+"""Bytes of a block's name. Among a million blocks that follow the same block, the chance that two
+share a name is below 10^-7."""
 
 LEAST_TOKEN, MOST_TOKEN = 0, (1 << 31) - 1
 
 
 @dataclass(slots=True)
 class _Request:
-    """Attributes:
-    seconds: when it came.
-    prompt_tokens: of its prompt.
-    tokens: of its prompt and its answer so far, that fill no block yet.
-    names: of its complete blocks.
-    output_tokens: of its answer.
-    session: of its conversation.
+    """A request and its answer so far.
+
+    Attributes:
+        seconds: time of its arrival, in seconds.
+        prompt_tokens: tokens of its prompt.
+        tokens: the last tokens of prompt and answer, which do not fill a block yet.
+        session: name of its conversation.
+        names: names of its complete blocks.
+        output_tokens: tokens of its answer.
     """
 
     seconds: float
@@ -37,10 +39,14 @@ class _Request:
 
 
 class TokenRequests:
-    """Collects requests and their answers. Of their tokens only digests of blocks are kept.
+    """Collects requests and their answers. Keeps digests of their blocks, and no complete block's
+    tokens.
 
     Args:
         block_tokens: tokens of a block.
+
+    Attributes:
+        skipped: the number of requests without token ids, counted by the caller.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -55,10 +61,16 @@ class TokenRequests:
     def add(
         self, request_id: str, seconds: float, prompt: Sequence[int], session: str = ""
     ) -> None:
-        """A request came with a prompt of at least one token, each from 0 to 2^31 - 1.
+        """Add a request.
+
+        Args:
+            request_id: id of the request; empty if its answer is unknown.
+            seconds: time of its arrival, in seconds.
+            prompt: ids of at least one token, each from 0 to 2^31 - 1.
+            session: name of its conversation; empty if unknown.
 
         Raises:
-            OverflowError: a token is not.
+            OverflowError: a token id is out of range.
         """
         request = _Request(seconds, len(prompt), array("i"), session)
         self._extend(request, prompt)
@@ -67,8 +79,7 @@ class TokenRequests:
             self._by_id[request_id] = request
 
     def answer(self, request_id: str, tokens: Sequence[int]) -> None:
-        """These tokens, or more of them, are the answer of a request; if it is unknown, nothing
-        happens.
+        """Append tokens to the answer of a request. Does nothing if the request is unknown.
 
         Raises:
             OverflowError: see `add`.
@@ -79,7 +90,7 @@ class TokenRequests:
             self._extend(request, tokens)
 
     def trace(self, name: str, form: str) -> Trace:
-        """All requests so far, in the order in which they came."""
+        """Make a trace of all requests so far, in the order of their arrival."""
         prefixes, requests = Prefixes(), []
         for each in sorted(self._requests, key=lambda request: request.seconds):
             # The engine does not compute the last token of an answer.

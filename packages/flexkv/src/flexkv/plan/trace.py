@@ -14,13 +14,13 @@ class TracedRequest:
     """One request of a trace.
 
     Attributes:
-        seconds: when it came, counted from the first request.
+        seconds: time of its arrival, in seconds.
         blocks: numbers of the prompt's complete blocks, first block first.
-        answer: numbers of the complete blocks behind them, which the answer filled; empty if the
-            trace does not say.
-        prompt_tokens: of its prompt.
-        output_tokens: of its answer.
-        session: of its conversation; empty if the trace does not say.
+        answer: numbers of the complete blocks behind them, which the answer filled; empty if
+            unknown.
+        prompt_tokens: tokens of its prompt.
+        output_tokens: tokens of its answer.
+        session: name of its conversation; empty if unknown.
     """
 
     seconds: float
@@ -33,18 +33,18 @@ class TracedRequest:
 
 @dataclass(slots=True)
 class Trace:
-    """The requests of a trace, in the order in which they came.
+    """The requests of a trace, in the order of their arrival.
 
     Attributes:
-        name: of the file.
-        form: of the file, as in `--format`.
+        name: name of the file.
+        form: format of the file, as in `--format`.
         block_tokens: tokens of a block.
-        requests: in order.
-        distinct_blocks: blocks that differ.
-        block_bytes: of a block over all ranks; None if the trace does not say.
-        prefill: seconds to compute a token, and a pair of tokens, as measured where the trace was
-            recorded; None if the trace does not say.
-        skipped: requests without token ids or keys, which are left out.
+        requests: the requests, in order.
+        distinct_blocks: the number of different blocks.
+        block_bytes: bytes of a block over all ranks; None if unknown.
+        prefill: seconds to compute a token and a pair of tokens, measured by the recording engine;
+            None if unknown.
+        skipped: the number of requests without token ids or keys, which are left out.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return self.requests[-1].seconds - self.requests[0].seconds if self.requests else 0.0
 
     @property
@@ -67,7 +67,7 @@ class Trace:
 
     @property
     def blocks(self) -> int:
-        """Complete blocks of all prompts."""
+        """The number of complete blocks of all prompts."""
         return sum(len(request.blocks) for request in self.requests)
 
 
@@ -75,8 +75,8 @@ class Trace:
 class Prefixes:
     """Numbers blocks so that equal numbers mean equal prefixes.
 
-    Two blocks have one number if they have the same name behind the same block. So names need to
-    differ only among blocks that follow the same prefix.
+    Two blocks have the same number if they have the same name behind the same block. Names need
+    therefore differ only among blocks behind the same prefix.
     """
 
     _numbers: dict[tuple[int, Hashable], int] = field(default_factory=dict)
@@ -85,10 +85,10 @@ class Prefixes:
         return len(self._numbers)
 
     def follow(self, names: Iterable[Hashable], after: int = NO_BLOCK) -> list[int]:
-        """Numbers of the blocks of these names, each behind the one before it.
+        """The numbers of consecutive blocks with these names.
 
         Args:
-            names: first block first.
+            names: names of the blocks, first block first.
             after: number of the block before the first; `NO_BLOCK` if there is none.
         """
         numbers = self._numbers
