@@ -103,11 +103,12 @@ def kill_group(group: int) -> list[int]:
     All are stopped before the first is killed. Otherwise a process that notices the death of
     another could end in order, which no process does in a crash.
     """
-    killed: list[int] = []
+    killed: set[int] = set()
+    # A process may take a while to end, and is killed once more then.
     while stopped := _stop_group(group):
-        killed += [pid for pid in stopped if _signal(pid, signal.SIGKILL)]
+        killed.update(pid for pid in stopped if _signal(pid, signal.SIGKILL))
         time.sleep(0.05)
-    return killed
+    return sorted(killed)
 
 
 def _stop_group(group: int) -> list[int]:
