@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of values by size, for metrics of which the average says too little."""
+"""Histograms, for metrics whose average says too little."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""For latencies: from less than a step of an engine to longer than any tier may take. Not tuned."""
+"""Bounds for latencies, in seconds: from less than a step of an engine to more than any tier may
+take. Not tuned."""
 
 BLOCKS_BOUNDS = tuple(float(1 << power) for power in range(13))
-"""For numbers of blocks: up to 4096, a prompt of 65,536 tokens in blocks of 16."""
+"""Bounds for numbers of blocks: up to 4096, a prompt of 65,536 tokens in blocks of 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Values of one range that came since the last look.
+    """The values of one range since the last `take`.
 
     Attributes:
-        place: of the range: index of its upper bound, or the number of bounds for what lies beyond.
-        count: how many values.
-        total: their sum.
+        place: index of the range's upper bound; the number of bounds for the range beyond the last.
+        count: the number of values.
+        total: the sum of the values.
     """
 
     place: int
@@ -31,10 +32,10 @@ class Bucket:
 
 
 class Histogram:
-    """New values by range. Adding one costs a binary search, and memory does not grow.
+    """Counts values by range. Adding a value costs a binary search; memory does not grow.
 
     Args:
-        bounds: upper bounds of the ranges, ascending; each belongs to the range below it.
+        bounds: upper bounds of the ranges, ascending. A bound belongs to the range below it.
     """
 
     __slots__ = ("_bounds", "_counts", "_totals")
@@ -51,7 +52,7 @@ class Histogram:
         self._totals[place] = self._totals.get(place, 0.0) + value
 
     def take(self) -> list[Bucket]:
-        """Ranges that got values since the last call."""
+        """Take the ranges that got values since the last call."""
         if not self._counts:
             return []
         counts, self._counts = self._counts, {}
@@ -60,8 +61,15 @@ class Histogram:
 
 
 def representative(bounds: Sequence[float], place: int, count: int, total: float) -> float:
-    """The value that stands for `count` values of one range with this sum: their mean, which lies
-    in the same range whatever rounding does. So buckets and sum stay right."""
+    """The mean of `count` values of one range, moved into the range if rounding has left it. If a
+    histogram observes it `count` times, buckets and sum are right.
+
+    Args:
+        bounds: upper bounds of the ranges, ascending.
+        place: see `Bucket`.
+        count: the number of values, at least 1.
+        total: the sum of the values.
+    """
     low = bounds[place - 1] if place else -math.inf
     high = bounds[place] if place < len(bounds) else math.inf
     return min(high, max(math.nextafter(low, math.inf), total / count))

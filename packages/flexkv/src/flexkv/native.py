@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native parts of FlexKV. They lie above the core, which therefore finds them by name."""
+"""Imports FlexKV's native modules. They depend on the core, so the core imports them by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from flexkv.errors import ConfigError
 
 
 def kernels(name: str) -> ModuleType:
-    """The module of this name in the package `flexkv_kernels`.
+    """Import a module of the package `flexkv_kernels`.
+
+    Args:
+        name: name of the module.
 
     Raises:
-        ConfigError: the package is not installed, or does not fit.
+        ConfigError: the package is not installed, or cannot be imported.
     """
     try:
         return import_module(f"flexkv_kernels.{name}")

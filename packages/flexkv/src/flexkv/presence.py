@@ -7,14 +7,14 @@ import enum
 
 
 class Presence(enum.Enum):
-    """Where the block of a key can be had from now."""
+    """Where a cache has the block of a key now."""
 
     HOST = "host"
-    """It can be loaded."""
+    """In host memory: it can be loaded."""
     BELOW = "below"
-    """A lower tier has it: it can be fetched."""
+    """In a lower tier: it can be fetched."""
     UNKNOWN = "unknown"
-    """A lower tier has to be asked: `KVCache.ask` does, and so does a fetch."""
+    """Perhaps in a lower tier that needs a query. `KVCache.ask` and a fetch make the query."""
     ABSENT = "absent"
 
 
@@ -26,9 +26,9 @@ _BELOW: dict[bool | None, Presence] = {
 
 
 def presence_below(has: bool | None) -> Presence:
-    """Where the block of a key is that host memory does not have.
+    """The presence of a block that host memory does not have.
 
     Args:
-        has: whether a lower tier has the block; None if one has to be asked.
+        has: whether a lower tier has the block; None if a tier needs a query to know.
     """
     return _BELOW[has]

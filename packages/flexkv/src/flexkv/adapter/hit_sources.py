@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiers a hit came from."""
+"""Finds the tiers that gave the blocks of a hit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
 
 Awaited = dict[bytes, Fetch]
-"""The fetch that was to bring each block that host memory did not have, by the block's key."""
+"""For each block that host memory did not have, by key, the fetch that brings it."""
 
 
 def fetched_blocks(awaited: Mapping[bytes, Fetch], keys: Sequence[bytes]) -> Counter[Medium]:
-    """How many of the blocks of `keys` came from each lower tier, or are on their way."""
+    """How many of the blocks of `keys` each lower tier gave or is about to give."""
     if not awaited:
         return Counter()
     media = (awaited[key].medium_of(key) for key in keys if key in awaited)
@@ -27,7 +27,8 @@ def slowest(fetched: Mapping[Medium, int]) -> Medium:
 
 
 def limited(fetched: Mapping[Medium, int], tokens: int) -> dict[Medium, int]:
-    """At most `tokens` of the tokens that came from lower tiers; the slowest keep theirs."""
+    """Limit the tokens that came from lower tiers to `tokens` in all. The slowest tiers keep theirs
+    first."""
     kept: dict[Medium, int] = {}
     for medium in reversed(Medium):
         count = min(fetched.get(medium, 0), tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of an engine with FlexKV: their names, labels and texts, and how counts add up."""
+"""The metrics of an engine with FlexKV: names, labels and texts, and the sums of their samples."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from flexkv.mover import WAYS
 from flexkv.tiers.circuit import CircuitState
 
 Samples = dict[str, float]
-"""Values by `sample` name: of a counter its growth since the last report, of a gauge its value."""
+"""Values by name of the sample. A counter has its growth since the last report, a gauge its last
+value."""
 
 
 class Kind(enum.Enum):
     COUNTER = "counter"
-    """Only grows."""
+    """A value that only grows."""
     GAUGE = "gauge"
-    """The last value counts."""
+    """A last value."""
     HISTOGRAM = "histogram"
-    """Values by size. Each range has two samples that only grow: how many values, and their sum."""
+    """Values by size. Each range has two samples that only grow: the number of values, and their
+    sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,12 @@ class Metric:
     """A metric and all label values that it can have.
 
     Attributes:
-        name: without the prefix of the engine and `flexkv_`.
+        name: name without the prefix of the engine and `flexkv_`.
         kind: see `Kind`.
-        text: the help text at `/metrics`; gives the unit.
-        labels: label name to its values, beside the engine's own labels; all combinations, or
-            those of `only`.
-        only: the combinations that exist, if not all.
-        bounds: of a histogram's ranges; see `flexkv.histogram`.
+        text: help text at `/metrics`; gives the unit.
+        labels: names of labels and their values, in addition to the engine's own labels.
+        only: the combinations of values that exist; all if empty.
+        bounds: bounds of a histogram's ranges; see `flexkv.histogram`.
     """
 
     name: str
@@ -65,7 +66,7 @@ def sample(name: str, *labels: str) -> str:
 
 @functools.cache
 def bucket(name: str, place: int, *labels: str) -> tuple[str, str]:
-    """The names of a histogram's samples for one range: how many values, and their sum."""
+    """The names of a histogram's samples for one range: the number of values, and their sum."""
     return sample(name, *labels, str(place)), sample(name, *labels, str(place), "sum")
 
 

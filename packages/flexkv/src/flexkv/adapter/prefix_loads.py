@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's prefix from the moment that the request is queued until its load has ended."""
+"""Follows a request's prefix from the time that the request is queued to the end of its load."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flexkv.transfer.copies import Transfer
 
 
 class PrefixLoads:
-    """Finds what can be loaded, has it fetched, and orders loads.
+    """Finds the prefixes that can be loaded, starts fetches, and orders loads.
 
     Args:
-        engine: the engine's cache.
-        chooser: says what is worth loading, and how.
-        figures: count what requests asked for and got.
+        engine: the engine's cache; borrowed.
+        chooser: decides which hits are loaded, and how.
+        figures: counts the queries and hits of requests.
         load_ahead: see `Fetches`.
     """
 
@@ -45,20 +45,29 @@ class PrefixLoads:
         self._running = 0
 
     def bind_pool(self, pool: EnginePool) -> None:
-        """The engine's own prefix cache."""
+        """Set the engine's own prefix cache; borrowed."""
         self._matcher.bind_pool(pool)
         self._loads.bind_pool(pool)
 
     def prefetch(self, tracked: TrackedRequest) -> None:
-        """The request is in the queue: what only lower tiers have can come meanwhile."""
+        """Start a fetch for a queued request, so that blocks of lower tiers arrive meanwhile."""
         self._matcher.prefetch(tracked)
 
     def match(
         self, tracked: TrackedRequest, local_tokens: int, others: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond `local_tokens` can be loaded, and whether that is done before the
-        request is computed on. None while a lower tier reads. The engine may ask any number of
-        times before it acts. `others`: other requests that the engine has."""
+        """Find the tokens of a request that can be loaded. The engine may call this any number of
+        times before it acts.
+
+        Args:
+            tracked: the request.
+            local_tokens: tokens in the engine's own cache.
+            others: the number of other requests that the engine has.
+
+        Returns:
+            How many tokens beyond `local_tokens` can be loaded; None while a lower tier reads. And
+            whether the load ends before the engine computes the request.
+        """
         request = tracked.request
         tracked.match = None
         if self._loads.shares_half_loaded(request, local_tokens):
@@ -71,8 +80,8 @@ class PrefixLoads:
             return None, False
         tokens, match = found
         if tokens and self._fits_this_step(tracked, tokens):
-            # The engine wants to compute a token of the step at least. The block that this one is
-            # in is loaded all the same: it holds the same.
+            # The engine must compute at least one token in the step. The block of this token is
+            # loaded all the same, because it holds the same bytes.
             tokens = min(tokens, request.num_tokens - 1 - match.local_tokens)
             match = dataclasses.replace(match, layerwise=True)
         tracked.match = match
@@ -81,8 +90,13 @@ class PrefixLoads:
         return tokens, tokens > 0 and not match.layerwise
 
     def begin(self, tracked: TrackedRequest, tokens: int, orders: StepOrders) -> None:
-        """The engine gave the request its blocks, and acts upon `match`: `tokens` tokens are to be
-        loaded."""
+        """Begin the load of a request, once the engine has allocated its blocks.
+
+        Args:
+            tracked: the request, after `match`.
+            tokens: tokens to load, as `match` returned them.
+            orders: the orders of the step; changed.
+        """
         request, match = tracked.request, tracked.match
         if match is not None:
             tracked.begin_load(match, tokens)
@@ -114,14 +128,13 @@ class PrefixLoads:
     def refuse(
         self, tracked: TrackedRequest, table: Sequence[int], tokens: int, orders: StepOrders
     ) -> None:
-        """In place of `begin`, which failed: the engine is told that the load of `tokens` tokens
-        failed.
+        """Report the load of a request as failed, because `begin` has raised.
 
         Args:
             tracked: the request.
-            table: its blocks of the first group.
-            tokens: that `match` promised.
-            orders: of the step.
+            table: its engine blocks of the first group.
+            tokens: tokens that `match` returned.
+            orders: the orders of the step; changed.
         """
         match = tracked.match or Match(0)
         size = self._groups.members[0].engine_block_tokens
@@ -132,11 +145,11 @@ class PrefixLoads:
         )
 
     def loaded(self, tracked: TrackedRequest) -> None:
-        """The engine has seen the request's load end."""
+        """End the fetch of a request, because the engine has seen its load end."""
         self._fetches.end(tracked)
 
     def used(self, tracked: TrackedRequest, tokens: int) -> None:
-        """The request has ended with so many tokens."""
+        """Count the use of an ended request's prefix, which has `tokens` tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
         request = tracked.request
         output = request.num_tokens - request.num_prompt_tokens
@@ -154,11 +167,11 @@ class PrefixLoads:
         self._loads.fail_rest(tracked, orders)
 
     def continue_all(self, orders: StepOrders) -> None:
-        """Order what has come of loads that were not ordered whole."""
+        """Order further parts of loads, for the blocks that have arrived meanwhile."""
         self._loads.continue_all(orders)
 
     def step_is_complete(self) -> None:
-        """The engine has decided what the step computes: the next one begins when it has ended."""
+        """Record that the engine has scheduled the step. The next step begins after its end."""
         self._loads.step_is_complete()
 
     def step_begins(
@@ -168,13 +181,16 @@ class PrefixLoads:
         guesses: int,
         requests: Mapping[str, TrackedRequest],
     ) -> int:
-        """A step is given out. Returns the number that its report bears, or 0 if none is wanted.
+        """Record a step that the engine sends to its workers.
 
         Args:
-            scheduled: tokens that it computes, by request.
-            computed: all these tokens.
-            guesses: those of them that speculative decoding guessed.
-            requests: all that are tracked.
+            scheduled: tokens that the step computes, by request.
+            computed: the sum of these tokens.
+            guesses: how many of them speculative decoding guessed.
+            requests: all tracked requests, by id.
+
+        Returns:
+            The number of the step's report; 0 if no report is wanted.
         """
         self._running = len(scheduled)
         spans = []
@@ -188,22 +204,22 @@ class PrefixLoads:
         return self._chooser.step_begins(spans)
 
     def step_ended(self, report: StepReport | None) -> None:
-        """A step is over. The workers may have something to report of it."""
+        """Record the end of a step, with the workers' report if there is one."""
         self._chooser.step_ended(0 if report is None else report.number)
         if report is not None:
             self._chooser.loaded(report.load_rate)
 
     def ended(self, transfer: Transfer) -> None:
-        """A transfer has ended, of a load perhaps."""
+        """Record the end of a transfer, which may be a load's."""
         self._loads.ended(transfer)
 
     def _fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Whether so many tokens are loaded beside the forward of this step."""
+        """Whether `tokens` tokens are loaded beside the forward pass of this step."""
         if self._fetches.is_waiting(tracked):
             return False
         blocks = self._blocks(tokens)
         return self._chooser.is_layerwise(blocks, self._running, tracked.options.load_mode)
 
     def _blocks(self, tokens: int) -> int:
-        """How many blocks of the first group hold so many tokens."""
+        """How many blocks of the first group hold `tokens` tokens."""
         return -(-tokens // self._groups.members[0].block_tokens)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the engine's steps end in its stream, so that a load need not follow the steps that come
-later."""
+"""Marks the ends of the engine's steps in its stream, so that a load need not wait for later
+steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepMarks:
     """The marks behind the last steps of one rank. Single-threaded.
 
     Args:
-        copies: of the rank.
+        copies: copies of the rank; borrowed.
         work_so_far: see `WorkerSide`.
         edge: catches errors of single marks.
     """
@@ -28,8 +28,8 @@ class StepMarks:
         self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
 
     def step_ended(self, step: int) -> None:
-        """The engine has given its device all work of this step and of earlier ones. Where it
-        computes at the call, as on CPUs, no mark is needed."""
+        """Mark the end of a step, once the engine has queued all of its work on the device. On
+        CPUs, the engine has computed the step by then, and no mark is needed."""
         with self._edge.guard("marking a step", "loads wait for all work of the engine"):
             stream = self._work_so_far()
             if stream:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ARC: blocks that were used once and blocks that were used again share the tier as they earn it.
+"""ARC: blocks that were used once and blocks that were used again share the tier adaptively.
 
 Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache. FAST 2003.
 """
@@ -14,13 +14,13 @@ from flexkv.eviction.base import EvictionPolicy, RequestContext
 
 @dataclass(slots=True, eq=False)
 class _List:
-    """Least recently used first.
+    """A list of blocks, the least recently used first.
 
     Attributes:
-        order: its blocks, but for those aside: a block that is held when its turn comes stands
-            aside, and is first again once it is released.
-        blocks: how many it has, those aside included.
-        ghosts: keys of those that left the tier from here.
+        order: the blocks in order. A block that is held when its turn comes is taken out, and
+            becomes the first again when it is released.
+        blocks: the number of its blocks, those that are taken out included.
+        ghosts: keys of blocks that were evicted from this list.
     """
 
     order: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -29,10 +29,11 @@ class _List:
 
 
 class ARCPolicy(EvictionPolicy):
-    """Two lists and a memory of keys. See `EvictionPolicy`.
+    """Two lists of blocks and the keys of evicted ones. See `EvictionPolicy`.
 
-    New blocks enter the list of blocks that were used once; a hit moves them to the other. A block
-    that comes again soon after it left shows which list was too short, and lengthens it.
+    New blocks enter the list of blocks that were used once. A hit moves a block to the list of
+    blocks that were used again. If a block returns soon after its eviction, the list that it was
+    evicted from was too short and becomes longer.
     """
 
     def __init__(self) -> None:
@@ -43,8 +44,8 @@ class ARCPolicy(EvictionPolicy):
         self._again = _List()
         self._list: dict[bytes, _List] = {}
         self._held: set[bytes] = set()
-        self._capacity = 0  # the most blocks that there were at once
-        self._goal = 0.0  # blocks of `_once`
+        self._capacity = 0  # the most blocks of the tier so far
+        self._goal = 0.0  # the wanted number of blocks in `_once`
 
     def inserted(self, key: bytes, after: bytes | None) -> None:
         once, again = self._once, self._again

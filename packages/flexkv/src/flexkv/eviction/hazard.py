@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's own policy, which lies in the kernels: in Python it would cost more than it may."""
+"""FlexKV's own policy `hazard`. The kernels implement it, because Python would be too slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexkv.native import kernels
 
 
 def hazard_policy(slots: int) -> EvictionPolicy:
-    """The policy `hazard` for a tier of so many blocks.
+    """Make the policy `hazard` for a tier of `slots` blocks.
 
     Raises:
         ConfigError: the kernels are not installed, or the tier has too many blocks.

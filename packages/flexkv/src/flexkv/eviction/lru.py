@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least recently used first."""
+"""LRU: evicts the least recently used block."""
 
 from __future__ import annotations
 
 
 class LRUPolicy:
-    """Evicts the block whose last use is longest ago.
-
-    The index knows the order of uses, so it asks nobody: this is no `EvictionPolicy`, but stands
-    where one may stand.
-    """
+    """Selects LRU for an index. It is no `EvictionPolicy` and has no methods, because an index
+    knows the order of uses itself."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3-FIFO: a block that no second request finds leaves before blocks that many requests find.
+"""S3-FIFO: evicts a block that no second request finds before blocks that many requests find.
 
 Yang, Zhang, Qiu, Yue, Rashmi: FIFO Queues are All You Need for Cache Eviction. SOSP 2023.
 """
@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from flexkv.eviction.base import EvictionPolicy, RequestContext
 
 _SMALL_SHARE = 10
-"""The small queue has a tenth of the blocks; the ghosts are as many as the main queue has then."""
+"""The small queue has a tenth of the blocks, as in the paper. There are at most as many ghosts as
+blocks in the main queue then."""
 
 _MOST_HITS = 3
 """Hits are counted up to this number, as in the paper."""
 
 _PROMOTING_HITS = 2
-"""A block with so many hits goes from the small queue to the main queue."""
+"""Hits with which a block moves from the small queue to the main queue."""
 
 
 class _Queue:
-    """First in, first out.
+    """A queue of blocks, first in, first out.
 
     Attributes:
-        order: the blocks in their order, the next one to leave first. A block that is held when its
-            turn comes stands aside, and is first again once it is released.
-        blocks: of this queue, those aside included.
+        order: the blocks in order, the next to leave first. A block that is held when its turn
+            comes is taken out, and becomes the first again when it is released.
+        blocks: the number of its blocks, those that are taken out included.
     """
 
     __slots__ = ("blocks", "order")
@@ -39,13 +40,13 @@ class _Queue:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """What is remembered of a block.
+    """The state of a block.
 
     Attributes:
-        queue: that it belongs to.
-        hits: since it came into its queue, less one for each round in the main queue.
-        held: whether it is no victim.
-        aside: whether its turn came while it was held.
+        queue: the queue of the block.
+        hits: hits since it entered the queue, less one for each round in the main queue.
+        held: whether the block must not be evicted.
+        aside: whether the block was taken out of the queue's order, because it was held.
     """
 
     queue: _Queue
@@ -55,21 +56,22 @@ class _Block:
 
 
 class S3FIFOPolicy(EvictionPolicy):
-    """Two queues and a memory of keys. See `EvictionPolicy`.
+    """Two queues of blocks and the keys of evicted ones. See `EvictionPolicy`.
 
-    New blocks enter the small queue. At its end, those that were hit twice go to the main queue and
-    the others leave the tier; their keys are kept as ghosts. A block whose key is a ghost enters
-    the main queue. At its end, a block that was hit goes around again, with one hit less.
+    New blocks enter the small queue. At its end, blocks with two hits move to the main queue. The
+    others are evicted, and their keys are kept as ghosts. A block whose key is a ghost enters the
+    main queue. At the end of the main queue, a block with hits returns to its start with one hit
+    less.
 
-    A scan therefore passes through the small queue alone. Each step of `victim` is paid for by a
-    hit, an insertion or a release, so a call takes amortised O(1). A block takes up to 650 bytes,
-    key and ghosts included.
+    A scan therefore passes through the small queue only. Each step of `victim` uses up a hit, an
+    insertion or a release, so a call takes amortised O(1). A block takes up to 650 bytes, key and
+    ghosts included.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, _Block] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self._capacity = 0  # the most blocks that there were at once
+        self._capacity = 0  # the most blocks of the tier so far
         self._small = _Queue()
         self._main = _Queue()
 
@@ -129,7 +131,7 @@ class S3FIFOPolicy(EvictionPolicy):
         self._main = _Queue()
 
     def _next_queue(self) -> _Queue | None:
-        """The queue that gives the next victim; None if all blocks stand aside."""
+        """The queue of the next victim; None if the order of both queues is empty."""
         small, main = self._small, self._main
         if small.order and (small.blocks * _SMALL_SHARE >= self._capacity or not main.order):
             return small
