@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's page hashes, which are FlexKV's keys, tell tenants, adapters and images apart."""
+
+from __future__ import annotations
+
+from array import array
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+TEXT = list(range(48))
+# SGLang puts numbers of 62 bits of an image's digest in the place of its tokens.
+IMAGE = [1_000_000 + (1 << 40)] * 16
+
+
+def hashes(tokens: list[int], **request: str) -> list[str]:
+    made = Req("rid", "", array("q", tokens), SamplingParams(), **request)
+    key = RadixKey(made.origin_input_ids, extra_key=made.extra_key, cache_salt=made.cache_salt)
+    found: list[str] = get_storage_hash_str(key, None, page_size=16)
+    return found
+
+
+def test_no_page_of_one_is_a_page_of_another() -> None:
+    found = {
+        "text": hashes(TEXT),
+        "extra_key A": hashes(TEXT, extra_key="A"),
+        "extra_key B": hashes(TEXT, extra_key="B"),
+        "cache_salt A": hashes(TEXT, cache_salt="A"),
+        "cache_salt B": hashes(TEXT, cache_salt="B"),
+        "both": hashes(TEXT, extra_key="A", cache_salt="A"),
+        "adapter 1": hashes(TEXT, lora_id="1" * 32),
+        "adapter 2": hashes(TEXT, lora_id="2" * 32),
+        "adapter of a tenant": hashes(TEXT, lora_id="1" * 32, extra_key="A"),
+        "image": hashes(IMAGE + TEXT),
+        "other image": hashes([number + (1 << 50) for number in IMAGE] + TEXT),
+        "another first token": hashes([99, *TEXT[1:]]),
+    }
+    pages = [page for each in found.values() for page in each]
+    assert len(pages) == 10 * 3 + 2 * 4
+    assert len(pages) == len(set(pages))
+    assert all(len(bytes.fromhex(page)) == 32 for page in pages)
