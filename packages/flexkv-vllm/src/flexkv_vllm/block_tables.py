@@ -13,7 +13,7 @@ from flexkv.adapter.groups import Groups
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.storing import Stores
-from flexkv_vllm.compat.core import offered_states, zeroed_blocks
+from flexkv_vllm.compat.core import given_blocks, offered_states, zeroed_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -76,10 +76,9 @@ class BlockTables:
             self._has(new.req_id, new.block_ids)
         written: list[int] = []
         cached = output.scheduled_cached_reqs
-        for place, new_blocks in enumerate(cached.new_block_ids):
-            if new_blocks is None:
-                continue
-            request_id = cached.req_ids[place]
+        for place in given_blocks(cached):
+            request_id, new_blocks = cached.req_ids[place], cached.new_block_ids[place]
+            assert new_blocks is not None
             if request_id in cached.resumed_req_ids:
                 self.fence(new_blocks, cached.num_computed_tokens[place], orders)
                 self._has(request_id, new_blocks)

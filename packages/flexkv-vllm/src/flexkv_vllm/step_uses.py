@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from flexkv.adapter.block_uses import BlockUses
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.orders import EVERYTHING, StepOrders
-from flexkv_vllm.compat.core import blocks_beside_requests, knows_used_blocks
+from flexkv_vllm.compat.core import (
+    blocks_beside_requests,
+    given_blocks,
+    knows_used_blocks,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,11 +49,12 @@ class StepUses:
             (blocks,) = new.block_ids
             uses.give(new.req_id, blocks)
         cached = output.scheduled_cached_reqs
-        for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if tables is not None:
-                (blocks,) = tables
-                give = uses.give if request_id in cached.resumed_req_ids else uses.add
-                give(request_id, blocks)
+        for place in given_blocks(cached):
+            request_id, tables = cached.req_ids[place], cached.new_block_ids[place]
+            assert tables is not None
+            (blocks,) = tables
+            give = uses.give if request_id in cached.resumed_req_ids else uses.add
+            give(request_id, blocks)
         uses.check(output.num_scheduled_tokens.keys())
 
     def lose(self, orders: StepOrders) -> None:

@@ -8,9 +8,10 @@ feature and not at the version.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -24,6 +25,9 @@ from flexkv.adapter.releases import Age
 from flexkv.changes import Medium
 from flexkv_vllm.compat.features import missing_features
 from flexkv_vllm.compat.versions import CONNECTOR
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import CachedRequestData
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -178,8 +182,16 @@ def knows_used_blocks() -> bool:
 def blocks_beside_requests(output: SchedulerOutput) -> list[int]:
     """Blocks that a step uses before its forward pass: zeroed ones, and those that vLLM copies to
     others (from 0.31 on) or that hold copies."""
-    copies = getattr(output, "kv_cache_block_copies", None) or ()
-    return [*(zeroed_blocks(output) or ()), *(block for copy in copies for block in copy)]
+    used = list(zeroed_blocks(output) or ())
+    for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        used += copy
+    return used
+
+
+def given_blocks(cached: CachedRequestData) -> Iterator[int]:
+    """The places of those running requests that a step gives blocks."""
+    given = cached.new_block_ids  # None for most requests of a batch that decodes
+    return itertools.compress(range(len(given)), given)
 
 
 def transfer_results(

@@ -34,8 +34,9 @@ class BlockUses:
 
     def begin_step(self, ended: Iterable[str]) -> None:
         """Begin the next step. The requests `ended` lose their blocks; they may get others."""
-        self._last.update(dict.fromkeys(self._touched, self.step))
-        self._touched.clear()
+        if self._touched:
+            self._last.update(dict.fromkeys(self._touched, self.step))
+            self._touched.clear()
         self.step += 1
         for request_id in ended:
             self._release(request_id)

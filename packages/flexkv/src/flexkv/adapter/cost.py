@@ -78,6 +78,8 @@ class PrefillPace:
 
     def observe(self, spans: Sequence[Span], seconds: float) -> None:
         """A step that computed `spans`, and little else, took so long."""
+        if not spans:
+            return
         tokens = sum(span.tokens for span in spans)
         if tokens <= 0 or seconds <= 0:
             return

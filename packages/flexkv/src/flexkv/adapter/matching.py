@@ -76,7 +76,7 @@ class Matcher:
             return self._match_plain(tracked, local_tokens, limit, others)
         return self._match_groups(tracked, local_tokens, limit, others)
 
-    def blocks_of(self, tracked: TrackedRequest, tokens: int) -> list[bytes]:
+    def blocks_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
         return flat(self._needed(tracked, 0, tokens))
 
@@ -217,8 +217,10 @@ class Matcher:
         if member is None:
             return 0
         step = member.block_tokens // self._keys.hash_tokens
-        hashes = request.block_hashes[step - 1 :: step]
-        count = bisect_left(hashes, True, key=lambda each: not pool.has(each, member.index))
+        # No slice: it would touch all hashes, which are seldom in the processor's caches.
+        hashes = request.block_hashes
+        ends = range(step - 1, len(hashes), step)
+        count = bisect_left(ends, True, key=lambda end: not pool.has(hashes[end], member.index))
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
     def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:

@@ -40,6 +40,8 @@ class Plan:
     wanted: Sequence[Wanted]
 
 
-def flat(wanted: Sequence[Wanted]) -> list[bytes]:
+def flat(wanted: Sequence[Wanted]) -> Sequence[bytes]:
     """The keys of all groups, one after the other."""
+    if len(wanted) == 1:
+        return wanted[0].keys
     return list(chain.from_iterable(each.keys for each in wanted))

@@ -71,6 +71,8 @@ class LowerTiers:
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
+        if not self._sources:
+            return bool(self._uses)
         demotes = any(demoter.busy for demoter in self._demoters)
         return bool(self._uses or self.fetcher.busy or demotes)
 
