@@ -51,7 +51,11 @@ class VllmServer(Server):
 
 
 class Vllm:
-    """See `Engine`. Its policies are those of `kv_load_failure_policy`."""
+    """See `Engine`. Its policies are those of `kv_load_failure_policy`.
+
+    Args:
+        forked: forks its servers; see `EngineConfig`.
+    """
 
     policies: Mapping[str, OnFailedLoad] = {
         "recompute": OnFailedLoad.COMPUTES,
@@ -62,11 +66,12 @@ class Vllm:
     taken_out = "num_preemptions_total"
     block_bytes = BLOCK_BYTES
 
-    def __init__(self) -> None:
+    def __init__(self, *, forked: bool = False) -> None:
+        self._forked = forked
         self.wire = Wire("/inference/v1/generate", _body, _tokens)
 
     def reference(self, folder: Path, seed: int) -> list[Question]:
-        config = _config(folder, NONE, 1)
+        config = _config(folder, NONE, 1, self._forked)
 
         def answer(prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
             choice = server.choice(prompt, count, logprobs=2)
@@ -87,7 +92,8 @@ class Vllm:
     ) -> Callable[[Path], VllmServer]:
         options = tiers(own_folder, stores) | {"block_tokens": BLOCK}
         computes = self.policies[policy] is OnFailedLoad.COMPUTES
-        config = _config(folder, connector.plugin(recompute=computes, **options), ranks)
+        chosen = connector.plugin(recompute=computes, **options)
+        config = _config(folder, chosen, ranks, self._forked)
         path = config.environment()["PYTHONPATH"]
         env = plugin.install(own_folder / "plugin", own_folder / ORDERS, path)
         config = replace(config, env=env | (stores.environ if stores else {}))
@@ -140,7 +146,7 @@ def tiers(own_folder: Path, stores: SharedStores | None) -> dict[str, Any]:
     } | (stores.settings if stores else {})
 
 
-def _config(folder: Path, chosen: Connector, ranks: int) -> EngineConfig:
+def _config(folder: Path, chosen: Connector, ranks: int, forked: bool) -> EngineConfig:
     return EngineConfig(
         model=write_checkpoint(TINY, folder),
         dtype=TINY.dtype,
@@ -151,6 +157,7 @@ def _config(folder: Path, chosen: Connector, ranks: int) -> EngineConfig:
         kv_cache_bytes=KV_TOKENS * TINY.kv_bytes_per_token // ranks,
         tensor_parallel_size=ranks,
         prefix_caching=chosen is not NONE,
+        forked=forked,
     )
 
 

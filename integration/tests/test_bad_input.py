@@ -6,20 +6,19 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.harness import connector
+from integration.harness import connector, processes
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.engine import START_TIMEOUT, Engine
 from integration.harness.host import EngineHost
-from integration.tests import disks
+from integration.harness.vllm_forks import fork_server
+from integration.tests import disks, launched_rank
 from integration.tests.corpus import WARM
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, refusal
@@ -148,18 +147,11 @@ def test_the_same_engine_id_twice(
     assert all(answer.cached_tokens for answer in warm)
 
 
-LAUNCHED = """
-import json, sys
-from vllm import LLM
-if __name__ == "__main__":
-    LLM(**json.loads(sys.argv[1]))
-"""
-
-
 def test_ranks_that_an_external_launcher_starts(
     host: EngineHost,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
+    tmp_path: Path,
 ) -> None:
     """Each would have a scheduler of its own. As torchrun starts them."""
     host.close()
@@ -169,21 +161,22 @@ def test_ranks_that_an_external_launcher_starts(
         probe=False,
         extra_args={"distributed_executor_backend": "external_launcher"},
     )
-    command = [sys.executable, "-c", LAUNCHED, json.dumps(config.engine_args())]
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     with contextlib.ExitStack() as stack:
-        ranks = []
+        groups = []
         for rank in range(2):
             numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
             env = config.environment() | meeting | numbers
-            process = subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            ranks.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        for process in ranks:
-            said, _ = process.communicate(timeout=START_TIMEOUT)
-            assert process.returncode != 0
+            with (tmp_path / f"{rank}.log").open("wb") as log:
+                process = fork_server().run(
+                    launched_rank.__name__, env, log.fileno(), [json.dumps(config.engine_args())]
+                )
+            groups.append(process.pid)
+            stack.callback(processes.kill_group, process.pid)
+        for rank, group in enumerate(groups):
+            assert processes.wait_until_gone(group, START_TIMEOUT) == []
+            said = (tmp_path / f"{rank}.log").read_text()
+            assert launched_rank.STARTED not in said
             assert "'external_launcher' with 2 ranks" in said
             assert "allowed: 'mp' or 'ray'" in said

@@ -26,7 +26,7 @@ def folder(host: EngineHost, work_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(folder: Path) -> list[Question]:
-    return Vllm().reference(folder, SEED)
+    return Vllm(forked=True).reference(folder, SEED)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_whatever_breaks_no_answer_is_wrong(
     folder: Path, questions: list[Question], policy: str, stores: SharedStores | None
 ) -> None:
     campaign = Campaign(
-        Vllm(),
+        Vllm(forked=True),
         folder,
         questions,
         policy=policy,
