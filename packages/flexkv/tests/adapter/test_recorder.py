@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,6 +162,28 @@ def test_a_full_disk_ends_recording_with_one_message(
     warned = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert len(warned) == 1
     assert "File too large; nothing more is recorded" in warned[0].getMessage()
+
+
+def test_names_that_cannot_be_made_end_recording_with_one_message(
+    opened: Open, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BUFFER_BYTES", 1)
+    unheard: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unheard.append)
+    recorder = opened()
+    record(recorder, "a", KEYS[:2])
+    assert recorder is not None
+    recorder.scheduled("b", 32, 0, 0, "")
+    recorder.ended("b", 1, 2, lambda: ["no bytes"] * 2)
+    record(recorder, "c", KEYS)
+    recorder._thread.join(30)
+    assert not recorder.active
+    assert len(read_trace(str(path)).trace.requests) == 1
+    warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "TypeError" in warned[0]
+    assert warned[0].endswith("nothing more is recorded")
+    assert unheard == []
 
 
 def test_what_comes_too_fast_is_left_out(

@@ -185,6 +185,8 @@ class Recorder:
             self._write_all()
         except OSError as error:
             self._stop(f"{error.strerror or error}; nothing more is recorded")
+        except Exception as error:  # noqa: BLE001 - the names are an engine's
+            self._stop(f"a request cannot be described: {error!r}; nothing more is recorded")
         finally:
             self._off = True
             os.close(self._fd)
