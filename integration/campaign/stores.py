@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from integration.campaign.counts import Counts
 from integration.campaign.faults import IN_STORES, Kind
@@ -15,6 +15,7 @@ from integration.campaign.verdict import Check
 from integration.harness.mooncake_lender import MooncakeLender
 from integration.harness.mooncake_master import MooncakeMaster
 from integration.harness.s3_server import BUCKET, S3Server
+from integration.harness.store_process import StoreProcess
 
 _SEGMENT_GB = 1 / 8
 """Several times what all prompts and answers have."""
@@ -26,15 +27,6 @@ _BLOCKS = f"{_PREFIX}/blocks/"
 _DAMAGED = 24
 """Objects that are damaged at once: enough to be met."""
 TIERS = ("mooncake", "objects")
-
-
-class _Part(Protocol):
-    """A process of a store."""
-
-    def pause(self) -> None: ...
-    def go_on(self) -> None: ...
-    def kill(self) -> None: ...
-    def restart(self) -> None: ...
 
 
 class SharedStores:
@@ -53,12 +45,12 @@ class SharedStores:
             self._lender = started.enter_context(MooncakeLender(self._master.settings))
             self._server = started.enter_context(S3Server())
             self._started = started.pop_all()
-        self._hanging: Mapping[Kind, _Part] = {
+        self._hanging: Mapping[Kind, StoreProcess] = {
             Kind.MASTER_HANGS: self._master,
             Kind.LENDER_HANGS: self._lender,
             Kind.BUCKET_HANGS: self._server,
         }
-        self._killed: Mapping[Kind, _Part] = {
+        self._killed: Mapping[Kind, StoreProcess] = {
             Kind.MASTER_KILLED: self._master,
             Kind.LENDER_KILLED: self._lender,
             Kind.BUCKET_KILLED: self._server,

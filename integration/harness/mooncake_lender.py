@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+
+from integration.harness.store_process import StoreProcess
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -21,8 +21,8 @@ WRONG = b"\xff" * 256
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-class MooncakeLender:
-    """Started at once. A context manager that ends it.
+class MooncakeLender(StoreProcess):
+    """See `StoreProcess`.
 
     Args:
         settings: of FlexKV, which name the master and how much memory a node lends.
@@ -30,34 +30,11 @@ class MooncakeLender:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
-        self._process = self._launch()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go_on()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+        super().__init__()
 
     def damage(self, names: list[str]) -> None:
         """Write `WRONG` into the middle of each object that is still there."""
         self._tell(names)
-
-    def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """What it holds is lost."""
-        self._process.kill()
-        self._process.communicate()
-
-    def restart(self) -> None:
-        """After `kill`: another one that lends as much."""
-        self._process = self._launch()
 
     def _launch(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(

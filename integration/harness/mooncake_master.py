@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import signal
 import socket
 import subprocess
 import sys
@@ -15,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.harness.store_process import StoreProcess
+
 START_SECONDS = 60.0
 
 
-class MooncakeMaster:
-    """Started at once. A context manager that ends it.
+class MooncakeMaster(StoreProcess):
+    """See `StoreProcess`. It starts again at the same address.
 
     Args:
         address: that it listens on, and that nodes reach it at.
@@ -48,28 +49,7 @@ class MooncakeMaster:
             "mooncake_metadata": f"http://{address}:{self._ports[1]}/metadata",
             "mooncake_segment_gb": segment_gb,
         }
-        self._process = self._launch()
-
-    def __enter__(self) -> MooncakeMaster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go_on()
-        self.kill()
-
-    def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def restart(self) -> None:
-        """At the same address, without what it knew."""
-        self._process = self._launch()
+        super().__init__()
 
     def metric(self, name: str) -> int:
         """A value that it reports for Prometheus, without the `master_` of its name. Only where
@@ -88,7 +68,7 @@ class MooncakeMaster:
             text: bytes = answer.read()
         return text.decode().splitlines()
 
-    def _launch(self) -> subprocess.Popen[bytes]:
+    def _launch(self) -> subprocess.Popen[str]:
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None
         assert spec.origin is not None
@@ -106,12 +86,13 @@ class MooncakeMaster:
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            text=True,
         )
         for port in self._ports:
             self._await(process, port)
         return process
 
-    def _await(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def _await(self, process: subprocess.Popen[str], port: int) -> None:
         """Wait until it listens on `port`."""
         while not self._listens(port):
             assert process.poll() is None

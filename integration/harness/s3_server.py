@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import obstore
 from obstore.store import ObjectStore, S3Store
 
 from integration.harness.bad_network import FAR, BadNetwork
+from integration.harness.store_process import StoreProcess
 
 BUCKET = "blocks-of-engines"
 WRONG = b"\xff" * 256
@@ -25,8 +25,8 @@ WRONG = b"\xff" * 256
 KEY, SECRET = "AKIDFORTESTSONLY", "a-secret-that-no-log-may-show"
 
 
-class S3Server:
-    """Started at once, on a port of its own. A context manager that ends it.
+class S3Server(StoreProcess):
+    """See `StoreProcess`. It has a port of its own, and starts again at the same one.
 
     Args:
         network: the server is at its far end, and reached over it; None for this machine.
@@ -41,15 +41,10 @@ class S3Server:
         self._network = network
         self._address = "127.0.0.1" if network is None else FAR
         self._log = tempfile.NamedTemporaryFile("w+", prefix="s3-server-")  # noqa: SIM115
-        self._process = self._launch()
-        self._request("PUT", f"/{BUCKET}")
-
-    def __enter__(self) -> S3Server:
-        return self
+        super().__init__()
 
     def __exit__(self, *_: object) -> None:
-        self.go_on()
-        self.kill()
+        super().__exit__()
         self._log.close()
 
     @property
@@ -85,21 +80,6 @@ class S3Server:
         for path, data in objects.items():
             obstore.put(store, path, data)
 
-    def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def restart(self) -> None:
-        """At the same address, without what it held."""
-        self._process = self._launch()
-        self._request("PUT", f"/{BUCKET}")
-
     def requests(self, method: str, prefix: str) -> int:
         """How many requests of a method for objects below `prefix` found what they wanted, since it
         was started for the first time."""
@@ -129,6 +109,7 @@ class S3Server:
             found = re.search(rb"http://%s:(\d+)" % re.escape(self._address).encode(), said)
             if found:
                 self._reach(int(found[1]))
+                self._request("PUT", f"/{BUCKET}")
                 return process
             assert process.poll() is None, said
             time.sleep(0.02)
