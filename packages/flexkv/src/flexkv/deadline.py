@@ -43,7 +43,8 @@ def call_within(
     Args:
         calls: by name.
         seconds: that all of them together may take.
-        late: gets the result of each call that ends later, in that call's thread.
+        late: gets each result that is not returned: of the calls that end later, in their threads,
+            and of all calls if one raises or Ctrl-C ends the wait.
 
     Returns:
         The results of the calls that ended in time, by name and in the order of `calls`. What such
@@ -51,11 +52,15 @@ def call_within(
         the process.
     """
     started = {name: _start(call) for name, call in calls.items()}
-    done = wait(started.values(), seconds).done
-    ended = {name: future.result() for name, future in started.items() if future in done}
-    for future in started.values():
-        if late is not None and future not in done:
-            future.add_done_callback(functools.partial(_hand_over, late))
+    returned: set[Future[Result]] = set()
+    try:
+        done = wait(started.values(), seconds).done
+        ended = {name: future.result() for name, future in started.items() if future in done}
+        returned = done
+    finally:
+        for future in started.values():
+            if late is not None and future not in returned:
+                future.add_done_callback(functools.partial(_hand_over, late))
     return ended
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -120,3 +122,36 @@ def test_folders_beside_one_that_cannot_be_used_are_given_back(tmp_path: Path) -
         with pytest.raises(DiskError, match="cannot use the cache directory"):
             opened(*(tmp_path / name for name in paths)).__enter__()
         claim(str(tmp_path / "good"), FINGERPRINT, False).release()
+
+
+def test_an_error_that_nobody_expects_keeps_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(folder: Folder) -> None:
+        if folder.path.startswith(str(tmp_path / "poor")):
+            raise MemoryError
+
+    monkeypatch.setattr(claims, "check_table", no_memory)
+    with pytest.raises(MemoryError):
+        claims.claim_all([str(tmp_path / name) for name in ("good", "poor")], FINGERPRINT, False)
+    for name in ("good", "poor"):
+        claim(str(tmp_path / name), FINGERPRINT, False).release()
+
+
+def test_ctrl_c_while_a_drive_hangs_keeps_no_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook, for instance, lives on."""
+    good = str(tmp_path / "good")
+
+    def interrupted(futures: Iterable[Future[object]], seconds: float) -> NoReturn:
+        deadline = time.monotonic() + DEADLINE
+        while not any(each.done() for each in futures):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexkv.deadline.wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        claims.claim_all([good, str(folder)], FINGERPRINT, False)
+    claim(good, FINGERPRINT, False).release()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Sequence
@@ -61,15 +62,14 @@ def claim_all(roots: Sequence[str], fingerprint: str, share: bool) -> dict[str, 
 def _claim(root: str, fingerprint: str, share: bool) -> Folder | DiskError:
     """Own the folder below one directory, or say why not."""
     try:
-        folder = claim(root, fingerprint, share)
+        with contextlib.ExitStack() as undo:
+            folder = claim(root, fingerprint, share)
+            undo.callback(folder.release)
+            check_table(folder)
+            undo.pop_all()
+            return folder
     except DiskError as error:
         return error
-    try:
-        check_table(folder)
-    except DiskError as error:
-        folder.release()
-        return error
-    return folder
 
 
 def _release(claimed: Folder | DiskError) -> None:
