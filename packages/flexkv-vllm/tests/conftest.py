@@ -36,6 +36,20 @@ def log_reaches_pytest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def no_tier_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexKV does not wait for a tier that gives nothing for 20 ms, measures again what it has not
+    measured for 30 s, and gives a recording 2 s to end. A busy machine takes as long for anything.
+    """
+    from patience import PATIENCE_SECONDS
+
+    from flexkv.adapter import cost, recorder, wait_choice
+
+    monkeypatch.setattr(wait_choice, "_PROBE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(cost, "_TRUST_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(recorder, "_CLOSE_SECONDS", PATIENCE_SECONDS)
+
+
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
     """Makes worlds over one directory, and closes them; `kind` is a subclass of `World`."""

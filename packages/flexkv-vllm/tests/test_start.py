@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
         scheduler = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
         with pytest.raises(ConfigError, match="load_mode is 'layerwise'") as raised:
             scheduler.start_scheduler(make_kv_cache_config(BLOCKS))
-        assert mapped_arenas() == before  # though the traceback keeps the arena's object
+        assert mapped_arenas() <= before  # though the traceback keeps the arena's object
         (kept,) = folder.iterdir()
         claim(str(folder), kept.name, share=False).release()
         del raised
@@ -219,10 +220,10 @@ def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
         worker.shutdown()
 
 
-def mapped_arenas() -> int:
-    """Arenas that are mapped in this process."""
+def mapped_arenas() -> Counter[str]:
+    """How often each arena is mapped in this process, by inode."""
     maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
-    return sum("memfd:flexkv" in line for line in maps.splitlines())
+    return Counter(line.split()[4] for line in maps.splitlines() if "memfd:flexkv" in line)
 
 
 def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig) -> None:

@@ -49,7 +49,7 @@ def test_a_first_load_that_is_seen_late_decides_nothing(
     world.run()
     assert world.external_tokens[first] == SHORT_HIT
     assert [rate for rate in reported if rate] == [SHORT_HIT * 128 * 2.0**20]
-    late._polls = (0, 0)
+    late.polls = (0, 0)
     for _ in range(3):
         world.forget()
         assert world.external_tokens[world.generate(long)] == LONG_HIT

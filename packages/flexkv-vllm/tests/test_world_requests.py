@@ -104,20 +104,20 @@ def test_pinned_blocks_stay_until_a_reset(make_world: MakeWorld, store: bool) ->
 def test_pins_end_with_their_time_and_the_blocks_make_room(
     make_world: MakeWorld, clock: Clock
 ) -> None:
-    world = make_world(slots=20, settings={"pin_seconds": 60})
+    world = make_world(slots=20, settings={"pin_seconds": 6000})
     rng = random.Random(7)
     texts = [random_prompt(rng, 90) for _ in range(2)]
     world.generate(texts[0], max_tokens=1, params={"flexkv.pin": True})
-    world.generate(texts[1], max_tokens=1, params={"flexkv.pin": True, "flexkv.pin_seconds": 90})
+    world.generate(texts[1], max_tokens=1, params={"flexkv.pin": True, "flexkv.pin_seconds": 9000})
     assert world.cache.pinned_blocks == 10
-    clock.skip(61)
+    clock.skip(6001)
     for _ in range(10):
         world.generate(random_prompt(rng, 200))
     assert world.cache.pinned_blocks == 5
     world.forget()
     assert world.external_tokens[world.generate(texts[0])] == 0
     assert world.external_tokens[world.generate(texts[1])] == 80
-    clock.skip(30)
+    clock.skip(3000)
     assert world.cache.pinned_blocks == 0
 
 

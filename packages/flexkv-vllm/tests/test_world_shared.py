@@ -13,16 +13,17 @@ from disk_world import PROMPT_BLOCKS, prompts
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld
+from patience import PATIENCE_SECONDS
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
 
 from integration.harness.s3_server import BUCKET, S3Server
-from packages.conftest import PATIENCE_SECONDS
 
 SETTINGS: dict[str, Any] = {
     "objects_url": f"s3://{BUCKET}/cache",
     "objects_question_seconds": PATIENCE_SECONDS,
+    "objects_timeout_seconds": PATIENCE_SECONDS,
     "always_load": True,
 }
 
