@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import pytest
+
 from packages.flexkv.tests.cli.stores import OTHER_FINGERPRINT, Cache, Flexkv, FlexkvOnTerminal
 
 
@@ -49,3 +51,29 @@ def test_an_engine_starts_anew_after_clear(flexkv: Flexkv, cache: Cache) -> None
     flexkv("clear", cache.root, "--yes")
     cache.fill(2, read=2)
     assert flexkv("stat", cache.root, "--json").json["totals"]["used_slots"] == 2
+
+
+def test_a_fingerprint_that_chooses_nothing_removes_nothing(
+    flexkv: Flexkv, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.fill(1)
+    chosen = ("--yes", "--fingerprint", "0" * 32)
+    ended = flexkv("clear", cache.root, *chosen)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"'{'0' * 32}' on the command line, but DIR is cleared" in ended.err
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_DIR", str(cache.root))
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_GB", "1")
+    ended = flexkv("clear", *chosen)
+    assert (ended.code, ended.out) == (2, "")
+    assert "but the settings name no shared store; allowed: without DIR" in ended.err
+    assert len(cache.records()) == 1
+
+
+def test_a_malformed_fingerprint_is_one_clear_error(
+    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_OBJECTS_URL", "s3://bucket/path")
+    for name in ("", "0" * 31, "F" * 32):
+        ended = flexkv("clear", "--yes", "--fingerprint", name)
+        assert (ended.code, ended.out) == (2, "")
+        assert f"--fingerprint is {name!r} on the command line; allowed: " in ended.err

@@ -32,6 +32,16 @@ def test_a_directory_that_does_not_exist_is_one_clear_error(
     assert ended.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", [*COMMANDS, "top"])
+def test_a_path_that_cannot_be_followed_is_not_said_to_be_missing(
+    flexkv: Flexkv, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    ended = flexkv(name, tmp_path / "loop")
+    assert (ended.code, ended.out) == (2, "")
+    assert "cannot be read (Too many levels of symbolic links); allowed: " in ended.err
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_is_no_cache_directory(flexkv: Flexkv, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()

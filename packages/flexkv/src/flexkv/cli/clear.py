@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove all caches of a directory that no engine owns. Files that are not FlexKV's stay. Without
-DIR, the shared stores that the settings name are cleared as well: nobody finds what was in them,
-and running engines go on sharing. The command asks first; without a terminal to ask on, it needs
---yes. Exit code 0 if all were removed, 1 if any was skipped."""
+DIR, the command also clears the shared stores that the settings name: no engine finds their old
+blocks any more, and running engines go on sharing. The command asks first; without a terminal to
+ask on, it needs --yes. Exit code 0 if all were removed, 1 if any was skipped or if the answer was
+no."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import os
 import sys
 
 from flexkv.cli.common import Found, add_directory, find_folders, size
-from flexkv.cli.shared import SharedBlocks, shared_blocks
+from flexkv.cli.shared import SharedBlocks, is_fingerprint, shared_blocks
 from flexkv.config_sources import load_config
 from flexkv.deadline import HungError, call_beside
 from flexkv.errors import ConfigError
@@ -26,16 +27,19 @@ HELP = "remove the caches that no engine owns, and clear shared stores"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
     add_directory(parser)
     parser.add_argument("--yes", action="store_true", help="remove without asking")
     parser.add_argument(
         "--fingerprint",
         metavar="NAME",
-        help="clear blocks of this fingerprint in shared stores, and no others there",
+        help="in shared stores, clear only the blocks of this fingerprint; folders are removed "
+        "whatever their fingerprint",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
     shared, found = _chosen(args.directory, args.fingerprint)
     if found.silent and not found.folders and not shared:
         return 1
@@ -48,15 +52,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[SharedBlocks], Found]:
-    """What is to be cleared in shared stores, and the folders to remove.
+    """The blocks to clear in shared stores, and the folders to remove.
 
     Raises:
-        ConfigError, DiskError, StoreSettingError: wrong usage.
+        ConfigError: the settings are wrong or name nothing, a bucket cannot be listed, no
+            fingerprint is known, or the given one is malformed or chooses nothing.
+        DiskError: a directory cannot be read or holds no cache; see `find_folders`.
+        StoreSettingError: a store cannot be used as the settings name it.
     """
+    _check_fingerprint(fingerprint)
     if directory is not None:
+        if fingerprint is not None:
+            raise _needless(fingerprint, "DIR is cleared, and no shared store")
         return [], find_folders(directory, leftovers=True)
     config = load_config()
     has_store = config.objects_url is not None or config.mooncake_metadata is not None
+    if fingerprint is not None and not has_store:
+        raise _needless(fingerprint, "the settings name no shared store")
     found = Found([], [])
     if config.ssd_cache_dir or not has_store:
         found = find_folders(None, leftovers=True)
@@ -68,6 +80,24 @@ def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[Shared
             "bucket that answers and that this user may list, or --fingerprint"
         ) from None
     return shared, found
+
+
+def _check_fingerprint(text: str | None) -> None:
+    """Refuse a text that cannot be a fingerprint, which would clear nothing and say so."""
+    if text is not None and not is_fingerprint(text):
+        raise ConfigError(
+            f"--fingerprint is {text!r} on the command line; allowed: a fingerprint as an engine "
+            "logs it when it starts, in lower-case hexadecimal digits"
+        )
+
+
+def _needless(fingerprint: str, why: str) -> ConfigError:
+    """A fingerprint chooses blocks of shared stores. Where none is cleared, the user may expect
+    that it chooses folders, all of which would be removed."""
+    return ConfigError(
+        f"--fingerprint is {fingerprint!r} on the command line, but {why}; allowed: without DIR, "
+        "and with objects_url or mooncake_metadata set"
+    )
 
 
 def _confirmed(folders: list[str], shared: list[SharedBlocks]) -> bool:
@@ -110,7 +140,8 @@ def _remove(path: str) -> bool:
 
 
 def _try_to_remove(path: str) -> tuple[str, int]:
-    """Remove one folder. Returns why not, empty if it is gone, and the bytes that it had."""
+    """Remove one folder. Returns why it was not removed, empty if it was, and the bytes that it
+    took on disk."""
     count = directory.disk_bytes(path)
     removal = remove(path)
     if removal is Removal.REMOVED:

@@ -7,6 +7,7 @@ import argparse
 import functools
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def add_directory(parser: argparse.ArgumentParser) -> None:
+    """Add the argument DIR; its value is `directory`, None if it is missing."""
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -30,6 +32,7 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option --json; its value is `json`."""
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
@@ -38,8 +41,8 @@ class Found:
     """FlexKV's folders in some directories.
 
     Attributes:
-        folders: absolute paths.
-        silent: the directories that did not answer.
+        folders: absolute paths of the folders.
+        silent: the directories that did not answer within `ANSWER_SECONDS`, as the user named them.
     """
 
     folders: list[str]
@@ -47,9 +50,10 @@ class Found:
 
 
 def find_folders(given: str | None, leftovers: bool = False) -> Found:
-    """FlexKV's folders in the given directories, or in those of the settings.
+    """Find FlexKV's folders in the given directories, or in those of the settings.
 
-    Directories that do not answer are named on standard error, and the others go on.
+    Directories that do not answer within `ANSWER_SECONDS` are named on standard error; the folders
+    of the others are returned.
 
     Args:
         given: DIR of the command line; None for the directories of the settings.
@@ -75,10 +79,16 @@ def find_folders(given: str | None, leftovers: bool = False) -> Found:
 
 
 def cache_folders(given: str) -> list[str]:
-    """FlexKV's folders in a directory, for callers that a directory may keep waiting.
+    """Find FlexKV's folders in the given directories, without a time limit.
+
+    Args:
+        given: DIR of the command line.
+
+    Returns:
+        Absolute paths of the folders, at least one.
 
     Raises:
-        DiskError: `given` is not a directory or cannot be read, or holds no cache.
+        DiskError: a path is not a directory or cannot be read, or no directory holds a cache.
     """
     roots, source = _roots(given)
     found = _folders_of(_look(root, source, False) for root in roots)
@@ -90,9 +100,13 @@ def cache_folders(given: str) -> list[str]:
 def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
     """FlexKV's folders in a directory, or why it cannot be used."""
     path = os.path.abspath(root)
-    if not os.path.exists(path):
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
         return DiskError(_refusal(root, source, "does not exist"))
-    if not os.path.isdir(path):
+    except OSError as error:
+        return DiskError(_refusal(root, source, f"cannot be read ({error.strerror})"))
+    if not stat.S_ISDIR(mode):
         return DiskError(_refusal(root, source, "is not a directory"))
     try:
         return directory.folders(path, leftovers)
@@ -126,7 +140,7 @@ def _roots(given: str | None) -> tuple[Sequence[str], str]:
 
 
 def size(count: int) -> str:
-    """`count` bytes with a unit."""
+    """`count` bytes as text with a binary unit, such as `2.00 MiB`."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -134,11 +148,12 @@ def size(count: int) -> str:
 
 
 def blocks(count: int) -> str:
-    """`count` blocks with the noun."""
+    """`count` blocks as text, such as `1 block` or `1,600 blocks`."""
     return "1 block" if count == 1 else f"{count:,} blocks"
 
 
 def print_json(content: object) -> None:
+    """Print `content` as indented JSON to standard output."""
     print(json.dumps(content, indent=2))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,15 +12,18 @@ from flexkv.errors import ConfigError
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import directory
 
+_FINGERPRINT = re.compile("[0-9a-f]{32}")
+"""What `flexkv.layout.fingerprint` makes."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
     """The blocks of one fingerprint in a shared store.
 
     Attributes:
-        store: its address, as in the settings.
-        fingerprint: of the blocks.
-        record: what the engines agree on.
+        store: address of the store, as in the settings.
+        fingerprint: fingerprint of the blocks, hexadecimal.
+        record: the record of the blocks' epoch and generation, which all engines read.
     """
 
     store: str
@@ -27,19 +31,31 @@ class SharedBlocks:
     record: epochs.EpochRecord
 
     def clear(self) -> bool:
-        """See `epochs.clear`."""
+        """Begin a new generation, in which no process finds these blocks; see `epochs.clear`.
+
+        Returns:
+            False if there was nothing to clear.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
         return epochs.clear(self.record)
+
+
+def is_fingerprint(text: str) -> bool:
+    """Whether `text` has the form of a fingerprint."""
+    return _FINGERPRINT.fullmatch(text) is not None
 
 
 def shared_blocks(
     config: CacheConfig, fingerprint: str | None, folders: Sequence[str]
 ) -> list[SharedBlocks]:
-    """What is in the shared stores that the settings name.
+    """List the blocks in the shared stores that the settings name.
 
     Args:
         config: the settings.
-        fingerprint: of the blocks; None for all. A bucket lists its fingerprints, and Mooncake
-            does not: then they are those of `folders`.
+        fingerprint: the only fingerprint to list; None for all. A bucket lists its fingerprints.
+            Mooncake does not; for it, the fingerprints are those of the bucket and of `folders`.
         folders: paths of the folders in the cache directories.
 
     Raises:
@@ -52,7 +68,7 @@ def shared_blocks(
     if config.mooncake_metadata is not None:
         known = given or sorted(
             {each.fingerprint for each in found}
-            | {directory.fingerprint_of(path) for path in folders}
+            | {name for path in folders if (name := directory.fingerprint_of(path))}
         )
         if not known:
             raise ConfigError(

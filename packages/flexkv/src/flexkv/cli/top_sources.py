@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import stat
 import threading
 import time
 import urllib.error
@@ -151,9 +152,15 @@ def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:
 def _kind(target: str) -> Kind | ConfigError:
     if "://" in target:
         return Kind.ENGINE
-    if os.path.isdir(target):
-        return Kind.DIRECTORY
-    if os.path.exists(target):
+    try:
+        mode = os.stat(target).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return _refusal(target, f"cannot be read ({error.strerror})")
+    else:
+        if stat.S_ISDIR(mode):
+            return Kind.DIRECTORY
         return _refusal(target, "is not a directory")
     host, colon, port = target.rpartition(":")
     if "/" not in target and host and colon and port.isdigit():

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of shared stores `flexkv clear` chooses, as far as no store is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexkv.cli.shared import shared_blocks
+from flexkv.config import CacheConfig
+from flexkv.errors import ConfigError
+
+FINGERPRINT = "fe" * 16
+CONFIG = CacheConfig(
+    mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata"
+)
+
+
+def test_the_fingerprints_of_mooncake_are_those_of_the_folders() -> None:
+    folders = [f"/kv/{FINGERPRINT}", f"/kv/{FINGERPRINT}-1", "/kv/a folder that was renamed"]
+    found = shared_blocks(CONFIG, None, folders)
+    assert [(each.store, each.fingerprint) for each in found] == [
+        (CONFIG.mooncake_metadata, FINGERPRINT)
+    ]
+
+
+def test_folders_that_were_renamed_name_no_fingerprint() -> None:
+    with pytest.raises(ConfigError, match="--fingerprint is missing on the command line"):
+        shared_blocks(CONFIG, None, ["/kv/a folder that was renamed"])
