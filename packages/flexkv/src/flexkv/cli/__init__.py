@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `flexkv`. `COMMANDS` lists the modules here, one for each command.
 
-Exit codes: 0 for success, 2 for wrong usage. 1 means that bad blocks were found, a folder was
-skipped or could not be read, or the output could not be written.
+Exit codes: 0 for success, 2 for wrong usage, 130 after Ctrl-C. 1 means that a command has found
+something wrong, which its own description names, or that the output could not be written.
 """
 
 from __future__ import annotations
@@ -22,24 +22,32 @@ from flexkv.version import __version__
 NO = 1
 BAD_USE = 2
 INTERRUPTED = 130
+"""128 plus the number of SIGINT, as shells report it."""
 
 
 class Command(Protocol):
     """A module with one command."""
 
     NAME: str
+    """The command's first argument, as in `flexkv stat`."""
     HELP: str
-    """One line; `--help` of the command prints the module's docstring."""
+    """One line for `flexkv --help`. The command's own `--help` prints the module's docstring."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's own arguments."""
+        """Add the command's own arguments to `parser`."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the command; returns the exit code.
+        """Run the command and return its exit code.
+
+        Args:
+            args: the values of the arguments that `add_arguments` has added. Numbers are texts, so
+                that errors about them look like all others.
 
         Raises:
-            FlexKVError: wrong usage.
+            FlexKVError: wrong usage; `main` prints it and returns 2.
+            OSError: the output cannot be written; `main` prints it and returns 1.
+            KeyboardInterrupt: Ctrl-C; `main` returns 130.
         """
         ...
 
@@ -48,11 +56,11 @@ COMMANDS: tuple[Command, ...] = (stat, verify, clear, plan, top, doctor)
 
 
 def run() -> NoReturn:
-    """Be the process of the command.
+    """Run one command with the arguments of the process, and end the process with its exit code.
 
-    It ends without ending the interpreter. A drive or a store that hangs would keep the process
-    with a thread of it, and a thread of obstore that lets go of an answer while the interpreter
-    ends aborts it.
+    The process ends by os._exit, without the shutdown of the interpreter. At a shutdown, a thread
+    that waits for a hung drive or store could keep the process. A thread of obstore that frees an
+    answer at that moment would abort it.
     """
     code = main()
     for stream in (sys.stdout, sys.stderr):

@@ -25,7 +25,11 @@ HELP = "print contents of caches, and the state of shared stores"
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over folders, under the names of `FolderState`."""
+    """Sums over folders. The names are those of `FolderState`; `folders` is the number of folders.
+
+    `slots` and `used_slots` count blocks, which folders of different models have in different
+    sizes.
+    """
 
     folders: int = 0
     slots: int = 0
@@ -42,13 +46,15 @@ class Totals:
 class StoreState:
     """A shared store of a running engine.
 
+    Texts are `unknown` if the engine's version does not report them.
+
     Attributes:
-        store: its address, as in the settings.
+        store: address of the store, as in the settings.
         tier: mooncake or objects.
-        fingerprint: of the engine's blocks.
-        owner: process id of the engine, in its own PID namespace.
-        reads: state of the circuit of the engine's questions and reads: closed, open or probing.
-        writes: the same of its writes.
+        fingerprint: fingerprint of the engine's blocks, hexadecimal.
+        owner: process id of the engine, in its own PID namespace; 0 if unknown.
+        reads: state of the circuit of the engine's queries and reads: closed, open or probing.
+        writes: state of the circuit of the engine's writes, likewise.
     """
 
     store: str
@@ -60,7 +66,8 @@ class StoreState:
 
     @classmethod
     def of(cls, reported: Mapping[str, object]) -> StoreState:
-        """As `read_states` returns it; what another version leaves out is unknown."""
+        """Make the state from an entry of `read_states`. Fields that another version leaves out
+        become `unknown`, or 0."""
         text = {name: str(reported.get(name, "unknown")) for name in _TEXTS}
         owner = reported.get("pid")
         return cls(**text, owner=owner if isinstance(owner, int) else 0)
@@ -70,11 +77,13 @@ _TEXTS = ("store", "tier", "fingerprint", "reads", "writes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
     add_directory(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
     found, stores = _chosen(args.directory)
     states, unreadable = [], 0
     for path in found.folders:
@@ -121,10 +130,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
-    """The folders, and what running engines report of their stores.
+    """The folders to print, and the stores that running engines report.
 
     Raises:
-        ConfigError, DiskError: wrong usage.
+        ConfigError: the settings are wrong or name nothing, or the runtime directory cannot be
+            read.
+        DiskError: a directory cannot be read or holds no cache; see `find_folders`.
     """
     if directory is not None:
         return find_folders(directory), []

@@ -31,16 +31,18 @@ NAME = "verify"
 HELP = "read every block and verify its checksum"
 
 _LINES = 10
-"""The most bad blocks of a folder with one reason to print line by line. More become one line; JSON
-lists all of them."""
+"""The most bad blocks of a folder with the same reason that are printed line by line. More become
+one line; JSON lists all of them. Not tuned."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
     add_directory(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
     found = find_folders(args.directory)
     begun = time.monotonic()
     reports, unreadable = [], 0
