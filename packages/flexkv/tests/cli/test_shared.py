@@ -10,9 +10,7 @@ from flexkv.config import CacheConfig
 from flexkv.errors import ConfigError
 
 FINGERPRINT = "fe" * 16
-CONFIG = CacheConfig(
-    mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata"
-)
+CONFIG = CacheConfig(mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata")
 
 
 def test_the_fingerprints_of_mooncake_are_those_of_the_folders() -> None:
