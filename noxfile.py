@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "compat-ci")]
 from compat_ci import matrix  # noqa: E402  (needs the path above)
 from integration import preflight  # noqa: E402
 
+# The versions that tests, demo and benchmarks run; `compat` runs all of compat-ci/versions.toml.
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
 PACKAGES = [
@@ -106,31 +107,31 @@ GPU_ENGINE = ["engine-cuda"] if HAS_GPU and HERE not in sys.argv else []
 
 @nox.session(name="engine-cpu", default=False)
 def engine_cpu(session: nox.Session) -> None:
-    """Make the environment with vLLM for CPUs (demo, tests and bench call this themselves)."""
+    """Make the environment with vLLM for CPUs; demo, tests and bench run this themselves."""
     _install_engine(session, "cpu", VLLM_VERSION)
 
 
 @nox.session(name="engine-cuda", default=False)
 def engine_cuda(session: nox.Session) -> None:
-    """Make the environment with vLLM for NVIDIA GPUs (the demo calls this itself)."""
+    """Make the environment with vLLM for NVIDIA GPUs; demo and gpu run this themselves."""
     _install_engine(session, "cuda", VLLM_VERSION)
 
 
 @nox.session(name="engine-sglang", default=False)
 def engine_sglang(session: nox.Session) -> None:
-    """Make the environment with SGLang for CPUs (tests call this themselves)."""
+    """Make the environment with SGLang for CPUs; tests and bench run this themselves."""
     _install_engine(session, "sglang", SGLANG_VERSION)
 
 
 @nox.session(venv_backend="none", requires=[DEMO_ENGINE, *SGLANG])
 def demo(session: nox.Session) -> None:
-    """A conversation with a real engine, with and without FlexKV. `-- --help` lists its options."""
+    """Run a conversation on a real engine, with and without FlexKV. `-- --help` lists options."""
     _run(session, DEMO_ENGINE, "-m", "integration.demo", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["engine-cpu", "engine-sglang"])
 def tests(session: nox.Session) -> None:
-    """All tests, two at a time, those with a real engine first. `-- ARGS` go to pytest."""
+    """Run all tests, two at a time, those with a real engine first. `-- ARGS` go to pytest."""
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
     workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     pytest = ["-m", "pytest", *workers, "--durations", "20", *session.posargs]
@@ -141,26 +142,26 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=BENCH_ENGINES)
 def bench(session: nox.Session) -> None:
-    """Measure against the project's goals; prints a table, writes JSON."""
+    """Measure against the project's goals: print a table, write JSON. `-- --help` lists options."""
     _run(session, "engine-cpu", "-m", "integration.bench", *session.posargs)
 
 
 @nox.session(default=False, requires=["engine-cpu"])
 def mutants(session: nox.Session) -> None:
-    """Break the code on purpose: tests must notice. `-- AREA --only NAME --list --jobs N`."""
+    """Break the code on purpose; tests must notice. `-- AREA --only NAME --list --jobs N`."""
     session.install("cmake>=3.20", "ninja")  # for mutants of the kernels
     _run(session, "engine-cpu", "-m", "mutants", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu", *SGLANG])
 def campaign(session: nox.Session) -> None:
-    """A real server under load while what is below it breaks. `-- --help` lists its options."""
+    """Load a real server while copies, files and disks break. `-- --help` lists options."""
     _run(session, "engine-cpu", "-m", "integration.campaign", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang"])
 def nightly(session: nox.Session) -> None:
-    """What takes hours: campaigns of ten minutes, mutants, and every version of the engines."""
+    """Run what takes hours: campaigns of ten minutes, mutants, and every version of the engines."""
     session.notify("mutants")
     for release in RELEASES:
         session.notify(f"compat({release.id})")
@@ -176,7 +177,7 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)
 def gpu(session: nox.Session) -> None:
-    """On a CUDA machine: GPU tests, benchmarks and a report. `-- --here`: with this Python."""
+    """Run GPU tests and benchmarks, and write a report. `-- --here` uses the Python of nox."""
     command = ["-m", "integration.gpu", *(arg for arg in session.posargs if arg != HERE)]
     if HERE in session.posargs:
         session.run(sys.executable, *command, external=True)
@@ -208,14 +209,14 @@ def compat(session: nox.Session, engine: str, version: str) -> None:
 
 @nox.session(name="compat-newest", default=False)
 def compat_newest(session: nox.Session) -> None:
-    """Check the newest engines against the adapters, nothing run. `-- --nightly`: those, too."""
+    """Check the newest engines without running them; `-- --nightly` adds the nightly builds."""
     session.install(*STATIC_TOOLS)
     _compat_ci(session, "newest", *session.posargs, "--cache", str(_compat_cache(session)))
 
 
 @nox.session(name="compat-report", default=False)
 def compat_report(session: nox.Session) -> None:
-    """Print what compat runs found; `-- --write` writes it into the report and the docs."""
+    """Print the results of compat; `-- --write` writes them into the report and the docs."""
     session.install(*STATIC_TOOLS)
     _compat_ci(session, "summary")
     if session.posargs:
@@ -250,9 +251,12 @@ def docs(session: nox.Session) -> None:
 
 
 def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
-    """Install an engine, our packages and the tools, unless exactly that is there already.
+    """Install an engine, our packages and the tools, unless exactly these are installed already.
 
-    `flavor` is one of vLLM's in `install_vllm.py`, or "sglang".
+    Args:
+        session: the session whose environment gets them.
+        flavor: a flavor of vLLM in `install_vllm.py`, or "sglang".
+        version: version of the engine.
     """
     try:
         preflight.check_platform()
@@ -281,7 +285,7 @@ def _installer(flavor: str, version: str) -> list[str]:
 
 
 def _kernels_wheel(session: nox.Session, cxx: str) -> str:
-    """The kernels, compiled once for all environments until they change."""
+    """Path of a wheel of the kernels. It is built once for all environments, until they change."""
     folder = session.cache_dir / "kernels" / _digest_of_kernels(f"{sys.version} {cxx}")
     if not any(folder.glob("*.whl")):
         making = folder.with_suffix(".part")
@@ -310,6 +314,7 @@ def _digest_of_kernels(builder: str) -> str:
 
 
 def _digest(said: str, files: Iterable[pathlib.Path]) -> str:
+    """Digest of a text, and of the names and contents of files."""
     digest = hashlib.blake2b(said.encode(), digest_size=16)
     for path in files:
         if path.is_file():
@@ -319,7 +324,7 @@ def _digest(said: str, files: Iterable[pathlib.Path]) -> str:
 
 
 def _run(session: nox.Session, engine: str, *command: str, **options: Any) -> None:
-    """Run the Python of an engine environment; `options` are those of `session.run`."""
+    """Run a command with the Python of the environment `engine`; `options` go to `session.run`."""
     python = session.cache_dir.parent / engine / "bin" / "python"
     session.run(str(python), *command, external=True, **options)
 
@@ -330,12 +335,12 @@ def _files(folder: str, pattern: str) -> list[str]:
 
 
 def _compat_cache(session: nox.Session) -> pathlib.Path:
-    """Where the Python files of wheels are kept."""
+    """The folder for the Python files of wheels."""
     return session.cache_dir / "compat" / "wheels"
 
 
 def _compat_ci(session: nox.Session, *command: str) -> None:
-    """Run compat_ci in the session's environment."""
+    """Run a command of compat_ci in the session's environment."""
     results = session.cache_dir / "compat" / "results"
     env = {"PYTHONPATH": str(ROOT / "compat-ci")}
     session.run("python", "-m", "compat_ci", *command, "--results", str(results), env=env)

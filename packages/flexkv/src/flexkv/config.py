@@ -26,17 +26,22 @@ from flexkv.setting_values import (
 from flexkv.tier_settings import DiskSettings, HostSettings, StoreSettings
 
 GIB = 1 << 30
+"""Bytes of a GiB, the unit of all sizes in settings."""
 
+# The largest values that settings take. A larger number is a mistake, such as another unit.
 _MOST_TOKENS = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
+"""The longest time for which a setting or a request may pin blocks."""
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_THREADS = 1024
 
 
 def default_runtime_dir() -> str:
-    """`flexkv` in `XDG_RUNTIME_DIR` if that is private to this user; else `/dev/shm/flexkv-<uid>`.
+    """The path of `runtime_dir` if no source sets it. The directory may be missing.
 
-    Without a writable `/dev/shm`, the default is `flexkv-<uid>` in the temporary directory.
+    It is `flexkv` in `XDG_RUNTIME_DIR` if that is private to this user, else
+    `/dev/shm/flexkv-<uid>`. Without a writable `/dev/shm`, it is `flexkv-<uid>` in the temporary
+    directory.
     """
     private = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(private) and _is_private(private):
@@ -200,17 +205,22 @@ class CacheConfig(StoreSettings, DiskSettings, HostSettings):
 
     @property
     def session_root(self) -> str:
-        """The runtime directory in force."""
+        """Path of the runtime directory in force: `runtime_dir`, or its default."""
         return self.runtime_dir or default_runtime_dir()
 
 
 def settings() -> Iterator[dataclasses.Field[Any]]:
-    """The fields of `CacheConfig`; each one's metadata holds env, unit, help and allowed."""
+    """The fields of `CacheConfig`, in the order of the settings page. The metadata of each field
+    has the arguments of `setting` by name, without the default."""
     return iter(dataclasses.fields(CacheConfig))
 
 
 def configure_logging(config: CacheConfig) -> None:
-    """Set the level of the `flexkv` loggers, and add a handler if the engine has set none up."""
+    """Set the level of the logger `flexkv` and those below it to `log_level`.
+
+    If the logger has no handler, it gets one that writes to standard error, and its messages no
+    longer reach the root logger.
+    """
     logger = logging.getLogger("flexkv")
     level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level
     logger.setLevel(level)

@@ -27,10 +27,12 @@ from flexkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
+"""The environment variable with the path of the settings' file."""
 PREFIX = "FLEXKV_"
+"""A variable with this prefix, in upper or lower case, that is no setting is an error."""
 
 _MOST_FILE_BYTES = 1 << 20
-"""All settings together take some KiB."""
+"""The largest file that is read. All settings together take some KiB."""
 _MOST_SHOWN = 100
 """Characters of a value that an error prints."""
 _ALLOWED_FILE = f"a YAML or JSON file of at most {_MOST_FILE_BYTES >> 20} MiB, one mapping"
@@ -53,14 +55,18 @@ def load_config(
 ) -> CacheConfig:
     """Read all sources and return the settings in force.
 
+    May block as long as the file system of the settings' file does.
+
     Args:
-        extra: settings from the engine's own command line; they win over everything.
+        extra: settings from the engine's own command line, by name; they win over all others. None
+            as a value counts as not set.
         extra_source: the name of `extra` in errors.
-        environ: the environment; `os.environ` if None.
+        environ: the environment; `os.environ` if None. Empty variables count as not set.
 
     Raises:
-        ConfigError: a key is unknown, a value is malformed or out of range, or the file named by
-            `FLEXKV_CONFIG_PATH` cannot be read. The error names value, source and what is allowed.
+        ConfigError: a key is unknown, a value is malformed or out of range, a setting lacks the one
+            that it needs, or the file named by `FLEXKV_CONFIG_PATH` cannot be read. The error names
+            value, source and what is allowed.
     """
     environ = os.environ if environ is None else environ
     values = _from_environment(environ)
@@ -84,7 +90,11 @@ def load_config(
 
 
 def log_ignored_variables(environ: Mapping[str, str] | None = None) -> None:
-    """Log the variables that look like settings but that Kubernetes set for a Service."""
+    """Log the variables that look like settings but that Kubernetes set for a Service.
+
+    Args:
+        environ: the environment; `os.environ` if None.
+    """
     environ = os.environ if environ is None else environ
     ignored = sorted(name for name in environ if _INJECTED.fullmatch(name))
     if ignored:

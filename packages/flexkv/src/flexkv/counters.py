@@ -30,6 +30,7 @@ class TierCounters:
     """Blocks not written to the tier: its queue was full, its write budget was spent, or the tier
     lacks the block before them."""
     failed_demotions: int = 0
+    """Blocks whose write to the tier failed."""
 
 
 @dataclass(slots=True)
@@ -42,7 +43,9 @@ class Counters(TierCounters):
     loads: int = 0
     """Loads ordered."""
     loaded_blocks: int = 0
+    """Blocks of loads that ended on all ranks."""
     loaded_bytes: int = 0
+    """Bytes of these blocks."""
     failed_loads: int = 0
     """Loads that a rank reported as failed; their blocks were dropped."""
     stores: int = 0
@@ -50,28 +53,32 @@ class Counters(TierCounters):
     stored_blocks: int = 0
     """Blocks that became ready."""
     stored_bytes: int = 0
+    """Bytes of these blocks."""
     failed_stores: int = 0
     """Stores that a rank reported as failed. Lookups never find their blocks."""
     refused_blocks: int = 0
     """Blocks that were not stored because no slot or no place on the board could be had."""
     evicted_blocks: int = 0
+    """Blocks that host memory evicted for others."""
     refused_pins: int = 0
     """Blocks that were not pinned because of the limit on pins."""
     resets: int = 0
+    """Times that all blocks were dropped."""
 
     def add_up(self, tiers: Iterable[TierCounters]) -> None:
-        """Take over what each of all lower tiers counts."""
+        """Set the counters of lower tiers to the sums over `tiers`, which are all lower tiers."""
         counted = list(tiers)
         for each in fields(TierCounters):
             setattr(self, each.name, sum(getattr(tier, each.name) for tier in counted))
 
     def as_dict(self) -> dict[str, int]:
+        """All counters by name, those of lower tiers too."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class Latencies:
-    """Seconds that loads, stores and fetches took, those that succeeded. One reader takes them."""
+    """Seconds that successful loads, stores and fetches took. One reader takes the values out."""
 
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
     """From the order of a load to the poll that finds it done on all ranks."""

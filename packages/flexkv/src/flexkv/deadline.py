@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that may hang, and callers that must not.
+"""Makes calls that may hang, for callers that must not hang.
 
-A mount or a drive that hangs blocks the thread that asks it, perhaps for ever, and no signal ends
-that.
+A hung mount or drive blocks the thread that asks it, perhaps for ever, and no signal ends that.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from flexkv.errors import DiskError
 Result = TypeVar("Result")
 
 ANSWER_SECONDS = 15.0
-"""How long a directory may take for its first answer. A drive or a server that is slower is of no
-use. Not tuned."""
+"""Seconds that a directory may take for its first answer. A drive or a server that is slower is of
+no use. Not tuned."""
 
 HANGS = "the drive, the network or the driver behind it hangs; see the kernel's log (dmesg)"
 
 _LOOK_SECONDS = 1.0
-"""A call that lasts longer has its directory asked whether it answers, and again as often."""
+"""Seconds between two questions whether the directory of a running call still answers. The first
+is asked after as long. Not tuned."""
 
 
 class HungError(DiskError):
@@ -40,16 +40,18 @@ def call_within(
 ) -> dict[str, Result]:
     """Make calls side by side, each in a thread of its own.
 
+    The first error of a call that ended in time is raised, whatever its type. Calls that do not end
+    in time are left behind in their threads, which do not keep the process. Their errors are lost.
+
     Args:
-        calls: by name.
-        seconds: that all of them together may take.
-        late: gets each result that is not returned: of the calls that end later, in their threads,
-            and of all calls if one raises or Ctrl-C ends the wait.
+        calls: the calls, by name.
+        seconds: time limit for all calls together.
+        late: is called with each result that is not returned. Those are the results of calls that
+            end later, and all results if a call raises or Ctrl-C ends the wait. It is called in the
+            thread of the call, or in the caller's if the call has ended already.
 
     Returns:
-        The results of the calls that ended in time, by name and in the order of `calls`. What such
-        a call raises is raised. The other calls are left behind in their threads, which do not keep
-        the process.
+        The results of the calls that ended in time, by name and in the order of `calls`.
     """
     started = {name: _start(call) for name, call in calls.items()}
     returned: set[Future[Result]] = set()
@@ -89,12 +91,12 @@ def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_S
     system and the daemon of a FUSE file system answer themselves. Ctrl-C ends the wait.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
         call: runs in a thread of its own, which does not keep the process.
-        seconds: that statvfs(2) may take.
+        seconds: time limit for each statvfs(2).
 
     Returns:
-        What the call returns; what it raises is raised.
+        The result of the call. An error of the call is raised, whatever its type.
 
     Raises:
         HungError: the file system does not answer. The call is left behind in its thread.

@@ -33,8 +33,12 @@ def setting(
         env: name of the environment variable.
         unit: unit of the value, for the settings page.
         help: the effect of the setting, for the settings page.
-        parse: parses the value of any source, or raises ValueError.
+        parse: parses the value of any source, or raises ValueError. It may block for about a
+            second, if it looks at files.
         allowed: the values that `parse` accepts, for error messages and the settings page.
+
+    Returns:
+        A dataclass field. Its type here is Any, so that the annotation of the attribute decides.
     """
     metadata = {"env": env, "unit": unit, "help": help, "parse": parse, "allowed": allowed}
     return field(default=default, metadata=metadata)

@@ -2,7 +2,8 @@
 """Parsers of the values of settings in files, variables and command lines.
 
 Every parser takes a value from a JSON or YAML file, or a string from elsewhere. It returns the
-parsed value or raises ValueError.
+parsed value. It raises ValueError without a message if the value is not allowed; `load_config`
+makes the message from the source and from `allowed` of the setting.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ _HTTP_URL = re.compile(rf"http://{_NAME}(?::[0-9]{{1,5}})?(?:/[A-Za-z0-9._-]+)+"
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
 
 _COMPARE_SECONDS = 1.0
-"""In which directories must answer to be compared with each other. Each process of an engine reads
-the settings more than once. Not tuned."""
+"""Time limit for the directories' answers. Directories that do not answer are not compared with the
+others. The limit is short, because each process of an engine reads the settings more than once. Not
+tuned."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
 
 def parse_bool(value: object) -> bool:
+    """Parse a boolean: a boolean of the file, 1 or 0, or one of the words for them."""
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -50,7 +53,7 @@ def parse_bool(value: object) -> bool:
 
 
 def parse_number(least: float, most: float) -> Callable[[object], float]:
-    """A parser that takes a number from `least` to `most`, but never NaN."""
+    """Make a parser that takes a number from `least` to `most`, but never NaN."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -67,7 +70,7 @@ def parse_number(least: float, most: float) -> Callable[[object], float]:
 
 
 def parse_whole(least: int, most: int) -> Callable[[object], int]:
-    """A parser that takes a whole number from `least` to `most`."""
+    """Make a parser that takes a whole number from `least` to `most`."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -81,7 +84,7 @@ def parse_whole(least: int, most: int) -> Callable[[object], int]:
 
 
 def parse_name(names: Collection[str]) -> Callable[[object], str]:
-    """A parser that takes one of `names`, whatever its case."""
+    """Make a parser that takes one of `names`, which are in lower case, written in any case."""
 
     def parse(value: object) -> str:
         text = str(value).strip().lower()
@@ -93,6 +96,7 @@ def parse_name(names: Collection[str]) -> Callable[[object], str]:
 
 
 def parse_log_level(value: object) -> str:
+    """Parse the name of a level of logging, written in any case, to upper case."""
     text = str(value).strip().upper()
     if text not in LOG_LEVELS:
         raise ValueError
@@ -100,12 +104,17 @@ def parse_log_level(value: object) -> str:
 
 
 def parse_directory(value: object) -> str:
+    """Parse an absolute path. Nothing has to exist there."""
     if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value:
         raise ValueError
     return value
 
 
 def parse_directories(value: object) -> tuple[str, ...]:
+    """Parse absolute paths, separated by `;` or in a list, of which no two are the same directory.
+
+    With several paths, it follows symbolic links, for at most `_COMPARE_SECONDS`.
+    """
     parts = value.split(";") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         raise ValueError
@@ -124,15 +133,15 @@ def parse_directories(value: object) -> tuple[str, ...]:
 
 
 def parse_bucket_url(value: object) -> str:
-    """The URL of a bucket, with a path or without; never with credentials in it, which would end up
-    in logs."""
+    """Parse the URL of a bucket, with a path or without. Trailing slashes are removed. Credentials
+    are refused, because they would end up in logs."""
     if not isinstance(value, str) or not _BUCKET.fullmatch(value):
         raise ValueError
     return value.rstrip("/")
 
 
 def parse_host_port(value: object) -> str:
-    """The address of a server, with its port."""
+    """Parse the address of a server with its port, as HOST:PORT."""
     if not isinstance(value, str) or not _HOST_PORT.fullmatch(value):
         raise ValueError
     if not 0 < int(value.rpartition(":")[2]) < 1 << 16:
@@ -141,14 +150,14 @@ def parse_host_port(value: object) -> str:
 
 
 def parse_http_url(value: object) -> str:
-    """The URL of a server, with a port or without; never with credentials in it."""
+    """Parse the URL of a path on a server, with a port or without, and without credentials."""
     if not isinstance(value, str) or not _HTTP_URL.fullmatch(value):
         raise ValueError
     return value
 
 
 def parse_devices(value: object) -> str:
-    """Names of network devices, separated by commas; empty for the machine's own choice."""
+    """Parse names of network devices, separated by commas; empty for Mooncake's own choice."""
     if not isinstance(value, str) or not _DEVICES.fullmatch(value):
         raise ValueError
     return value

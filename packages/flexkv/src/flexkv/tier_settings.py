@@ -29,7 +29,7 @@ _MOST_REPLICAS = 16
 
 @dataclass(frozen=True)
 class HostSettings:
-    """Of FlexKV as a whole, and of host memory."""
+    """The settings of FlexKV as a whole and of host memory."""
 
     enable: bool = setting(
         True,
@@ -69,7 +69,7 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """Of the disks."""
+    """The settings of the disks."""
 
     ssd_cache_gb: float | None = setting(
         None,
@@ -157,7 +157,7 @@ class DiskSettings:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Of the stores that nodes share: Mooncake Store, and buckets."""
+    """The settings of the stores that nodes share: Mooncake Store, and buckets."""
 
     mooncake_master: str | None = setting(
         None,

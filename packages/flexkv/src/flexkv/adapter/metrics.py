@@ -20,6 +20,8 @@ value."""
 
 
 class Kind(enum.Enum):
+    """The kinds of metrics, as Prometheus names them."""
+
     COUNTER = "counter"
     """A value that only grows."""
     GAUGE = "gauge"
@@ -51,10 +53,12 @@ class Metric:
 
     @property
     def label_names(self) -> list[str]:
+        """Names of the labels, without the engine's own."""
         return [name for name, _ in self.labels]
 
     @property
     def combinations(self) -> list[tuple[str, ...]]:
+        """All combinations of the labels' values that exist, in the order of `label_names`."""
         return list(self.only or itertools.product(*(values for _, values in self.labels)))
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether to wait for lower tiers, by the measured times of computing and of each tier."""
+"""Decides whether a request waits for lower tiers, by measured times of computing and of each
+tier."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ Together with other losses it is less than 5 %, the most that a hit may cost bey
 _PROBE_SECONDS = 0.02
 """Seconds that one measurement may cost in any case. A read of an NVMe drive takes 0.1 to 1 ms. A
 step of the engine without work, after which the drive is polled again, takes about as long; on a
-busy machine both take several times that."""
+busy machine both take several times that. Not tuned."""
 
 _LATE = 2
-"""A tier is expected to be as fast as its fastest recent read. If it delivers nothing in so many
-times that time, it is slower."""
+"""A tier is expected to be as fast as its fastest recent read. If it delivers nothing in this many
+times that time, it counts as slower. Not tuned."""
 
 SLACK_SECONDS = 0.005
-"""Seconds of a load that is always made, however short computing is: about one step of an engine,
-the resolution of both measurements."""
+"""A load expected to take less is always made, however short computing is. In seconds: about one
+step of an engine, the resolution of both measurements. Not tuned."""
 
 
 @dataclass(slots=True)
@@ -35,10 +36,10 @@ class _Wait:
     """A fetch that a request may wait for.
 
     Attributes:
-        ahead: blocks that other requests waited for at the first question about this fetch, by
-            tier.
-        refused: whether the answer was not to wait.
-        slowest: the tier that is expected to take longest; None if no tier is.
+        ahead: number of blocks that other requests waited for at the first question about this
+            fetch, by tier.
+        refused: whether the latest answer was not to wait.
+        slowest: the tier whose expected time decided the latest answer; None if no tier's did.
     """
 
     ahead: Mapping[Medium, int] = field(default_factory=dict)
@@ -47,13 +48,13 @@ class _Wait:
 
 
 class WaitChooser:
-    """Decides about each fetch. Tiers read at the same time, each at its own pace: the slowest
-    decides.
+    """Decides for each fetch whether its request waits. Tiers read at the same time, each at its
+    own pace, so the slowest tier decides.
 
-    No pace decides for ever: if it has prevented waits for a while, a short one measures it again.
+    No pace decides for ever: if it has prevented waits for a while, a short wait measures it again.
 
     Args:
-        prefill: how long computing takes.
+        prefill: the measured pace of computing; shared with the caller, who updates it.
         block_bytes: bytes of a FlexKV block over all ranks.
     """
 
@@ -64,7 +65,8 @@ class WaitChooser:
         self._waits: dict[Fetch, _Wait] = {}
 
     def ended(self, fetch: Fetch) -> None:
-        """A fetch has ended."""
+        """Take over what an ended fetch has measured, and forget the fetch. Call it once for each
+        fetch."""
         wait = self._waits.pop(fetch, None) or _Wait()
         for medium, (count, last) in fetch.gave.items():
             # The tier has read the blocks ahead meanwhile.
@@ -84,8 +86,15 @@ class WaitChooser:
                 pace.refuse()
 
     def is_worth_waiting(self, fetch: Fetch, span: Span) -> bool:
-        """Whether to wait for the rest of a fetch, still under way, rather than to compute it.
-        `span` is the tokens of all its blocks."""
+        """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
+
+        Until computing is measured, the answer is to wait. A tier whose pace is unknown or in doubt
+        gets a short wait, which measures it.
+
+        Args:
+            fetch: the fetch. Its request is asked about again with each step.
+            span: the tokens of all blocks of the fetch.
+        """
         wait = self._waits.get(fetch)
         if wait is None:
             ahead: Counter[Medium] = Counter()
@@ -136,7 +145,7 @@ class WaitChooser:
         return slowest, longest if slowest is not None else None
 
     def _latest(self, fetch: Fetch, wait: _Wait) -> float:
-        """Seconds after which a fetch should have delivered its first block, behind the blocks that
-        other requests waited for before."""
+        """Seconds from the beginning of a fetch by which it should have delivered its first block,
+        after the blocks that other requests waited for before."""
         _, seconds = self._slowest(fetch, wait)
         return _LATE * (seconds or 0.0) + _PROBE_SECONDS

@@ -32,20 +32,23 @@ NAME = "doctor"
 HELP = "check what an engine with FlexKV needs, and say what to change"
 
 _SPEED_SECONDS = 1.0
+"""Seconds to measure a drive by default. Not tuned."""
 _MOST_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
     parser.add_argument(
         "--seconds",
         default=str(_SPEED_SECONDS),
-        help="to measure each drive; 0: do not measure; "
-        f"default: {_SPEED_SECONDS:g}, half of it writing",
+        help="how long each drive is measured, half of it writing; 0 leaves the measurement out; "
+        f"default: {_SPEED_SECONDS:g}",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
     seconds = _seconds(args.seconds)
     # The file of the settings may lie where nothing answers.
     read = call_within({"settings": _settings}, ANSWER_SECONDS)
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings() -> tuple[CacheConfig, list[Finding]]:
-    """The settings in force; the defaults if they are wrong."""
+    """The settings in force, and the finding about them. If they are wrong, the defaults."""
     try:
         config = load_config()
     except ConfigError as error:
@@ -104,7 +107,7 @@ def _print(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text of others, in one line and without what a terminal obeys."""
+    """Text of others in one line. A character that a terminal may obey becomes `?`."""
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
 
 

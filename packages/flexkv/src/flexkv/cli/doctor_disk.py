@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks one cache directory: who may write there, what it lies on, its room, its speed.
+"""Checks one cache directory: the right to write there, its file system, its room, its speed.
 
 The speed is measured on a file without a name (open(2), O_TMPFILE): nobody else sees it, and the
 kernel removes it when it is closed, or when the process ends. Nothing else is written.
@@ -27,8 +27,10 @@ _CHUNK = 8 << 20
 """Bytes of one write or read: FlexKV's reads of several blocks are about as large."""
 
 _MOST_BYTES = 4 * GIB
+"""The most bytes that are written, for the life of the drive. Not tuned."""
 _ROOM_SHARE = 8
-"""At most an eighth of the free room is written, so that nobody else misses it meanwhile."""
+"""At most an eighth of the free room is written, so that other programs do not run out of it
+meanwhile. Not tuned."""
 
 _SLOW_RATE = 500e6
 """Bytes a second. Below, a disk seldom beats computing; any NVMe drive is faster. Not tuned."""
@@ -39,19 +41,27 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre",
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Bytes a second of one drive."""
+    """The speed of a drive.
+
+    Attributes:
+        written: bytes written a second, the flush included; 0 if there was no room to measure.
+        read: bytes read a second; 0 if nothing was written.
+    """
 
     written: float
     read: float
 
 
 def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]:
-    """Findings about a directory of `ssd_cache_dir`.
+    """Check a directory of `ssd_cache_dir`. A missing directory is not created.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
         room: bytes that blocks may take there.
-        seconds: to measure its speed, half of them writing; 0: it is not measured.
+        seconds: duration of the measurement of its speed, half of it writing; 0 for none.
+
+    Raises:
+        OSError: the file system does not tell its kind or its room.
     """
     name = f"disk {path}"
     there = path
@@ -78,6 +88,10 @@ def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]
 def measure(path: str, seconds: float) -> Speed:
     """Write to the drive of a directory and read it back, past the page cache where that is
     possible.
+
+    Args:
+        path: path of the directory.
+        seconds: duration of the measurement, half of it writing, without the flush.
 
     Raises:
         OSError: the file system has no files without a name, or the drive fails.
@@ -108,7 +122,8 @@ def measure(path: str, seconds: float) -> Speed:
 
 
 def _repeat(call: Callable[[int], int], most: int, seconds: float) -> tuple[int, float]:
-    """Bytes and seconds of calls one behind another, up to `most` bytes or `seconds`."""
+    """Make calls one after another until `most` bytes or `seconds` are reached. Returns the bytes
+    and the seconds of all calls."""
     done, start = 0, time.monotonic()
     elapsed = 0.0
     while done + _CHUNK <= most and elapsed < seconds:
@@ -153,7 +168,7 @@ def _room(name: str, path: str, wanted: float, own: int) -> Finding:
 
 
 def _own_bytes(path: str) -> int:
-    """What FlexKV's folders in the directory take on disk; those that cannot be read are none."""
+    """Bytes that FlexKV's folders in the directory take on disk. Unreadable folders count as 0."""
     total = 0
     with contextlib.suppress(DiskError):
         for folder in directory.folders(path, True):

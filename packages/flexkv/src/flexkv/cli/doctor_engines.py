@@ -22,7 +22,7 @@ _OURS = ("flexkv-kernels", "flexkv-vllm", "flexkv-sglang")
 
 
 def check_packages() -> Iterator[Finding]:
-    """Whether FlexKV's packages are complete and of one version."""
+    """Check whether FlexKV's packages are complete and of one version."""
     own = {name: version for name in _OURS if (version := _version(name)) is not None}
     text = ", ".join([f"flexkv {__version__}", *(f"{name} {v}" for name, v in own.items())])
     if any(version != __version__ for version in own.values()):
@@ -35,7 +35,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_engines(config: CacheConfig) -> Iterator[Finding]:
-    """Whether each installed engine has an adapter, and a version that the adapter allows."""
+    """Check whether each installed engine has an adapter, and a version that the adapter allows."""
     engines = {name: version for name in _ADAPTERS if (version := _version(name)) is not None}
     if not engines:
         change = "install vLLM or SGLang into this environment, or run doctor in the engine's"
@@ -67,7 +67,7 @@ def _check_engine(name: str, version: str, *, allow_untested: bool) -> Finding:
 
 
 def _compared(name: str, version: str, releases: Sequence[Releases]) -> tuple[Level, str]:
-    """How well an engine's version fits, and what to change."""
+    """The importance of an engine's version, and the change that it needs."""
     refused = [each for each in releases if each.age(version) is Age.OLDER]
     if refused:
         change = "; ".join(f"for {each.runs} install {name} {each}" for each in refused)
@@ -80,7 +80,7 @@ def _compared(name: str, version: str, releases: Sequence[Releases]) -> tuple[Le
 
 
 def _releases(adapter: str) -> list[Releases]:
-    """The releases that an installed adapter publishes; none if it is older than that group."""
+    """The releases that an installed adapter publishes; none if it is older than `GROUP`."""
     entries = importlib.metadata.distribution(adapter).entry_points.select(group=GROUP)
     return [each for entry in entries for each in entry.load()]
 

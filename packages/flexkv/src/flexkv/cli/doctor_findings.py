@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flexkv doctor` finds. Checks run side by side; one that does not end is a finding too."""
+"""Runs the checks of `flexkv doctor` side by side. A check that does not end is a finding too."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from flexkv.deadline import HANGS, call_within
 
 
 class Level(enum.Enum):
-    """How much a finding matters."""
+    """The importance of a finding. The values are those of the output."""
 
     OK = "ok"
+    """Nothing needs a change."""
     ADVICE = "advice"
-    """FlexKV starts, and could do better."""
+    """FlexKV starts. A change could make it better."""
     PROBLEM = "problem"
-    """A start would fail, or the cache would bring nothing."""
+    """A start would fail, or the cache would be of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class Finding:
     """One result of a check.
 
     Attributes:
-        check: the check's name.
-        level: see `Level`.
-        text: what is there.
-        change: what to change; empty if nothing.
+        check: name of the check, the first word of the output.
+        level: importance of the finding.
+        text: the state that the check found.
+        change: the change that the user should make; empty if none is needed.
     """
 
     check: str
@@ -42,11 +43,15 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def run_checks(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
-    """Findings of all checks, in the order of `checks`.
+    """Run all checks side by side, each in a thread of its own.
 
     Args:
-        checks: by name.
-        seconds: that each may take. A check that takes longer is left behind in its thread.
+        checks: the checks, by name. An exception of a check becomes a finding.
+        seconds: time limit for all checks together. A check that takes longer is left behind in its
+            thread, which does not keep the process.
+
+    Returns:
+        The findings, in the order of `checks`.
     """
     calls = {name: functools.partial(_run, name, check) for name, check in checks.items()}
     ended = call_within(calls, seconds)
@@ -62,7 +67,7 @@ def _run(name: str, check: Check) -> list[Finding]:
 
 
 def unanswered(name: str, seconds: float) -> Finding:
-    """The finding about a check that did not end within so many seconds."""
+    """Make the finding about a check that did not end within `seconds` seconds."""
     return Finding(
         name,
         Level.PROBLEM,

@@ -24,16 +24,18 @@ _OLDEST_KERNEL = (4, 16)
 """memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""
 
 _FILLING_KERNEL = (5, 14)
-"""MADV_POPULATE_WRITE, which fills an arena in parallel."""
+"""MADV_POPULATE_WRITE, by which threads fill an arena in parallel, came with 5.14."""
 
 _LEAST_SHM = GIB
-"""What engines with several ranks need in /dev/shm for themselves; Docker gives 64 MiB."""
+"""Bytes in /dev/shm that engines with several ranks should have for themselves; Docker gives
+64 MiB. Not tuned."""
 
 _SMI_SECONDS = 5.0
+"""Time limit for nvidia-smi, which hangs if the driver does. Not tuned."""
 
 
 def check_kernel() -> Iterator[Finding]:
-    """Whether the system has what FlexKV calls."""
+    """Check whether the system is Linux and new enough for the calls that FlexKV makes."""
     release = platform.release()
     found = re.match(r"(\d+)\.(\d+)", release)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -49,7 +51,7 @@ def check_kernel() -> Iterator[Finding]:
 
 
 def check_memory(config: CacheConfig) -> Iterator[Finding]:
-    """Host memory, in ordinary and in huge pages, and what engines need in /dev/shm."""
+    """Check the room for the arena, in ordinary and in huge pages, and the room in /dev/shm."""
     available, pool = available_memory(), free_huge_pages()
     wanted = None if config.cpu_cache_gb is None else int(config.cpu_cache_gb * GIB)
     text = f"{size(available)} available to this process, control groups counted"
@@ -76,7 +78,8 @@ def check_memory(config: CacheConfig) -> Iterator[Finding]:
 
 
 def check_limits(config: CacheConfig) -> Iterator[Finding]:
-    """Locked memory, which RDMA needs, and NUMA nodes."""
+    """Check the limit of locked memory, which RDMA needs, and whether this process may run on all
+    NUMA nodes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
     wanted = int((config.cpu_cache_gb or 0) * GIB)
@@ -99,7 +102,7 @@ def check_limits(config: CacheConfig) -> Iterator[Finding]:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """GPUs, their driver, and whether the kernels were built for them."""
+    """Check GPUs, their driver, and whether the kernels find a device that they can use."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         yield Finding("GPU", Level.OK, "no nvidia-smi: engines on CPUs only")
@@ -134,7 +137,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_runtime_dir(config: CacheConfig) -> Iterator[Finding]:
-    """The directory where an engine's processes meet. It is looked at, and not created."""
+    """Check the directory where an engine's processes meet. A missing directory is not created."""
     path = config.session_root
     try:
         with RuntimeDirectory(path):

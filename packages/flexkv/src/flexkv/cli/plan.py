@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay a trace of requests and print what memory and disk would bring: hit rate, time of prefill
-saved and disk writes against gigabytes; then policies and admissions, and the settings to use.
-TRACE is Mooncake's JSONL, a log of vLLM or SGLang with token ids, or what an engine with FlexKV
-recorded (FLEXKV_TRACE). No engine, GPU or cache is needed or touched. Exit code 0."""
+"""Replay a trace of requests and print hit rate, saved time of prefill and disk writes by gigabytes
+of cache; then compare policies and admissions, and name the settings to use. TRACE is Mooncake's
+JSONL, a log of vLLM or SGLang with token ids, or a recording of an engine with FlexKV
+(FLEXKV_TRACE). No engine, GPU or cache is needed or touched. Exit code 0."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ _MOST_GIB = float(1 << 20)
 _MOST_TOKENS = 1 << 20
 _MOST_RATE = 1e9
 _REPLAYED_BLOCKS = 400_000
-"""All four policies and three admissions take about 25 s for so many on one core; the curve of a
-million takes a second."""
+"""The most blocks to replay by default. All four policies and three admissions take about 25 s for
+them on one core; the curve of a million blocks takes a second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
     parser.add_argument("trace", metavar="TRACE", help="the trace; may be compressed by gzip")
-    parser.add_argument("--format", default=AUTO, metavar="NAME", help=", ".join(FORMS))
+    parser.add_argument(
+        "--format",
+        default=AUTO,
+        metavar="NAME",
+        help=f"format of the trace: {', '.join(FORMS)}; default: {AUTO}, which looks at the file",
+    )
     parser.add_argument(
         "--block-tokens",
         metavar="N",
@@ -48,8 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--model", metavar="PATH", help="config.json of the model, or the directory with it"
     )
-    size.add_argument("--kv-dtype", default="auto", metavar="NAME", help=", ".join(KV_DTYPES))
-    size.add_argument("--token-bytes", metavar="N", help="bytes of KV cache a token, of all ranks")
+    size.add_argument(
+        "--kv-dtype",
+        default="auto",
+        metavar="NAME",
+        help=f"dtype of the engine's KV cache: {', '.join(KV_DTYPES)}; default: auto",
+    )
+    size.add_argument(
+        "--token-bytes", metavar="N", help="bytes of a token in the KV cache, over all ranks"
+    )
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
         "--memory-gb", metavar="LIST", help="sizes in GiB to show, separated by commas"
@@ -70,22 +83,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--policies",
         metavar="LIST",
-        help=f"default: {','.join(POLICIES)}, if installed; none for none",
+        help="eviction policies of host memory, separated by commas, or none; "
+        f"default: {','.join(POLICIES)}",
     )
     compared.add_argument(
-        "--admissions", metavar="LIST", help=f"default: {','.join(ADMISSIONS)}; none for none"
+        "--admissions",
+        metavar="LIST",
+        help="admissions of the disk, separated by commas, or none; "
+        f"default: {','.join(ADMISSIONS)}",
     )
     compared.add_argument(
         "--replay-blocks",
         metavar="N",
-        help="compare policies and admissions on the first requests with so many blocks; "
-        f"default: {_REPLAYED_BLOCKS}",
+        help="compare policies and admissions on the first requests with at most N blocks "
+        f"together; default: {_REPLAYED_BLOCKS}",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the curves: .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
     _one_of("--format", args.format, FORMS)
     _one_of("--kv-dtype", args.kv_dtype, KV_DTYPES)
     block_tokens = _whole("--block-tokens", args.block_tokens, _MOST_TOKENS)

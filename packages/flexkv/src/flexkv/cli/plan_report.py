@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `flexkv plan` prints what it found."""
+"""Prints the results of `flexkv plan`, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found.
+    """The results for a trace.
 
     Attributes:
-        read: the trace.
-        block_bytes: of a block over all ranks.
-        model: whose configuration was given; None if none was.
-        cost: of computing; None if unknown.
-        curve: of LRU.
-        sizing: what follows from it.
-        most_memory: GiB of memory that the machine has; None for no limit.
-        most_disk: GiB of disk that it has; None for no limit.
+        read: the trace, and the hits that its engine counted.
+        block_bytes: bytes of a block over all ranks.
+        model: the model whose configuration the user named; None without one.
+        cost: cost of computing; None if unknown.
+        curve: results of LRU caches of any size.
+        sizing: the advice, from the curve and from replays.
+        most_memory: the most memory to name, in GiB; None for no limit.
+        most_disk: the most disk to name, in GiB; None for no limit.
     """
 
     read: TraceFile
@@ -44,15 +44,16 @@ class Report:
     most_disk: float | None
 
     def gib(self, blocks: int) -> float:
+        """GiB of `blocks` blocks over all ranks."""
         return blocks * self.block_bytes / GIB
 
     def written_a_day(self, blocks: int, seconds: float) -> float | None:
-        """GiB a day."""
+        """GiB a day if `blocks` blocks are written in `seconds`; None if the trace took no time."""
         return a_day(self.gib(blocks), seconds)
 
     @property
     def prefill_seconds(self) -> float | None:
-        """To compute all prompts."""
+        """Seconds to compute all prompts without a cache; None if the cost is unknown."""
         cost = self.cost
         if cost is None:
             return None
@@ -60,13 +61,15 @@ class Report:
 
     @property
     def replayed_seconds(self) -> float:
-        """Of the requests that policies and admissions were replayed on."""
+        """Seconds from the first request to the last of those that policies and admissions were
+        replayed on."""
         requests = self.read.trace.requests[: self.sizing.replayed]
         return requests[-1].seconds - requests[0].seconds
 
     @property
     def settings(self) -> dict[str, float | str]:
-        """The settings to use, under their names."""
+        """The settings to use, by the names of `CacheConfig`; empty if no prefix comes back. Sizes
+        are in GiB."""
         sizing = self.sizing
         if not sizing.memory_blocks:
             return {}
@@ -82,7 +85,7 @@ class Report:
 
     @property
     def curves(self) -> Curves:
-        """For `plot`."""
+        """The curves to draw; see `flexkv.plan.plot`."""
         points = [point for point in self.sizing.points if point.blocks]
         seconds = self.read.trace.seconds
         written = [self.written_a_day(point.written_blocks, seconds) for point in points]
@@ -102,6 +105,7 @@ class Report:
 
 
 def print_report(report: Report) -> None:
+    """Print the results as text to standard output."""
     _print_trace(report)
     if not report.sizing.most.blocks:
         print("\nNo prefix comes back: a cache of no size would hit anything.")
@@ -113,7 +117,7 @@ def print_report(report: Report) -> None:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """All figures; sizes in bytes, times in seconds."""
+    """All figures as values of JSON: sizes in bytes, times in seconds, hit rates from 0 to 1."""
     trace, sizing, measured = report.read.trace, report.sizing, report.read.measured
     return {
         "trace": {

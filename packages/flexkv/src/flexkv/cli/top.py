@@ -32,13 +32,14 @@ HELP = "show live what engines and cache directories do"
 _INTERVAL_SECONDS = 2.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.2, 3600.0
 _FIRST_SECONDS = 8.0
-"""How long `--once` waits for a target. An engine may take 5 s; see `top_sources`."""
+"""Time limit of `--once` for the first answers. An engine may take 5 s; see `top_sources`. Not
+tuned."""
 _REFRESH_SECONDS = 1.0
-"""The view is drawn as often, also while targets do not answer."""
+"""Longest time between two drawings of the view, also while targets do not answer. Not tuned."""
 _HINT = Text("q: quit", style="dim")
 _MOST_TARGETS = 16
 _PIPE_COLUMNS = 120
-"""Where there is no terminal, all columns of the tables have room."""
+"""Width of the output if it is no terminal: all columns of the tables have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class _Shown:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
     parser.add_argument(
         "targets", metavar="TARGET", nargs="+", help="an engine's address, or a cache directory"
     )
@@ -58,11 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval",
         metavar="SECONDS",
         default=str(_INTERVAL_SECONDS),
-        help=f"between two looks; default: {_INTERVAL_SECONDS:g}",
+        help=f"seconds between two looks at a target; default: {_INTERVAL_SECONDS:g}",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `Command.run`. Ctrl-C ends the live view as q does, without a KeyboardInterrupt."""
     interval = _interval(args.interval)
     targets: list[str] = args.targets
     if len(targets) > _MOST_TARGETS:
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(console: Console, shown: Sequence[_Shown], interval: float) -> None:
-    """Until q or Ctrl-C."""
+    """Show the live view until q or Ctrl-C, then print its last state."""
     with contextlib.suppress(KeyboardInterrupt):
         _wait(shown, _REFRESH_SECONDS)
         with Live(console=console, screen=True, auto_refresh=False) as live, open_keys() as keys:
@@ -103,7 +106,7 @@ def _show(console: Console, shown: Sequence[_Shown], interval: float) -> None:
 
 
 def _wait(shown: Sequence[_Shown], seconds: float) -> None:
-    """Until each target has been asked once, or so many seconds have passed."""
+    """Wait until each target has been asked once, for at most `seconds` seconds together."""
     deadline = time.monotonic() + seconds
     for each in shown:
         each.source.wait(max(0.0, deadline - time.monotonic()))

@@ -16,13 +16,17 @@ _QUIT = b"qQ"
 
 
 class Keys:
-    """Standard input as keys. Without a terminal there, no key ever comes."""
+    """Keys from standard input. If that is no terminal, no key ever comes.
+
+    Args:
+        fd: descriptor of the terminal; borrowed. None if there is no terminal.
+    """
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def quit_within(self, seconds: float) -> bool:
-        """Whether the user presses q within so many seconds.
+        """Wait for the key q, for at most `seconds` seconds. Returns whether the user pressed it.
 
         Raises:
             KeyboardInterrupt: the user presses Ctrl-C.
@@ -43,7 +47,8 @@ class Keys:
 
 @contextlib.contextmanager
 def open_keys() -> Iterator[Keys]:
-    """Take keys one by one; the terminal gets its old modes back in the end."""
+    """Read keys without Enter and without an echo until the context ends. Then the terminal gets
+    its old modes back."""
     fd = sys.stdin.fileno()
     if not os.isatty(fd):
         yield Keys(None)

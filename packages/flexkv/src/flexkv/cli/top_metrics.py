@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One scrape of an engine, and what happened between two of them."""
+"""Scrapes of an engine, and the changes between two of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Reading:
 
     Attributes:
         at: time.monotonic() of the scrape.
-        engines: kinds of engines, usually one.
-        models: served, by name.
-        versions: of FlexKV.
-        values: of counters and gauges, by `sample` name.
-        buckets: of histograms: by `sample` name how many values are at most each bound.
+        engines: `vllm` or `sglang`, usually one of them.
+        models: names of the served models.
+        versions: versions of FlexKV.
+        values: values of counters and gauges, by `sample` name.
+        buckets: for each histogram, by `sample` name, the number of values up to each bound.
     """
 
     at: float
@@ -39,14 +39,18 @@ class Reading:
 
 
 def read_metrics(text: str, at: float) -> Reading | None:
-    """The figures in what an engine serves at `/metrics`; None if FlexKV's are not there.
+    """Read FlexKV's figures from an engine's answer at `/metrics`.
 
     Args:
-        text: in Prometheus's text format.
-        at: when it was served.
+        text: the answer, in Prometheus's text format.
+        at: time.monotonic() of the scrape.
+
+    Returns:
+        The figures; None if the answer has none of FlexKV.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `text` is in another format.
+        KeyError: a range of a histogram has no bound.
     """
     reading = Reading(at)
     for family in text_string_to_metric_families(text):
@@ -80,8 +84,10 @@ def _add(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an engine did between two scrapes. If a counter is smaller than before, the engine was
-    started again meanwhile, and counts from 0.
+    """The changes between two scrapes of an engine. If a counter is smaller than before, the engine
+    was started again meanwhile, and counted from 0.
+
+    The methods take the name of a metric in `METRICS`, and values of its labels in its order.
 
     Attributes:
         old: the earlier scrape; None if there is only one.
@@ -93,15 +99,15 @@ class Change:
 
     @property
     def seconds(self) -> float:
-        """Between the two; 0 if there is only one."""
+        """Seconds between the two scrapes; 0 if there is only one."""
         return 0.0 if self.old is None else self.new.at - self.old.at
 
     def total(self, name: str, *labels: str) -> float:
-        """Of a counter since the engine's start, or the value of a gauge."""
+        """The value of a counter since the engine's start, or of a gauge; 0 if it is missing."""
         return self.new.values.get(sample(name, *labels), 0.0)
 
     def growth(self, name: str, *labels: str) -> float:
-        """Of a counter between the two."""
+        """The growth of a counter between the two scrapes; 0 if there is only one."""
         if self.old is None:
             return 0.0
         now = self.total(name, *labels)
@@ -109,12 +115,18 @@ class Change:
         return now - before if now >= before else now
 
     def rate(self, name: str, *labels: str) -> float | None:
-        """Growth in a second; None if there is only one scrape."""
+        """The growth of a counter in a second; None if there is only one scrape."""
         return self.growth(name, *labels) / self.seconds if self.seconds > 0 else None
 
     def quantile(self, share: float, name: str, *labels: str) -> float | None:
-        """Of a histogram: between the two scrapes if it got values then, else since the engine's
-        start; None if it has no values. Between two bounds it is interpolated, as Prometheus does.
+        """The value that the `share` (0 to 1) smallest values of a histogram do not exceed.
+
+        It is taken over the values between the two scrapes, if there are any, else over those since
+        the engine's start. Between two bounds it is interpolated, as Prometheus does. Beyond the
+        largest finite bound, it is that bound.
+
+        Returns:
+            The value, in the unit of the histogram; None if the histogram is empty.
         """
         key = sample(name, *labels)
         now = self.new.buckets.get(key, {})
@@ -126,8 +138,8 @@ class Change:
         return None
 
     def failures(self) -> Iterator[tuple[str, str, int]]:
-        """Cause, tier and number of failures between the two, or since the engine's start if there
-        is only one."""
+        """Cause, tier and number of the failures between the two scrapes. If there is only one, of
+        those since the engine's start. Causes without a failure are left out."""
         for cause, tier in _METRICS["failures"].combinations:
             count = (self.total if self.old is None else self.growth)("failures", cause, tier)
             if count > 0:
@@ -135,7 +147,7 @@ class Change:
 
 
 def _quantile(share: float, counts: Iterable[tuple[float, float]]) -> float:
-    """Counts are of values up to each bound, ascending; the last bound is infinite."""
+    """`counts` has the number of values up to each bound, ascending; the last bound is infinite."""
     listed = list(counts)
     wanted = share * listed[-1][1]
     low, below = 0.0, 0.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flexkv top` looks at: engines by their address, and cache directories.
+"""The sources of `flexkv top`: engines by their address, and cache directories.
 
-Each source is asked by a thread of its own, so that one that hangs keeps nobody else waiting.
+Each source is asked by a thread of its own, so that a hung source delays no other.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 
 _CALL_SECONDS = 5.0
-"""How long an engine may take to answer. Its `/metrics` may wait for a step of the engine."""
+"""Time limit for an engine's answer. Its `/metrics` may wait for a step of the engine. Not
+tuned."""
 
 _SLOW_SECONDS = 3.0
-"""An attempt that lasts longer is mentioned. Not tuned."""
+"""The view mentions an attempt that lasts longer. Not tuned."""
 
 _MOST_BYTES = 32 << 20
-"""Of an answer; engines serve less than a megabyte."""
+"""The most bytes of an answer; engines serve less than a megabyte."""
 
 _ALLOWED = (
     "an engine's address, as http://HOST:PORT or HOST:PORT, or a cache directory (see an engine's "
@@ -45,25 +46,25 @@ Read = TypeVar("Read")
 
 
 class Kind(enum.Enum):
-    """What a target of the command line is."""
+    """The kind of a target of the command line."""
 
     ENGINE = "engine"
     DIRECTORY = "directory"
 
 
 class SourceError(Exception):
-    """A source gives nothing now; the message says why."""
+    """A source gives no figures now. The message names the reason."""
 
 
 @dataclass(slots=True)
 class Look(Generic[Read]):
-    """What a source has given.
+    """The outcome of the attempts so far. Never changed: each attempt makes a new one.
 
     Attributes:
-        last: the latest reading; None if there is none.
-        at: time.monotonic() of the latest reading or failure; 0 if there was neither.
-        error: why the latest attempt failed; None if it did not.
-        since: time.monotonic() at which it began to fail.
+        last: the latest reading; None before the first.
+        at: time.monotonic() of the latest reading or failure; 0 before the first.
+        error: message of the latest attempt's error; None if it succeeded.
+        since: time.monotonic() of the first of the consecutive failures; 0 without a failure.
     """
 
     last: Read | None = None
@@ -73,12 +74,12 @@ class Look(Generic[Read]):
 
 
 class Source(Generic[Read]):
-    """Asked again and again, in a thread of its own.
+    """Asks a target again and again, in a thread of its own, which does not keep the process.
 
     Args:
-        name: as the user gave it.
-        read: asks once.
-        take: gets every reading, in that thread.
+        name: the target, as the user named it.
+        read: asks once and returns the figures, or raises SourceError or DiskError.
+        take: is called with every reading, in the thread.
     """
 
     def __init__(self, name: str, read: Callable[[], Read], take: Callable[[Read], None]) -> None:
@@ -90,28 +91,29 @@ class Source(Generic[Read]):
         self._asked_at = 0.0
 
     def start(self, interval: float) -> None:
-        """Begin to ask, every `interval` seconds."""
+        """Start the thread. It pauses `interval` seconds after each attempt."""
         thread = threading.Thread(target=self._run, args=(interval,), daemon=True)
         thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Until the first attempt has ended, or so many seconds have passed."""
+        """Wait until the first attempt has ended, for at most `seconds` seconds."""
         self._asked.wait(seconds)
 
     @property
     def silent_seconds(self) -> float:
-        """How long the attempt under way has lasted; 0 if none is."""
+        """Seconds since the running attempt began; 0 if none runs."""
         asked_at = self._asked_at
         return time.monotonic() - asked_at if asked_at else 0.0
 
     @property
     def is_silent(self) -> bool:
-        """Whether the attempt under way takes so long that the source may hang."""
+        """Whether the running attempt takes so long that the target may hang."""
         return self.silent_seconds > _SLOW_SECONDS
 
     @property
     def gives_figures(self) -> bool:
-        """Whether its figures are those of now."""
+        """Whether the figures are current: the latest attempt succeeded, and the next one does not
+        hang."""
         look = self.look
         return look.last is not None and look.error is None and not self.is_silent
 
@@ -132,9 +134,15 @@ class Source(Generic[Read]):
 
 
 def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:
-    """What each target of the command line is.
+    """Find out the kind of each target of the command line.
 
     A path whose file system does not answer within a second counts as a directory.
+
+    Args:
+        targets: the targets, each once.
+
+    Returns:
+        The kinds, by target and in the order of `targets`.
 
     Raises:
         ConfigError: a target is neither an engine's address nor a directory.
@@ -173,10 +181,13 @@ def _refusal(target: str, problem: str) -> ConfigError:
 
 
 def address_of(target: str) -> str:
-    """The URL of an engine's metrics.
+    """Make the URL of an engine's metrics.
+
+    Args:
+        target: `HOST:PORT` or a URL. Without a path, the path is `/metrics`.
 
     Raises:
-        ConfigError: `target` is no address.
+        ConfigError: `target` is no address with http or https, or holds a password.
     """
     url = target if "://" in target else f"http://{target}"
     try:
@@ -197,10 +208,13 @@ def address_of(target: str) -> str:
 
 
 def scrape(url: str) -> Reading:
-    """The figures that an engine serves now.
+    """Read the figures that an engine serves now.
+
+    Args:
+        url: see `address_of`.
 
     Raises:
-        SourceError: it serves none.
+        SourceError: the engine does not answer, or serves no metrics of FlexKV.
     """
     at = time.monotonic()
     try:
@@ -229,9 +243,9 @@ def scrape(url: str) -> Reading:
 
 
 def read_folders(target: str) -> Sequence[FolderState]:
-    """The folders of a cache directory.
+    """Read the figures of the folders of a cache directory. Waits as long as the directory does.
 
     Raises:
-        DiskError: it cannot be read, or holds no cache.
+        DiskError: the directory or a folder cannot be read, or the directory holds no cache.
     """
     return [folder_state(path) for path in cache_folders(target)]

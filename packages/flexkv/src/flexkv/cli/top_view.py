@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flexkv top` shows of its sources."""
+"""The view of `flexkv top`: a panel for each source."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flexkv.cli.top_sources import Source
 from flexkv.tiers.disk.inspect import FolderState
 
 _WINDOW_SECONDS = 10.0
-"""Rates are of so long a time: an engine reports with its steps, which may be seconds long."""
+"""Seconds over which rates are computed. An engine reports with its steps, which may be seconds
+long. Not tuned."""
 
 _FAILURES = 6
-"""Failures that are listed."""
+"""The most failures that are listed. Not tuned."""
 
 _LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
 _NONE = "-"
 
 
 class EngineHistory:
-    """What an engine did in the last seconds, and how it failed. Written by one thread and read by
-    another."""
+    """The scrapes of an engine in the last seconds, and its latest failures. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class EngineHistory:
         self._failures: deque[tuple[str, str]] = deque(maxlen=_FAILURES)
 
     def take(self, reading: Reading) -> None:
-        """One more scrape."""
+        """Add a scrape, and the failures since the scrape before."""
         with self._lock:
             readings = self._readings
             change = Change(readings[-1] if readings else None, reading)
@@ -52,7 +52,7 @@ class EngineHistory:
 
     @property
     def change(self) -> Change | None:
-        """Over the last seconds; None before the first scrape."""
+        """The changes over the last seconds; None before the first scrape."""
         with self._lock:
             readings = list(self._readings)
         if not readings:
@@ -61,13 +61,14 @@ class EngineHistory:
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """When, and what; the latest first."""
+        """Time of day and text of the failures, the latest first. The time of failures from before
+        the first scrape is `before`."""
         with self._lock:
             return list(self._failures)[::-1]
 
 
 def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableType:
-    """One engine."""
+    """Make the panel of one engine. `history` is what `source` has taken."""
     change = history.change
     if change is None:
         return Panel(_state(source), title=_plain(source.name), title_align="left")
@@ -89,7 +90,7 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
 
 
 def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
-    """One cache directory."""
+    """Make the panel of one cache directory."""
     states = source.look.last
     parts: list[RenderableType] = []
     if not source.gives_figures:
@@ -234,5 +235,5 @@ def _seconds(value: float | None) -> str:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Text of others, which may hold what a terminal obeys."""
+    """Text of others. A character that a terminal may obey becomes `?`."""
     return Text("".join(each if each.isprintable() else "?" for each in text), style=style)

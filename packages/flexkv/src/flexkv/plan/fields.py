@@ -8,11 +8,13 @@ import math
 from collections.abc import Mapping
 
 _MOST_SHOWN = 60
+"""The most characters of a value that an error prints."""
 _MOST = 1 << 53
 """The largest number allowed. JSON readers may round larger ones."""
 
 
 NO_JSON = "no JSON"
+"""Beginning of a `LineError`'s value if the line cannot be parsed."""
 
 
 class LineError(ValueError):

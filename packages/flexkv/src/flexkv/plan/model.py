@@ -27,7 +27,8 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gr
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _INDEX_QUANTUM = 128
-"""In the index of sparse attention, keys have 8 bits, and this many share a scale of 4 bytes."""
+"""In the index of sparse attention (DeepSeek V3.2), keys have 8 bits, and this many numbers share a
+scale of 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,14 @@ class _Model:
         self._config = config
 
     def cache(self, kv_dtype: str) -> ModelCache:
+        """Compute the bytes of a token in each kind of layers.
+
+        With latent attention (`kv_lora_rank`), a layer keeps one latent and the rotated part of the
+        keys. Otherwise it keeps a key and a value for each KV head.
+
+        Raises:
+            TraceError: a field is missing or wrong, or no layer keeps keys and values.
+        """
         width = KV_DTYPES[kv_dtype] or self._quantized_width()
         shared = self._natural(("num_kv_shared_layers",), 0)
         layers = max(0, self._natural(_LAYERS) - shared)

@@ -16,7 +16,8 @@ _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class ModelTier:
-    """See `IndexedTier`. It has the index of a disk tier; each read and write ends at once.
+    """An `IndexedTier` with the index of a disk tier; each read and write ends at once. Buffers are
+    neither read nor written.
 
     Args:
         slots: the number of blocks that it holds.

@@ -15,11 +15,14 @@ from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 FORM = "mooncake"
 _USUAL_BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
+"""The tokens of a block that are tried if the user names none."""
 _MOONCAKES = 512
+"""Tokens of a block in the traces that Mooncake's authors have published."""
 _MILLISECOND = 1e-3
 
 
 def recognises(line: Mapping[str, object]) -> bool:
+    """Whether a line of a trace looks like this format."""
     return "hash_ids" in line
 
 

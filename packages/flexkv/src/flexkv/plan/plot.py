@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws curves into a file, by matplotlib, which the extra `plot` brings."""
+"""Draws curves into a file. It needs matplotlib, which the extra `plot` installs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _DOTS = 120
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What is drawn, over the size of the cache.
+    """The curves to draw over the size of the cache. All have one value for each size.
 
     Attributes:
-        title: above all.
-        gib: sizes.
-        hit_rates: percent of prompt tokens.
-        saved: seconds of computing; None if unknown.
-        written: GiB a day, to a disk of that size; None if unknown.
-        knee: a size to mark.
-        others: name, size and hit rate of other caches to mark.
+        title: title of the picture.
+        gib: sizes of the cache in GiB, ascending, more than 0.
+        hit_rates: hit rates in percent of prompt tokens.
+        saved: seconds of computing that hits save; None if unknown.
+        written: GiB written a day, to a disk of that size; None if unknown.
+        knee: a size to mark, in GiB.
+        others: name, size in GiB and hit rate in percent of other caches to mark.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Curves:
 
 
 def check_plot(path: str) -> None:
-    """Whether `draw` can draw to `path`.
+    """Check whether `draw` can draw to `path`.
 
     Raises:
         TraceError: matplotlib is missing, the ending is unknown, or there is no such directory.
@@ -58,10 +58,10 @@ def check_plot(path: str) -> None:
 
 
 def draw(path: str, curves: Curves) -> None:
-    """Draw to the file at `path`.
+    """Draw to the file at `path`, whose ending names the format. Call `check_plot` before.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

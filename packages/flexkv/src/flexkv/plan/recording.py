@@ -16,6 +16,7 @@ from flexkv.plan.trace import NO_BLOCK, Prefixes, Trace, TracedRequest
 
 FORM = "flexkv"
 VERSION = 1
+"""Version of the format. A parser refuses all others."""
 
 HEAD = "flexkv_trace"
 """The key of a head, with the version of the format. A head also has `engine`, `block_tokens`,
@@ -53,6 +54,7 @@ class Measured:
 
 
 def recognises(line: Mapping[str, object]) -> bool:
+    """Whether a line of a trace looks like this format."""
     return HEAD in line
 
 

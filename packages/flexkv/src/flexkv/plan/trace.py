@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 NO_BLOCK = -1
+"""In place of the block before the first one of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Trace:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
         return sum(request.prompt_tokens for request in self.requests)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owning a folder in each cache directory at a start, also beside a mount or a drive that hangs."""
+"""Takes a folder in each cache directory at a start. A hung mount or drive does not block it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ logger = logging.getLogger(__name__)
 def claim_all(roots: Sequence[str], fingerprint: str, share: bool) -> dict[str, Folder]:
     """Own a folder in each directory that answers within `ANSWER_SECONDS`; log the others.
 
-    A few calls on small files are limited in time: the directory and the folder are made, the
-    folder is locked, and the header of its table is read. What may take long comes later.
+    The time limit covers a few calls on small files: they create directory and folder, lock the
+    folder and read the header of its table. Work that takes longer is left to the caller.
 
     Args:
-        roots: the cache directories, made if need be.
-        fingerprint: of the blocks.
-        share: take a folder of one's own beside those that are taken.
+        roots: absolute paths of the cache directories, created if they are missing.
+        fingerprint: fingerprint of the blocks, hexadecimal.
+        share: whether to create a folder with a number if another engine owns the first one. If
+            not, that is an error.
 
     Returns:
-        The folders, by directory and in the order of `roots`. The caller releases them. A folder
-        whose directory answers later is released at once.
+        The folders, by directory and in the order of `roots`. The caller owns and releases them. A
+        folder whose directory answers later is released at once.
 
     Raises:
         DiskError: no directory answers, or a folder cannot be owned; see `claim` and `check_table`.
-            None is left owned.
+            No folder is left owned.
     """
     calls = {root: functools.partial(_claim, root, fingerprint, share) for root in roots}
     claimed = call_within(calls, ANSWER_SECONDS, late=_release)
