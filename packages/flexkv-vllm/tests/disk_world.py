@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,39 @@ def delay_reads(world: World, rng: random.Random) -> None:
 def read_block_by_block(world: World) -> None:
     """From now on a fetch arrives in as many parts as it has blocks."""
     drive_of(world)._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
+
+
+def read_a_block_a_step(world: World) -> None:
+    """From now on a step, or a poll without one, lets no more than about one block arrive, however
+    fast the disk is: a fetch of several blocks lasts for several steps."""
+    read_block_by_block(world)
+    drive = drive_of(world)
+    read = type(drive._store).read.__get__(drive._store)
+    queue, turn, ended = threading.Lock(), threading.Event(), threading.Event()
+
+    def in_turn(*args: Any) -> Any:
+        with queue:
+            turn.wait()
+            turn.clear()
+            if ended.is_set():
+                turn.set()
+        return read(*args)
+
+    def giving_a_turn(act: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            turn.set()
+            act()
+
+        return both
+
+    def end() -> None:
+        ended.set()
+        turn.set()
+
+    drive._store.read = in_turn
+    world.step = giving_a_turn(world.step)  # type: ignore[method-assign]
+    world.poll = giving_a_turn(world.poll)  # type: ignore[method-assign]
+    world.closing.callback(end)
 
 
 class Hang:

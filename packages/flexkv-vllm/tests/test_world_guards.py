@@ -9,7 +9,7 @@ import math
 import random
 
 import pytest
-from disk_world import delay_reads, read_block_by_block
+from disk_world import delay_reads, read_a_block_a_step
 from engine_world import MakeWorld, World
 from injection import SOURCES, Guarded, all_guarded, hit_all
 from late_device import STREAM, DeviceWorld
@@ -54,10 +54,10 @@ def test_after_an_error_all_is_as_without_flexkv(
         )
         if not marks:
             world.slow_down(rng)
-        if "shutdown" not in guarded.place:
-            delay_reads(world, rng)
         if "rest of a prefix" in guarded.place:
-            read_block_by_block(world)  # so that loads begin before their fetches have ended
+            read_a_block_a_step(world)  # so that loads begin before their fetches have ended
+        elif "shutdown" not in guarded.place:
+            delay_reads(world, rng)
         return world
 
     hit_all(
