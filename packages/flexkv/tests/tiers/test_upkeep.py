@@ -206,9 +206,29 @@ def test_counters_are_saved_while_nobody_polls(
         wait_for(lambda: saved() == (20, 25 * SLOT))
 
 
+def test_jobs_that_ended_last_are_in_the_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the upkeep saves them as soon as it is told to, and nobody polls afterwards."""
+    monkeypatch.setattr(upkeep, "SAVE_SECONDS", 0.0)
+    real = upkeep.Upkeep.count
+
+    def count(self: upkeep.Upkeep) -> None:
+        real(self)
+        wait_for(lambda: not (self._save.wanted or self._save.running))
+
+    monkeypatch.setattr(upkeep.Upkeep, "count", count)
+    with opened(tmp_path) as client:
+        client.write(KEYS[:1])
+        client.read(KEYS[:1])
+        saved = json.loads((tmp_path / FINGERPRINT / ledger.FILE).read_bytes())
+        assert (saved["written_blocks"], saved["hit_blocks"]) == (1, 1)
+
+
 def test_counters_that_could_not_be_saved_are_saved_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(upkeep, "SAVE_SECONDS", DEADLINE)  # saved once while the test looks
     failing, real = Failing(3), os.replace
 
     def replace(*args: object, **kwargs: object) -> None:

@@ -226,8 +226,6 @@ class Drive:
                 self._unerased.add(slot)
             self.index.release(slot)
         ended = self.link.poll()
-        if ended:
-            self._upkeep.count()
         for job in ended:
             running = self._running.pop(job)
             moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
@@ -244,6 +242,9 @@ class Drive:
                 for slot, outcome in zip(running.slots, job.outcomes, strict=True):
                     self._settle_read(slot, outcome)
             self._note(job, running.writes)
+        if ended:
+            # Only now, or the upkeep could save the counters before they count these jobs.
+            self._upkeep.count()
         return ended
 
     def begin_close(self, flush_seconds: float = 0.0) -> None:
