@@ -9,12 +9,13 @@ store's circuit is closed; `clock` says what time of day it is.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexkv import KVCache
@@ -24,11 +25,16 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from flexkv.tiers import remote
+from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.remote import RemoteTier
 from packages.tier_blocks import ready_blocks
 
 SLOT = 1 << 16
 FINGERPRINT = "fe" * 16
 SLOTS = 32
+PATIENCE_SECONDS = 60.0
+"""A busy machine may take longer to start, and to end its threads, than engines are to wait."""
 
 
 def names(text: str) -> list[bytes]:
@@ -39,13 +45,41 @@ def content(key: bytes) -> bytes:
     return (key * SLOT)[:SLOT]
 
 
+def be_patient(settings: Mapping[str, Any]) -> None:
+    """Start and end without the limits for engines, which a busy machine exceeds.
+
+    A node whose first question is late would share blocks with nobody until it is restarted. Here
+    it asks again.
+    """
+    remote.CLOSE_SECONDS = PATIENCE_SECONDS
+    if "mooncake_master" in settings:
+        from flexkv.tiers.mooncake import open as opening
+
+        opening.SETUP_SECONDS = PATIENCE_SECONDS
+    ask = Epochs.open
+
+    def ask_again(epochs: Epochs) -> str:
+        late = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return ask(epochs)
+            except OSError as error:
+                was_late = isinstance(error, TimeoutError) or "within" in str(error)
+                if not was_late or time.monotonic() > late:
+                    raise
+
+    Epochs.open = ask_again  # type: ignore[method-assign]
+
+
 class Node:
     """See the module. `settings` are those of `CacheConfig`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), SLOTS), threads=1)
+        be_patient(settings)
         tiers = open_shared_tiers(CacheConfig(**settings), FINGERPRINT, self.arena.spec)
         (attached,) = tiers
+        assert isinstance(attached.tier, RemoteTier)
         self.tier = attached.tier
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
 
@@ -78,7 +112,13 @@ class Node:
         return text[:hits]
 
     def reset(self, text: str) -> str:
+        """Ends once the store has been told."""
+        store: Any = self.tier._store
+        epochs: Epochs = store.epochs if hasattr(store, "epochs") else store._epochs
+        before = epochs._record.read()
         self.cache.clear()
+        while epochs._record.read() == before:
+            time.sleep(0.01)
         return ""
 
     def state(self, text: str) -> str:
@@ -130,7 +170,7 @@ class Remote:
 
     def end(self) -> tuple[bool, float, str]:
         """Whether its tiers ended, in how many seconds, and what it logged."""
-        out, errors = self.process.communicate(timeout=60)
+        out, errors = self.process.communicate(timeout=3 * PATIENCE_SECONDS)
         ended, seconds = json.loads(out.splitlines()[-1])
         return ended, seconds, errors
 
@@ -144,6 +184,23 @@ class Remote:
             if line.startswith(('"', "[")):
                 return json.loads(line)
         raise AssertionError(self.process.communicate()[1])
+
+
+def texts() -> Iterator[str]:
+    """Prefixes of three blocks that no node knows."""
+    for i in itertools.count():
+        yield "".join(chr(0x1000 + 3 * i + j) for j in range(3))
+
+
+def await_sharing(one: Remote, other: Remote, fresh: Iterator[str]) -> None:
+    """Wait until `other` finds what `one` stores."""
+    late = time.monotonic() + 3 * PATIENCE_SECONDS
+    for text in fresh:
+        assert time.monotonic() < late
+        one.do("store", text)
+        if other.do("fetch", text) == text:
+            return
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,9 @@ def test_mooncake_is_cleared_by_fingerprint(
     made: list[Remote] = []
 
     def start() -> Remote:
-        patient = {"mooncake_question_seconds": PATIENCE_SECONDS}
+        patient = dict.fromkeys(
+            ("mooncake_question_seconds", "mooncake_timeout_seconds"), PATIENCE_SECONDS
+        )
         made.append(Remote(master.settings | patient, {}))
         return made[-1]
 

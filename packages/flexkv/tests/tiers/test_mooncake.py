@@ -33,15 +33,16 @@ THREADS = 4
 
 
 class Slowly:
-    """A client whose transfers take a while.
+    """A client whose transfers wait until as many are under way as there may be.
 
     Attributes:
         most: transfers that were under way at once.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, transfers: int) -> None:
         self._client = client
-        self._lock = threading.Lock()
+        self._transfers = transfers
+        self._changed = threading.Condition()
         self._now = 0
         self.most = 0
 
@@ -51,12 +52,14 @@ class Slowly:
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
-            with self._lock:
+            with self._changed:
                 self._now += 1
                 self.most = max(self.most, self._now)
-            time.sleep(0.05)  # long enough for all threads to be here
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.most >= self._transfers, PATIENCE_SECONDS)
+            time.sleep(0.05)  # time for one too many to come
             result = call(*arguments)
-            with self._lock:
+            with self._changed:
                 self._now -= 1
             return result
 
@@ -76,7 +79,7 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         assert client.setup("127.0.0.1", url, 1 << 24, 1 << 24, "tcp", "", address) == 0
         epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
         epoch = epochs.open()
-        slowly = Slowly(client)
+        slowly = Slowly(client, transfers)
         blocks = MooncakeBlocks(
             slowly,
             ReplicateConfig(),

@@ -21,14 +21,14 @@ pytest.importorskip(
 )
 
 from jumping_clock import JumpingClock
-from shared_node import Remote
+from shared_node import Remote, await_sharing, texts
 
 from integration.harness import bad_network
 from integration.harness.bad_network import BadNetwork
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
 
-DEADLINES = {"mooncake_question_seconds": 0.1, "mooncake_timeout_seconds": 0.5}
+DEADLINES = {"mooncake_question_seconds": 0.25, "mooncake_timeout_seconds": 0.5}
 Start = Callable[..., Remote]
 
 
@@ -46,23 +46,6 @@ def start() -> Iterator[Start]:
         node.kill()
 
 
-def texts() -> Iterator[str]:
-    """Prefixes of three blocks that no node knows."""
-    for i in itertools.count():
-        yield "".join(chr(0x1000 + 3 * i + j) for j in range(3))
-
-
-def await_sharing(one: Remote, other: Remote, fresh: Iterator[str]) -> None:
-    """Wait until `other` finds what `one` stores."""
-    late = time.monotonic() + PATIENCE_SECONDS
-    for text in fresh:
-        assert time.monotonic() < late
-        one.do("store", text)
-        if other.do("fetch", text) == text:
-            return
-        time.sleep(0.2)
-
-
 @pytest.mark.skipif(bad_network.possible() is not None, reason=str(bad_network.possible()))
 def test_a_bad_network_costs_hits_and_nothing_else(start: Start) -> None:
     with BadNetwork() as network, MooncakeMaster(bad_network.FAR, network.far) as master:
@@ -72,7 +55,7 @@ def test_a_bad_network_costs_hits_and_nothing_else(start: Start) -> None:
         fresh = texts()
         await_sharing(one, other, fresh)
 
-        network.set(delay=0.1)
+        network.set(delay=0.25)
         late = time.monotonic() + PATIENCE_SECONDS
         while other.do("state") == "closed":
             assert time.monotonic() < late
