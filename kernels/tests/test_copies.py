@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv_kernels import CpuOptions, Direction, Status, available_kernels
+from kernels.tests.patient import PATIENT
 from kernels.tests.worlds import Memory, Plane, World, in_order, simple_world
 
 PAGE_SIZES = st.one_of(
@@ -102,7 +103,7 @@ OPTIONS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(PATIENT, max_examples=300)
 @given(data=st.data(), world_slots=worlds(), options=OPTIONS, threads=st.integers(1, 3))
 def test_transfers_move_exactly_the_named_bytes(
     data: st.DataObject, world_slots: tuple[World, list[int]], options: CpuOptions, threads: int
@@ -122,7 +123,7 @@ def test_transfers_move_exactly_the_named_bytes(
     mover.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(PATIENT, max_examples=100)
 @given(data=st.data(), world_slots=worlds(), options=OPTIONS, threads=st.integers(1, 3))
 def test_parts_of_all_planes_make_a_whole_copy(
     data: st.DataObject, world_slots: tuple[World, list[int]], options: CpuOptions, threads: int

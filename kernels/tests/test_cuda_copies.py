@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flexkv_kernels import CudaMode, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import FakeCuda
+from kernels.tests.patient import PATIENT
 from kernels.tests.test_copies import parts, ranges, worlds
 from kernels.tests.worlds import Memory, Plane, World, in_order, simple_world
 
@@ -55,7 +56,7 @@ def scaled(world: World, unit: int) -> World:
     return World(planes, world.num_blocks, pages, arena, world.store)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(PATIENT, max_examples=200)
 @given(
     data=st.data(),
     world_slots=worlds(),
@@ -90,7 +91,7 @@ def test_transfers_move_exactly_the_named_bytes(  # noqa: PLR0917
     mover.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(PATIENT, max_examples=100)
 @given(data=st.data(), world_slots=worlds(), mode=st.sampled_from(FORCED))
 def test_parts_of_all_planes_make_a_whole_copy(
     data: st.DataObject,

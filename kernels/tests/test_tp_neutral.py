@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flexkv import KVLayout, TensorView
 from flexkv.layout import BlockFormat, Sharding, fingerprint, share_of
 from flexkv_kernels import CpuMover, Direction, Status
+from kernels.tests.patient import PATIENT
 
 Bytes = NDArray[np.uint8]
 Order = tuple[int, ...]
@@ -132,7 +133,7 @@ ORDERS = st.permutations(range(4)).map(lambda order: (*order, 4))
 RANKS = st.sampled_from([1, 2, 4, 8])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(PATIENT, max_examples=200)
 @given(SHAPES, st.tuples(RANKS, RANKS), st.tuples(ORDERS, ORDERS), st.data())
 def test_what_some_ranks_wrote_any_number_of_ranks_reads(
     shape: Shape, ranks: tuple[int, int], orders: tuple[Order, Order], data: st.DataObject
@@ -159,7 +160,7 @@ def test_what_some_ranks_wrote_any_number_of_ranks_reads(
         np.testing.assert_array_equal(rank.kv, expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(PATIENT, max_examples=50)
 @given(SHAPES.filter(lambda shape: shape.heads == 8), RANKS, ORDERS)
 def test_opaque_blocks_come_back_to_as_many_ranks(shape: Shape, ranks: int, order: Order) -> None:
     rng = np.random.default_rng(1)

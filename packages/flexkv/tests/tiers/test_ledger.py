@@ -21,6 +21,8 @@ from flexkv.tiers.disk.ledger import FILE, SCRATCH, Ledger, load_ledger, save_le
 
 DAY = 24 * 3600
 COUNTS = st.integers(0, 1 << 60)
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+"""Examples may share fixtures, and a slow machine may take its time."""
 
 
 class Clock:
@@ -68,7 +70,7 @@ def restarted(folder: int, counted: Ledger) -> Ledger:
     return load_ledger(folder)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=SHARED)
 @given(
     st.lists(st.tuples(st.integers(0, 7200), st.integers(1, 40)), max_size=60),
     st.integers(1, 200),
@@ -156,7 +158,7 @@ def test_a_clock_that_was_put_back_between_processes_does_not_use_up_the_budget_
     assert counted.may_write(10, 10)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=SHARED)
 @given(
     st.builds(Ledger, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.just({})),
     st.lists(st.integers(0, 1 << 50), max_size=24),
