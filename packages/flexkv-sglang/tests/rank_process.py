@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_world import LAYERS, Rank, hashes_of, same
+from sglang_world import LAYERS, PATIENCE_SECONDS, Rank, hashes_of, same
 from torch import distributed
 
 from flexkv_sglang import hooks
@@ -115,6 +115,7 @@ class Process:
         settings = {
             "ssd_cache_gb": 1 / 64,
             "ssd_cache_dir": (str(folder / "disk"),),
+            "ssd_timeout_seconds": PATIENCE_SECONDS,  # a busy disk is no fault
             "always_load": True,
         }
         group = ranks_of(distributed.group.WORLD)

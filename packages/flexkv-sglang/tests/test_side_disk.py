@@ -18,7 +18,11 @@ MakeRank = Callable[..., Rank]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> dict[str, Any]:
-    return {"ssd_cache_gb": 1 / 64, "ssd_cache_dir": (str(tmp_path / "disk"),)}
+    return {
+        "ssd_cache_gb": 1 / 64,
+        "ssd_cache_dir": (str(tmp_path / "disk"),),
+        "ssd_timeout_seconds": PATIENCE_SECONDS,
+    }
 
 
 def wait_for(rank: Rank, rid: str) -> None:

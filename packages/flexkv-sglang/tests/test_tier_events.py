@@ -81,7 +81,11 @@ def subscribe(make_rank: MakeRank) -> Callable[..., Subscriber]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> dict[str, Any]:
-    return {"ssd_cache_gb": 1 / 64, "ssd_cache_dir": (str(tmp_path / "disk"),)}
+    return {
+        "ssd_cache_gb": 1 / 64,
+        "ssd_cache_dir": (str(tmp_path / "disk"),),
+        "ssd_timeout_seconds": PATIENCE_SECONDS,
+    }
 
 
 def test_stored_pages_are_told_in_their_order(subscribe: Callable[..., Subscriber]) -> None:

@@ -311,7 +311,7 @@ def test_a_close_writes_the_blocks_that_wait(make: Callable[..., Engine]) -> Non
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)
     assert sum(engine.disk.contains(prefix)) < 64
-    assert engine.cache.close(10.0)
+    assert engine.cache.close(STALL_SECONDS)
     assert engine.cache.counters.demoted_blocks == 64
 
 

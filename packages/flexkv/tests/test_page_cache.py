@@ -60,10 +60,9 @@ def pages() -> Pages:
 
 
 def settings(slots: int = 16, disk: Path | None = None) -> dict[str, object]:
-    host: dict[str, object] = {"cpu_cache_gb": slots * SLOT_GB}
-    if disk is None:
-        return host
-    return host | {"ssd_cache_gb": 256 * SLOT_GB, "ssd_cache_dir": str(disk)}
+    host: dict[str, object] = {"cpu_cache_gb": slots * SLOT_GB, "ssd_timeout_seconds": 60.0}
+    below = {"ssd_cache_gb": 256 * SLOT_GB, "ssd_cache_dir": str(disk)}
+    return host if disk is None else host | below
 
 
 def fill(pages: Pages, cache: PageCache, count: int, start: int = 0) -> int:
@@ -424,6 +423,7 @@ import os, sys, numpy as np, flexkv
 pages = np.ones((4, 4096), np.uint8)
 layout = flexkv.KVLayout.from_tensors([flexkv.TensorView.of("kv", pages)], 4)
 settings = {"cpu_cache_gb": 1e-4, "ssd_cache_gb": 1e-3, "ssd_cache_dir": sys.argv[1]}
+settings["ssd_timeout_seconds"] = flexkv.tiers.disk.drive.CLOSE_SECONDS = 60.0
 cache = flexkv.open_cache(settings, layout, identity="m")
 """
 

@@ -22,6 +22,7 @@ from flexkv.adapter import recorder as module
 from flexkv.adapter.recorder import Recorder, open_recorder, warn_unrecorded
 from flexkv.config_sources import load_config
 from flexkv.plan.read import read_trace
+from packages.conftest import PATIENCE_SECONDS
 
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 GIB = 1 << 30
@@ -35,7 +36,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(path: Path) -> Iterator[Open]:
+def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    # The limit is for engines that end; here the machine may be busy.
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", PATIENCE_SECONDS)
     made: list[Recorder] = []
 
     def open_(prefill: Any = lambda: None, **settings: object) -> Recorder | None:

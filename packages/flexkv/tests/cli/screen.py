@@ -19,9 +19,16 @@ from packages.conftest import PATIENCE_SECONDS
 
 
 class Screen:
-    """A terminal of 200 columns on which a command runs."""
+    """A terminal of 200 columns on which a command runs.
 
-    def __init__(self, process: subprocess.Popen[bytes], master: int, slave: int) -> None:
+    Attributes:
+        first_modes: modes of the terminal before the command began.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], master: int, slave: int, first_modes: list[object]
+    ) -> None:
+        self.first_modes = first_modes
         self._process, self._master, self._slave = process, master, slave
         self._shown = ""
 
@@ -30,7 +37,7 @@ class Screen:
         """Of the terminal."""
         return termios.tcgetattr(self._slave)
 
-    def wait_for(self, pattern: str) -> None:
+    def wait_for(self, pattern: str) -> re.Match[str]:
         """Until the command has printed it since the last call."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (found := re.search(pattern, self._shown)):
@@ -38,6 +45,7 @@ class Screen:
             if select.select([self._master], [], [], 1.0)[0]:
                 self._shown += os.read(self._master, 1 << 16).decode(errors="replace")
         self._shown = self._shown[found.end() :]
+        return found
 
     def press(self, key: str) -> None:
         os.write(self._master, key.encode())
@@ -66,6 +74,7 @@ class Screen:
 def on_terminal(*arguments: str) -> Iterator[Screen]:
     """Runs `flexkv` on a terminal; ends it in any case."""
     master, slave = pty.openpty()
+    first_modes = termios.tcgetattr(slave)
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
@@ -77,7 +86,7 @@ def on_terminal(*arguments: str) -> Iterator[Screen]:
         start_new_session=True,
     )
     try:
-        yield Screen(process, master, slave)
+        yield Screen(process, master, slave, first_modes)
     finally:
         process.kill()
         process.wait()

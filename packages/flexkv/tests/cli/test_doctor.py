@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hung_calls import wait_for_all_but_one
 
 from flexkv.cli.doctor_disk import check_directory, measure
 from flexkv.cli.doctor_findings import Finding, Level, run_checks
@@ -236,7 +237,8 @@ def test_a_directory_of_others_is_a_problem() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_what_hangs_is_a_finding_and_hides_nothing() -> None:
+def test_what_hangs_is_a_finding_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_all_but_one(monkeypatch)
     stop = threading.Event()
 
     def hangs() -> Iterator[Finding]:

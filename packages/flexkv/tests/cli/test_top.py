@@ -81,12 +81,11 @@ def test_an_engine_goes_away_and_comes_back() -> None:
 
 def test_q_ends_the_view_and_the_terminal_is_as_before() -> None:
     with served() as engine, on_terminal("top", f"127.0.0.1:{engine.port}") as screen:
-        modes = screen.modes
         screen.wait_for("50.0 % since its start")
-        assert screen.modes != modes  # keys come without Enter
+        assert screen.modes != screen.first_modes  # keys come without Enter
         screen.press("x")
         assert screen.end_by_key("q") == 0
-        assert screen.modes == modes
+        assert screen.modes == screen.first_modes
 
 
 BAD = {

@@ -33,6 +33,7 @@ from flexkv.tiers.disk import open_disk_tier, slabs
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.table import VERSION
 from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.link import Link
 from packages.conftest import Clock
 
 DONE = Outcome.DONE
@@ -42,6 +43,12 @@ OTHER = "cd" * 32
 def disk_use(root: Path) -> int:
     """Bytes on disk of all files and folders below `root`, as du counts."""
     return sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
+
+
+def is_closing(link: Link) -> bool:
+    """Whether its close has begun, and the time is known until which writes begin."""
+    with link._work:
+        return link._closing
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -158,7 +165,7 @@ def test_what_waits_is_written_as_long_as_the_engine_allows(
     monkeypatch.setattr(disk_drive, "CLOSE_SECONDS", 2 * DEADLINE)
     with ThreadPoolExecutor(1) as pool:
         closed = pool.submit(tier.close, allowed)
-        while not drive.link._closing:
+        while not is_closing(drive.link):
             time.sleep(0)
         clock.skip(1.5 * DEADLINE)
         gate.set()

@@ -13,13 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sessions import SHARD_BYTES, leading_process, led, plan, shard
+from sessions import SHARD_BYTES, leading_process, led, plan, shard, until
 
 from flexkv import ArenaError
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import Session, Shard, attach, join, lead
+from flexkv.host.session.directory import RuntimeDirectory
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from packages.conftest import PATIENCE_SECONDS
+
+
+def listens(root: Path) -> bool:
+    """Whether rank 0 can be reached."""
+    with contextlib.suppress(OSError), RuntimeDirectory(str(root)) as directory:
+        directory.connect("engine", PATIENCE_SECONDS).close()
+        return True
+    return False
 
 
 def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
@@ -214,6 +224,7 @@ def test_a_scheduler_that_leaves_before_there_is_an_arena_does_not_use_it_up(
     with contextlib.ExitStack() as stack:
         thread = threading.Thread(target=lambda: stack.enter_context(led(tmp_path, ranks=2)))
         thread.start()
+        until(lambda: listens(tmp_path))
         with pytest.raises(ArenaError, match="disconnected: timed out"):
             attach(str(tmp_path), "engine", patience=0.5)
         join(str(tmp_path), "engine", shard(1)).close()
