@@ -116,9 +116,9 @@ class CudaDeviceStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The shared object, loaded twice: calls through ``waiting`` release the GIL, calls through
-    ``brief`` keep it. Submit and poll take a few microseconds; giving the GIL away for them could
-    cost a busy process a whole switch interval (5 ms) to get it back."""
+    """The shared object, loaded twice. Calls through ``waiting`` release the GIL; calls through
+    ``brief`` keep it. Submit and poll take a few microseconds. If they released the GIL, a busy
+    process might need a whole switch interval (5 ms) to get it back."""
 
     waiting: ctypes.CDLL
     brief: ctypes.PyDLL
@@ -131,7 +131,11 @@ def library_name() -> str:
 
 
 def find(directories: Sequence[str]) -> Path:
-    """The shared object in the first of ``directories`` that has it; ImportError if none has."""
+    """Path of the shared object in the first of ``directories`` that has it.
+
+    Raises:
+        ImportError: no directory has it.
+    """
     for directory in directories:
         path = Path(directory) / library_name()
         if path.is_file():
@@ -144,7 +148,15 @@ def find(directories: Sequence[str]) -> Path:
 
 
 def load(path: Path, abi_version: int = ABI_VERSION) -> Library:
-    """Loads the shared object at ``path``; ImportError if it cannot be used."""
+    """Load the shared object at ``path`` and declare its functions.
+
+    Args:
+        path: path of the shared object.
+        abi_version: the version that it must have.
+
+    Raises:
+        ImportError: the file cannot be loaded, or has another version.
+    """
     try:
         library = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
         version = library.brief.fkv_abi_version

@@ -12,10 +12,14 @@ from flexkv_kernels._library import LIBRARY
 
 class _MakeBlockIndex(Protocol):
     def __call__(self, num_slots: int, policy: EvictionPolicy | None, /) -> BlockIndex:
-        """An index of so many slots; without a policy the block used longest ago leaves first.
+        """Make an index.
+
+        Args:
+            num_slots: number of slots of the tier.
+            policy: chooses the blocks to evict; kept alive. None evicts the least recently used.
 
         Raises:
-            ValueError: the number is not allowed.
+            ValueError: the number of slots is not allowed.
         """
         ...
 

@@ -19,12 +19,14 @@ from flexkv_kernels.native_mover import (
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions:
-    """Tuning of a :class:`CpuMover`. The defaults fit the processor; tests and benchmarks differ.
+    """Tuning of a :class:`CpuMover`. The defaults are for engines; tests and benchmarks differ.
 
-    kernel: one of :func:`available_kernels`; "" takes the first.
-    chunk_bytes: largest piece of a transfer that one thread takes at a time; 0: default.
-    stream_bytes: transfers of at least so many bytes, a part of the planes counted as all, bypass
-        the caches; 0: every store, and loads as large as the last level cache.
+    Attributes:
+        kernel: one of :func:`available_kernels`; "" takes the first.
+        chunk_bytes: largest piece of a transfer that one thread takes at a time; 0 for the default.
+        stream_bytes: transfers of at least this many bytes bypass the caches. A transfer of some of
+            the planes counts as one of all. By default, 0, these are all stores, and loads as large
+            as the last level cache.
     """
 
     kernel: str = ""
@@ -33,7 +35,7 @@ class CpuOptions:
 
 
 def available_kernels() -> tuple[str, ...]:
-    """Names of the copy kernels this processor can run, best first."""
+    """Names of the copy kernels that this processor can run, the fastest first."""
     names: bytes = LIBRARY.brief.fkv_cpu_kernels()
     return tuple(names.decode().split(","))
 
@@ -57,14 +59,20 @@ class CpuMover(NativeMover):
         *,
         store: range | None = None,
     ) -> None:
-        """Starts ``threads`` threads (1 to 1024).
+        """Start the copying threads.
 
-        planes: see :data:`~flexkv_kernels.native_mover.PlaneTuple`.
-        num_blocks: engine blocks are numbered 0 to num_blocks - 1.
-        arena_address, arena_bytes: the arena as mapped in this process.
-        store: numbers of the planes that stores copy; None: all. Loads copy all.
+        Args:
+            planes: planes of the pages; see :data:`~flexkv_kernels.native_mover.PlaneTuple`.
+            num_blocks: engine blocks in each plane, numbered 0 to ``num_blocks - 1``.
+            arena_address: address of the arena in this process.
+            arena_bytes: bytes of the arena.
+            threads: number of threads, 1 to 1024.
+            options: see :class:`CpuOptions`.
+            store: numbers of the planes that stores copy; None for all. Loads copy all planes.
 
-        ValueError names the argument that is out of range; also raised if a thread cannot start.
+        Raises:
+            ValueError: an argument is out of range, and the message names it; or a thread cannot
+                start.
         """
         layout = layout_struct(planes, num_blocks, arena_address, arena_bytes, store)
         native_options = CpuOptionsStruct(

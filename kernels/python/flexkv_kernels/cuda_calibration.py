@@ -2,9 +2,10 @@
 """Checks a device's copies, and measures which way is fastest for the pages of an engine.
 
 An engine's transfers are of few classes: whole blocks, this rank's share of them, and the layers
-that a forward waits for. Each is measured by every way, over pages of the same shape. That takes
-some tenths of a second and some 300 MiB of device and host memory, once: the result is kept in the
-user's cache folder for each kind of device, driver, layout and version of this package.
+that a forward pass waits for. Each is measured by every way, over pages of the same shape. That
+takes some tenths of a second, 128 MiB of device memory beside the rings, and 64 MiB of host memory.
+The result is kept in the user's cache folder for each kind of device, driver, layout and version of
+this package, so that it is measured once.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from flexkv_kernels.native_mover import PlaneTuple
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of the files in the cache."""
+"""Version of the format of the files in the cache."""
 
 TRANSFER_BYTES = 64 << 20
-"""Copied at a time. They take 1.2 ms at 55 GB/s: to start a copy, some 10 us, is less than 1 %."""
+"""Bytes that are copied at a time. They take 1.2 ms at 55 GB/s, so that starting a copy, about
+10 us, is less than 1 %."""
 
 RINGS = (16 << 20, 32 << 20, 64 << 20)
-"""Sizes of the ring of a direction that are tried, the smallest first."""
+"""The sizes that are tried for the ring of a direction, in bytes, the smallest first."""
 
 CANDIDATES = (
     Candidate(CudaMode.DMA, 0),
@@ -44,25 +46,26 @@ CANDIDATES = (
     *(Candidate(CudaMode.KERNEL, blocks) for blocks in (4, 8, 16)),
     *(Candidate(CudaMode.TMA, blocks) for blocks in (4, 8)),
 )
-"""The ways that are tried. Those over the link from a multiprocessor take more of them: others
-report 12 of 132 for plain accesses (vLLM), 4 of 152 for bulk copies (SGLang)."""
+"""The ways that are tried. Kernels that access host memory themselves need more multiprocessors:
+vLLM reports 12 of 132 for plain accesses, SGLang 4 of 152 for bulk copies."""
 
 ABOUT_AS_FAST = 0.97
-"""A way that reaches this part of the best one's speed is taken if it needs fewer multiprocessors:
-they belong to the engine."""
+"""A way that reaches this share of the fastest one's speed is chosen if it needs fewer
+multiprocessors, because those belong to the engine. Not tuned."""
 
 PARTS = 4
-"""A load layer by layer is taken for one of so many parts."""
+"""The class of loads layer by layer is measured by a load of a fourth of the planes. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was found for a layout on a device.
+    """The result for a layout on a device.
 
-    mode: AUTO; DMA if the kernels cannot be trusted or were not tried.
-    choices: the way of each class.
-    ring_bytes: of the ring of each direction; 0: default.
-    samples: all that was measured.
+    Attributes:
+        mode: AUTO, or DMA if the kernels copy wrong bytes or could not be measured.
+        choices: the way of each class.
+        ring_bytes: bytes of the ring of each direction; 0 for the default.
+        samples: all measurements.
     """
 
     mode: CudaMode = CudaMode.AUTO
@@ -71,7 +74,11 @@ class Calibration:
     samples: tuple[Sample, ...] = field(default=(), compare=False, repr=False)
 
     def options(self, driver: str = "") -> CudaOptions:
-        """For a mover."""
+        """Make the options of a mover.
+
+        Args:
+            driver: path of the driver's library; "" for the system's.
+        """
         return CudaOptions(self.mode, self.choices, ring_bytes=self.ring_bytes, driver=driver)
 
 
@@ -88,13 +95,20 @@ def calibrated(
 ) -> Calibration:
     """The calibration for a mover over these planes, measured now or read from the cache.
 
-    cache_dir: None: ``flexkv`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    Call it before the engine computes, because computing and measuring disturb each other. Each way
+    is checked first (:mod:`~flexkv_kernels.cuda_check`): a kernel that copies wrong bytes is never
+    chosen. If the cache cannot be read or written, copies are measured again at the next start. If
+    they cannot be measured, for instance because memory is short, only DMA is used.
 
-    Measure before an engine starts to compute: both would disturb each other. Every way of copying
-    is checked first, see :mod:`~flexkv_kernels.cuda_check`: a kernel that moves bytes to wrong
-    places is never chosen. ValueError if the device cannot be used at all, or if even its driver's
-    copies are wrong. A cache that cannot be read or written, and memory that is too short to
-    measure in, are no errors: then it is measured again, or DMA is used alone.
+    Args:
+        device: ordinal of the device among those that this process sees.
+        planes: planes of the engine's pages; at least one.
+        stored: numbers of the planes that stores copy.
+        driver: path of the driver's library; "" for the system's.
+        cache_dir: folder of the cache; None for ``flexkv`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        ValueError: the device cannot be used, or its driver's own copies move wrong bytes.
     """
     described = cuda_device(device, driver)
     classes = classes_of(planes, stored)
@@ -116,7 +130,8 @@ def calibrated(
 
 
 def classes_of(planes: Sequence[PlaneTuple], stored: range) -> list[TransferClass]:
-    """The kinds of transfers of an engine, each once."""
+    """The classes of an engine's transfers, each once: loads of all planes, loads of a part of
+    them, and stores of ``stored``. Classes without planes are left out."""
     step = -(-len(planes) // PARTS)
     wanted = [
         TransferClass(Direction.LOAD, 0, len(planes)),
@@ -127,7 +142,8 @@ def classes_of(planes: Sequence[PlaneTuple], stored: range) -> list[TransferClas
 
 
 def choose(samples: Sequence[Sample]) -> list[CudaChoice]:
-    """For each class the way that is about as fast as the fastest and needs least of the device."""
+    """Choose for each class the way that is about as fast as the fastest and needs the fewest
+    multiprocessors."""
     by_class: dict[tuple[Direction, int, int], list[Sample]] = {}
     for sample in samples:
         key = (sample.direction, sample.run_bytes, sample.slot_run_bytes)
@@ -144,7 +160,11 @@ def choose(samples: Sequence[Sample]) -> list[CudaChoice]:
 
 
 def choose_ring(speeds: dict[int, float]) -> int:
-    """The smallest ring that is about as fast as the fastest; 0 if none was measured."""
+    """The smallest ring that is about as fast as the fastest one; 0 if none was measured.
+
+    Args:
+        speeds: bytes per second, by bytes of the ring.
+    """
     best = max(speeds.values(), default=0.0)
     return min((size for size, speed in speeds.items() if speed >= ABOUT_AS_FAST * best), default=0)
 
@@ -152,7 +172,7 @@ def choose_ring(speeds: dict[int, float]) -> int:
 def _measure(
     device: int, driver: str, planes: Sequence[PlaneTuple], classes: Sequence[TransferClass]
 ) -> Calibration | None:
-    """None if DMA moves wrong bytes."""
+    """Check and measure. None if DMA moves wrong bytes."""
     with scratch_memory(device, driver, max(TRANSFER_BYTES, 1 << 20)) as scratch:
         wanted = [CudaMode.DMA, CudaMode.KERNEL, CudaMode.STAGED]
         if cuda_device(device, driver).capability >= (9, 0):
@@ -229,7 +249,7 @@ def _names(entry: CudaChoice | Sample) -> dict[str, Any]:
 
 
 def _write(path: Path, found: Calibration) -> None:
-    """Readers see the whole file or none."""
+    """Write the file so that readers see all of it or none. Failures are ignored."""
     document = {
         "mode": found.mode.name,
         "choices": [_names(choice) for choice in found.choices],

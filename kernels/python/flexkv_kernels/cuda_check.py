@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries a device's copies on random bytes: a way that does not give them back is not used."""
+"""Tries a device's copies on random bytes. A way that does not return them unchanged is not used.
+
+The sizes below are those of the trial.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,32 @@ from flexkv_kernels.cuda_scratch import Scratch
 from flexkv_kernels.native_mover import PlaneTuple
 
 ROW_BYTES = 256
-"""A token's K of a head in bfloat16: the shortest runs there are in practice."""
+"""A token's K of one head of 128 numbers in bfloat16: about the shortest runs in practice."""
 
 ROWS, HEADS, LAYERS = 16, 8, 8
 BLOCKS = 3
 BLOCK_BYTES = ROW_BYTES * ROWS * HEADS * LAYERS
 
 _SECONDS = 10.0
+"""Time limit for one copy, which takes milliseconds at most. Not tuned."""
 
 
 def correct_modes(scratch: Scratch, modes: Sequence[CudaMode]) -> list[CudaMode]:
-    """Those of ``modes`` that bring back what was there, in both directions.
+    """Find the ways that copy correctly in both directions.
 
-    A kernel is tried against DMA, load against store and the other way round. The pages have a
-    token's heads side by side, so that every row is moved for itself.
+    Each way is tried against DMA: it loads blocks that DMA stores, and stores blocks that DMA
+    loads. The pages have the heads of a token side by side, so that each row is copied by itself.
 
-    scratch: its arena has at least ``BLOCKS * BLOCK_BYTES`` bytes. RuntimeError if a copy fails.
+    Args:
+        scratch: memory whose arena has at least ``BLOCKS * BLOCK_BYTES`` bytes.
+        modes: the ways to try.
+
+    Returns:
+        The correct ones of ``modes``, in the same order.
+
+    Raises:
+        RuntimeError: a copy fails.
+        ValueError: there can be no mover on this device.
     """
     with closing(_mover(scratch, CudaMode.DMA)) as reference:
         correct = []
@@ -56,7 +69,7 @@ def _mover(scratch: Scratch, mode: CudaMode) -> CudaMover:
 
 
 def _comes_back(scratch: Scratch, loader: CudaMover, storer: CudaMover) -> bool:
-    """Whether blocks that one mover loads are stored unchanged by the other, to other places."""
+    """Whether ``storer`` stores unchanged, to other places, the blocks that ``loader`` loads."""
     size = BLOCKS * BLOCK_BYTES
     sent = os.urandom(size)
     ctypes.memmove(scratch.arena, sent, size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is of CUDA on this machine, found at run time.
+"""Finds and describes the CUDA devices of this machine at run time.
 
-The first call that finds a driver initialises it in this process, after which no forked child can
-use CUDA: ask where the engine uses its GPU, not in a process that will fork workers.
+The first call that finds a driver initialises it in this process. Afterwards no forked child can
+use CUDA. Call these functions in the process that uses the GPU, not in one that will fork workers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from flexkv_kernels.native_mover import MESSAGE_BYTES
 class CudaDevice:
     """A device as its driver describes it.
 
-    pci_bus_id: as Linux writes it in ``/sys/bus/pci/devices``, "0000:18:00.0".
-    capability: major and minor number.
-    driver_version: of CUDA, as (major, minor).
+    Attributes:
+        name: name of the product.
+        pci_bus_id: as Linux writes it in ``/sys/bus/pci/devices``, for instance "0000:18:00.0".
+        capability: compute capability, (major, minor).
+        multiprocessors: number of multiprocessors.
+        driver_version: newest version of CUDA that the driver supports, (major, minor).
     """
 
     name: str
@@ -31,9 +34,11 @@ class CudaDevice:
 
 
 def cuda_unavailable(driver: str = "") -> str | None:
-    """Why there can be no :class:`CudaMover` here, in one sentence; None if there can.
+    """The reason why there can be no :class:`CudaMover` here, in one sentence; None if there can be
+    one.
 
-    driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
+    Args:
+        driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
     """
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     count: int = LIBRARY.waiting.fkv_cuda_devices(driver.encode() or None, message, MESSAGE_BYTES)
@@ -41,7 +46,15 @@ def cuda_unavailable(driver: str = "") -> str | None:
 
 
 def cuda_device(device: int, driver: str = "") -> CudaDevice:
-    """Describes the device with this ordinal; ValueError if it does not exist or cannot be used."""
+    """Describe a device.
+
+    Args:
+        device: ordinal of the device among those that this process sees.
+        driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
+
+    Raises:
+        ValueError: there is no such device, or it cannot be used; the message says why.
+    """
     info = CudaDeviceStruct()
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     code: int = LIBRARY.waiting.fkv_cuda_describe(

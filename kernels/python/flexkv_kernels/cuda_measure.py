@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures copies of pages that are shaped as an engine's, by one way."""
+"""Measures how fast one way copies pages of the shape of an engine's."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from flexkv_kernels.cuda_scratch import Scratch
 from flexkv_kernels.native_mover import PlaneTuple
 
 REPEATS = 3
-"""One more warms up."""
+"""Copies after the first one, which warms up. The fastest of all counts. Not tuned."""
 
 SHORTEST_DMA = 2048
-"""At some 0.5 us a run, shorter ones go at less than 4 GB/s."""
+"""The shortest runs, in bytes, for which DMA is measured. At about 0.5 us a run, shorter runs go at
+less than 4 GB/s."""
 
 _SECONDS = 10.0
+"""Time limit for one copy, which takes milliseconds. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to copy, and the thread blocks of its kernel; 0 where it has none."""
+    """A way to copy, and the thread blocks of its kernel; 0 if the way has no kernel."""
 
     mode: CudaMode
     thread_blocks: int
@@ -43,7 +45,16 @@ class TransferClass:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one way reached: bytes per second, the best of a few repeats by the device's clock."""
+    """The speed of one way for one class of transfers.
+
+    Attributes:
+        direction: direction of the transfers.
+        run_bytes: see `run_lengths`.
+        slot_run_bytes: see `run_lengths`.
+        mode: the way.
+        thread_blocks: thread blocks of its kernel; 0 without a kernel.
+        speed: bytes per second, the best of a few copies, by the device's clock.
+    """
 
     direction: Direction
     run_bytes: int
@@ -55,7 +66,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Memory to measure in, an engine's planes, and about how many bytes are copied at a time."""
+    """Measures copies in scratch memory.
+
+    Attributes:
+        scratch: the memory; borrowed.
+        planes: planes of the engine. Their strides count, their addresses are not used.
+        transfer_bytes: about the number of bytes that are copied at a time.
+    """
 
     scratch: Scratch
     planes: Sequence[PlaneTuple]
@@ -64,9 +81,19 @@ class Bench:
     def measure(
         self, part: TransferClass, candidate: Candidate, ring_bytes: int = 0
     ) -> Sample | None:
-        """None if transfers of this class do not go this way, or not one block fits the memory.
+        """Measure one way for one class of transfers.
 
-        RuntimeError if a copy fails, ValueError if there can be no such mover.
+        Args:
+            part: the class.
+            candidate: the way.
+            ring_bytes: bytes of the ring, for ``CudaMode.STAGED``; 0 for the default.
+
+        Returns:
+            None if transfers of this class do not go this way, or no block fits the memory.
+
+        Raises:
+            RuntimeError: a copy fails or does not end.
+            ValueError: there can be no such mover.
         """
         copied = self.planes[part.first : part.last]
         run_bytes, slot_run_bytes = run_lengths(copied)
@@ -120,7 +147,8 @@ class Bench:
 
 
 def run_lengths(planes: Sequence[PlaneTuple]) -> tuple[int, int]:
-    """Mean bytes of a block's runs that are contiguous on both sides, and in the arena alone."""
+    """Mean bytes of a block's runs: first of those that are contiguous both among the pages and in
+    the arena, then of those that are contiguous in the arena. ``planes`` must not be empty."""
     runs = slot_runs = total = 0
     page_end = slot_end = -1
     for base, _, rows, row_stride, row_bytes, place in planes:
@@ -139,8 +167,17 @@ def run_lengths(planes: Sequence[PlaneTuple]) -> tuple[int, int]:
 def placed_at(
     address: int, planes: Sequence[PlaneTuple], blocks: int
 ) -> tuple[list[PlaneTuple], int]:
-    """The planes with so many blocks from an address on, those that lie between one another's rows
-    together as they were, and the bytes that all of them take."""
+    """Move planes to other memory. Planes whose rows lie between those of another keep their place
+    relative to it.
+
+    Args:
+        address: address of the memory.
+        planes: the planes.
+        blocks: engine blocks in each plane.
+
+    Returns:
+        The planes with their new addresses, in the same order, and the bytes that they all take.
+    """
     moved: dict[int, int] = {}
     taken = end = shift = 0
     for base, block_stride, *_ in sorted(planes):

@@ -24,10 +24,11 @@ class CudaMover(NativeMover):
     """Copies engine blocks between pages on a CUDA device and an arena in host memory.
 
     It works in the device's primary context, as engines do, with two streams and a thread of its
-    own. The arena is page-locked for it as long as a mover over it is open; no other code of the
-    process may have registered a part of it.
+    own. The arena is page-locked while a mover over it is open. No other code of the process may
+    have registered a part of it.
 
-    :meth:`close` waits for what was handed to the device, and so for the work that this waits for.
+    :meth:`close` waits for the copies that the device has been given, and so for the work that
+    these follow.
     """
 
     __slots__ = ()
@@ -43,16 +44,21 @@ class CudaMover(NativeMover):
         *,
         store: range | None = None,
     ) -> None:
-        """Registers the arena and starts a thread.
+        """Page-lock the arena and start the thread.
 
-        planes: see :data:`~flexkv_kernels.native_mover.PlaneTuple`; addresses on the device.
-        num_blocks: engine blocks are numbered 0 to num_blocks - 1.
-        arena_address, arena_bytes: the arena as mapped in this process.
-        device: ordinal of the device among those this process sees, as torch counts them.
-        store: numbers of the planes that stores copy; None: all. Loads copy all.
+        Args:
+            planes: planes of the pages, with addresses on the device; see
+                :data:`~flexkv_kernels.native_mover.PlaneTuple`.
+            num_blocks: engine blocks in each plane, numbered 0 to ``num_blocks - 1``.
+            arena_address: address of the arena in this process.
+            arena_bytes: bytes of the arena.
+            device: ordinal of the device among those that this process sees, as torch counts them.
+            options: see :class:`CudaOptions`.
+            store: numbers of the planes that stores copy; None for all. Loads copy all planes.
 
-        ValueError says what is wrong: an argument out of range, no driver, an arena that cannot be
-        page-locked (naming the limit).
+        Raises:
+            ValueError: an argument is out of range, there is no driver, or the arena cannot be
+                page-locked. The message says which, and names the limit.
         """
         layout = layout_struct(planes, num_blocks, arena_address, arena_bytes, store)
         choices = (CudaChoiceStruct * len(options.choices))(*map(_choice, options.choices))
@@ -74,22 +80,22 @@ class CudaMover(NativeMover):
         super().__init__(handle, len(planes))
 
     def bytes_by_mode(self) -> dict[CudaMode, int]:
-        """Bytes of the copies given to the device so far, by the way they went. Under ``AUTO``
-        those that went another way than was chosen, because device or ring did not allow it.
-        """
+        """Bytes of the copies given to the device so far, by the way that they went. ``AUTO`` has
+        those that could not go the chosen way, because device or ring did not allow it."""
         counts = (ctypes.c_uint64 * len(CudaMode))()
         LIBRARY.brief.fkv_mover_path_bytes(self._handle, counts)
         return {mode: counts[mode] for mode in CudaMode}
 
     def bytes_by_way(self) -> dict[str, int]:
-        """The same by the names that metrics have."""
+        """See `Mover.bytes_by_way`."""
         return {
             FALLBACK if mode is CudaMode.AUTO else mode.name.lower(): size
             for mode, size in self.bytes_by_mode().items()
         }
 
     def error(self) -> str | None:
-        """Why a transfer failed other than by :meth:`close`, of the last one; None if none did."""
+        """The reason of the latest failure of a transfer, in one sentence. None if no transfer has
+        failed; those that :meth:`close` failed do not count."""
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         code: int = LIBRARY.waiting.fkv_mover_error(self._handle, message, MESSAGE_BYTES)
         return message.value.decode(errors="replace") if code == 1 else None

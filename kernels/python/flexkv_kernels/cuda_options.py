@@ -10,28 +10,30 @@ from flexkv.mover import Direction
 
 
 class CudaMode(IntEnum):
-    """Ways of copying: the numbers of the C ABI, which says more."""
+    """Ways of copying. The values are those of the C ABI (``flexkv/mover.h``)."""
 
     AUTO = 0
-    """One of the others for each transfer."""
+    """One of the other ways for each transfer."""
     DMA = 1
-    """The device's copy engines: no multiprocessor is used, each run costs some 0.5 us."""
+    """The device's copy engines. They use no multiprocessor; each run takes about 0.5 us."""
     KERNEL = 2
     """A kernel on a few multiprocessors, which reads or writes host memory itself."""
     TMA = 3
-    """The same through the bulk copy engine; compute capability 9.0 or newer."""
+    """A kernel that uses bulk copies; compute capability 9.0 or newer."""
     STAGED = 4
     """Copy engines between the arena and a ring on the device, a kernel between ring and pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaChoice:
-    """The way of transfers of one class, see ``fkv_cuda_choice`` of the C ABI.
+    """The way of transfers of one class; see ``fkv_cuda_choice`` of the C ABI.
 
-    run_bytes: mean length of runs that are contiguous among the pages and in the arena.
-    slot_run_bytes: of those that are contiguous in the arena.
-    mode: not ``CudaMode.AUTO``.
-    thread_blocks: the most of a kernel's launch; 0: default.
+    Attributes:
+        direction: direction of the transfers.
+        run_bytes: mean bytes of runs that are contiguous both among the pages and in the arena.
+        slot_run_bytes: mean bytes of runs that are contiguous in the arena.
+        mode: the way; not ``CudaMode.AUTO``.
+        thread_blocks: the most thread blocks of a kernel's launch; 0 for the default.
     """
 
     direction: Direction
@@ -43,14 +45,17 @@ class CudaChoice:
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """Tuning of a :class:`CudaMover`. The defaults fit the device; tests and benchmarks differ.
+    """Tuning of a :class:`CudaMover`. Engines use those of a calibration; see `calibrated`.
 
-    mode: how to copy.
-    choices: for ``CudaMode.AUTO``; other transfers go by DMA if their runs have 64 KiB or more,
-        staged if their runs in the arena have, and else by a kernel.
-    thread_blocks: how many multiprocessors a kernel may occupy; 0: as chosen.
-    ring_bytes: of the ring of each direction; 0: default.
-    driver: path of the driver's library; "": the system's ``libcuda.so.1``.
+    Attributes:
+        mode: the way of all transfers.
+        choices: the ways of classes, for ``CudaMode.AUTO``. Transfers of other classes go by DMA if
+            their runs have 64 KiB or more. Otherwise they go staged if their runs in the arena have
+            that, and else by a kernel.
+        thread_blocks: the most multiprocessors that a kernel may occupy; 0 for the number in the
+            choice.
+        ring_bytes: bytes of the ring of each direction; 0 for the default.
+        driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
     """
 
     mode: CudaMode = CudaMode.AUTO

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory to try a device's copies in, before an engine needs them."""
+"""Memory in which a device's copies are tried before an engine needs them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from flexkv_kernels.native_mover import MESSAGE_BYTES
 class Scratch:
     """Memory for pages on a device, and half as much for an arena in this process.
 
-    pages, arena: addresses.
-    arena_bytes: bytes of the arena.
-    driver: path of the driver's library, "" for the system's.
+    Attributes:
+        device: ordinal of the device.
+        driver: path of the driver's library; "" for the system's.
+        pages: address of the pages' memory on the device.
+        arena: address of the arena in this process.
+        arena_bytes: bytes of the arena; the pages' memory has twice as many.
     """
 
     device: int
@@ -31,7 +34,16 @@ class Scratch:
 
 @contextmanager
 def scratch_memory(device: int, driver: str, arena_bytes: int) -> Iterator[Scratch]:
-    """Takes the memory and gives it back; MemoryError if the device has not that much."""
+    """Allocate memory on a device and in this process, and free it at the end of the context.
+
+    Args:
+        device: ordinal of the device.
+        driver: path of the driver's library; "" for the system's.
+        arena_bytes: bytes of the arena.
+
+    Raises:
+        MemoryError: the device lacks the memory, or cannot be used.
+    """
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     path = driver.encode() or None
     pages: int = LIBRARY.waiting.fkv_cuda_alloc(

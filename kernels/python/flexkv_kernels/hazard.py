@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's own eviction policy: keep what is likely to come back soon for the time that it is kept.
+"""FlexKV's own eviction policy, `hazard`. It expects hits by the request that a block is from.
 
-What tells whether a block comes back is the request that it came from: which turn of a
-conversation, how long, how much of it was new, how long the answer, and how long ago. The policy
-learns how soon blocks of each such class come back, and evicts the block of which the fewest hits
-are expected per second of keeping it. `kernels/src/eviction` says how.
+The request's turn in its conversation, its length, its new tokens, the length of its answer and the
+time since say how likely its blocks come back. The policy learns how soon blocks of each class of
+requests come back. It evicts the block with the fewest hits to expect per second of keeping it.
+`kernels/src/eviction` has the code.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from flexkv_kernels._library import LIBRARY
 
 
 class _HazardPolicy(EvictionPolicy, Protocol):
-    """See `EvictionPolicy`. It keeps the keys of the blocks alive that it has.
+    """See `EvictionPolicy`. The policy holds references to the keys of its blocks.
 
-    A call raises KeyError for a block that it does not have, and TypeError for what is no key.
+    A call raises KeyError for a key whose block the policy lacks, and TypeError for a value that is
+    no key.
     """
 
     def size_in_bytes(self) -> tuple[int, int]:
-        """What it takes: for the blocks of the tier, in proportion to their number; and for what it
-        has learned."""
+        """Bytes of memory: first those in proportion to the number of blocks in the tier, then
+        those of what the policy has learned."""
         ...
 
 
 class _MakeHazardPolicy(Protocol):
     def __call__(self, capacity: int, /) -> _HazardPolicy:
-        """A policy for a tier of so many blocks.
+        """Make a policy.
+
+        Args:
+            capacity: the number of blocks that the tier holds.
 
         Raises:
-            ValueError: the capacity is not allowed.
+            ValueError: the capacity is not allowed; the message names the allowed ones.
         """
         ...
 

@@ -24,10 +24,10 @@ class HostMemory:
         arena: Arena,
         threads: int,
     ) -> Mover:
-        """See `Device.make_mover`."""
+        """See `Device.make_mover`. It also raises ValueError if ``threads`` is not 1 to 1024."""
         size = arena.spec.total_bytes
         return CpuMover(planes, num_blocks, arena.address, size, threads, store=stored)
 
     def work_so_far(self) -> int:
-        """Nothing: what a thread has written is there."""
+        """0, for no work: bytes that a thread has written are in place."""
         return 0

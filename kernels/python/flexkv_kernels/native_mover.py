@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the movers for CPU and GPU share: transfers, their states, and closing."""
+"""The common part of the movers for CPU and GPU: transfers, their states, and closing."""
 
 from __future__ import annotations
 
@@ -22,40 +22,46 @@ from flexkv_kernels._library import (
 )
 
 MESSAGE_BYTES = 1024
+"""Size of the buffer for an error's message, its end included. Longer messages are cut."""
 
-# A wait is cut into pieces so that Ctrl-C is handled in between.
 _WAIT_SLICE_SECONDS = 0.5
+"""The longest wait in native code. Ctrl-C is handled between two of them. Not tuned."""
 
 _STATUSES = tuple(Status)
 
 PlaneTuple = tuple[int, int, int, int, int, int]
-"""``(base, block_stride, rows, row_stride, row_bytes, slot_offset)``, in bytes, of any alignment:
-row r of engine block b is ``row_bytes`` bytes at ``base + b * block_stride + r * row_stride``; in
-the arena the rows follow one another ``slot_offset`` bytes behind the offset that a transfer
-names."""
+"""``(base, block_stride, rows, row_stride, row_bytes, slot_offset)``, in bytes, of any alignment.
+Row r of engine block b is ``row_bytes`` bytes at ``base + b * block_stride + r * row_stride``. In
+the arena, the rows of a block lie without gaps. They begin ``slot_offset`` bytes after the offset
+that a transfer names."""
 
 
 class NativeMover:
-    """A mover of the shared object, whatever device its pages are on.
+    """A mover of the shared object, for pages on any device; see `Mover`.
 
-    Thread-safe. The object owns its threads and streams only: the memory of the planes and of the
+    Thread-safe. The object owns its threads and streams only. The memory of the planes and of the
     arena is the caller's and must stay mapped at the same addresses until :meth:`close` has
-    returned. Open movers are closed when the interpreter exits. In a process forked from the one
-    that made it a mover is closed.
+    returned. Open movers are closed when the interpreter exits. In a forked process, a mover of the
+    parent is closed.
 
-    Loads are taken up in the order of their submission, each with all threads, and so are stores;
-    but loads overtake stores, and a transfer is taken up before the one before it has ended: none
-    has certainly ended because a later one has. A transfer must not write bytes that a pending one
-    reads or writes.
+    Loads begin in the order of their submission, each with all threads, and so do stores; loads
+    overtake stores. A transfer may begin before the previous one has ended, so a later one may end
+    first. A transfer must not write bytes that a pending transfer reads or writes.
     """
 
     __slots__ = ("__weakref__", "_all_planes", "_handle", "block_bytes")
 
     block_bytes: int
-    """Bytes of one engine block over all planes, which is also what it takes in the arena."""
+    """Bytes of one engine block over all planes, among the pages as in the arena."""
 
     def __init__(self, handle: int, n_planes: int) -> None:
-        """Takes over what one of the library's create functions returned, for so many planes."""
+        """Take over a native mover.
+
+        Args:
+            handle: address that one of the library's create functions has returned; owned from now
+                on.
+            n_planes: number of its planes.
+        """
         self._handle = handle
         self._all_planes = range(n_planes)
         self.block_bytes = int(LIBRARY.brief.fkv_mover_block_bytes(handle))
@@ -74,27 +80,38 @@ class NativeMover:
         planes: range | None = None,
         mark: int = 0,
     ) -> int:
-        """Queues the copies of ``blocks[i]`` from or to arena bytes ``offsets[i]`` onward.
+        """Queue the copies of ``blocks[i]`` from or to arena bytes ``offsets[i]`` onward.
 
-        Never waits for a copy. ``array('Q')`` is passed on without conversion; it must not be
-        resized by another thread meanwhile, and is free again when the call returns.
+        Never waits for a copy.
 
-        after: what the copies must follow. For a CUDA mover the handle of a stream of its device
-            (``torch.cuda.Stream.cuda_stream``): they follow the work that is in it now; the legacy
-            default stream, whose handle is 0 there, is 1 here. 0: nothing, and all that a CPU mover
-            takes.
-        flag_address: 0, or the address of a 4-aligned uint32, possibly in shared memory, that the
-            caller has set to ``Status.PENDING``. It becomes DONE or FAILED, with release order,
-            once every byte is in place, and before :meth:`poll` says so; keep it mapped until then.
-        planes: numbers of the planes to copy, with a step of 1; None: all. Each goes from or to its
-            usual place, and ``offsets`` mean the same as without. A store copies those of them that
-            are in the mover's share (``store``), perhaps none. What has nothing to copy is DONE.
-        mark: 0, or a number that :meth:`mark` returned: the copies follow the work that was marked
-            and not that of ``after``.
+        Args:
+            direction: direction of the transfer.
+            blocks: numbers of engine blocks. An ``array('Q')`` is passed on without conversion. No
+                other thread may resize it during the call; afterwards it is free again.
+            offsets: for each block, its place in the arena, in bytes from the arena's address.
+            after: the work that the copies must follow. For a CUDA mover, the handle of a stream of
+                its device (``torch.cuda.Stream.cuda_stream``): the copies follow the work that is
+                in it now. The legacy default stream, whose handle is 0 there, is 1 here. 0 stands
+                for no work; a CPU mover takes nothing else.
+            flag_address: 0, or the address of a 4-aligned uint32, possibly in shared memory, that
+                the caller has set to ``Status.PENDING``. It becomes DONE or FAILED, with release
+                order, once every byte is in place, and before :meth:`poll` reports it. The caller
+                keeps it mapped until then.
+            planes: numbers of the planes to copy, with a step of 1; None for all. Each goes from or
+                to its usual place; ``offsets`` are those of a whole block. A store copies those of
+                them that are in the mover's share (``store``), perhaps none. A transfer with
+                nothing to copy is DONE.
+            mark: 0, or a number that :meth:`mark` has returned. The copies then follow the marked
+                work, and ``after`` is not used.
 
-        Returns the ticket, at least 1. ValueError names the planes, the first block or offset, or
-        the mark, out of range; then no byte is touched. RuntimeError if the mover is closed or its
-        device has failed, MemoryError if memory for the bookkeeping is short.
+        Returns:
+            The ticket, at least 1.
+
+        Raises:
+            ValueError: the planes, a block, an offset or the mark are out of range, and the message
+                names the first of them; no byte was touched.
+            RuntimeError: the mover is closed, or its device has failed.
+            MemoryError: there is no memory for the bookkeeping.
         """
         if len(blocks) != len(offsets):
             raise ValueError(f"{len(blocks)} blocks but {len(offsets)} offsets")
@@ -121,14 +138,18 @@ class NativeMover:
         return ticket
 
     def mark(self, stream: int) -> int:
-        """Marks the work that is in a stream now, for :meth:`submit`. It takes a microsecond.
+        """Mark the work that is in a stream now, for :meth:`submit`. Takes about a microsecond.
 
-        stream: the handle of a stream of the CUDA mover's device, as ``after`` of :meth:`submit`,
-            but not 0.
+        Args:
+            stream: the handle of a stream of the CUDA mover's device, as ``after`` of
+                :meth:`submit`, but not 0.
 
-        Returns a number, at least 1 and greater by 1 each time. The last 32 can be used. ValueError
-        if ``stream`` is none of this device; a CPU mover has none. RuntimeError if the mover is
-        closed or its device has failed.
+        Returns:
+            A number, at least 1 and greater by 1 each time. The last 32 can be used.
+
+        Raises:
+            ValueError: this is not a stream of the mover's device; a CPU mover has none.
+            RuntimeError: the mover is closed, or its device has failed.
         """
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         mark: int = LIBRARY.brief.fkv_mover_mark(
@@ -139,19 +160,27 @@ class NativeMover:
         return mark
 
     def poll(self, ticket: int) -> Status:
-        """The state of a transfer, without waiting; may be asked any number of times.
+        """The state of a transfer, without waiting. Asking again gives the same answer.
 
-        ValueError if ``ticket`` was never given out, RuntimeError in a forked process.
+        Raises:
+            ValueError: ``ticket`` is not one of this mover.
+            RuntimeError: this is a forked process.
         """
         return _status(LIBRARY.brief.fkv_mover_poll(self._handle, ticket), ticket)
 
     def copy_seconds(self, ticket: int) -> float | None:
-        """How long the copies of a transfer that is DONE took, from the first byte to the last, by
-        the clock of what copied. What it waited before that, in the queue or for ``after``, is not
-        in it. None if that is not known: the transfer is not DONE or had nothing to copy, or 4,096
-        others have been submitted since.
+        """Seconds that the copies of a DONE transfer took, from the first byte to the last.
 
-        ValueError if ``ticket`` was never given out, RuntimeError in a forked process.
+        They are measured by the clock of the thread or device that copied. Waiting in the queue or
+        for ``after`` is not included.
+
+        Returns:
+            None if unknown: the transfer is not DONE or had nothing to copy, or 4,096 others have
+            been submitted since.
+
+        Raises:
+            ValueError: ``ticket`` is not one of this mover.
+            RuntimeError: this is a forked process.
         """
         nanoseconds: int = LIBRARY.brief.fkv_mover_copy_ns(self._handle, ticket)
         if nanoseconds < 0:
@@ -159,11 +188,12 @@ class NativeMover:
         return nanoseconds / 1e9 if nanoseconds else None
 
     def bytes_by_way(self) -> dict[str, int]:
-        """See `Mover`. Pages in CPU memory go one way."""
+        """See `Mover.bytes_by_way`. Empty, because pages in CPU memory go one way."""
         return {}
 
     def wait(self, ticket: int, timeout: float) -> Status:
-        """The same after the transfer has ended or ``timeout`` seconds (may be inf) have passed."""
+        """As :meth:`poll`, but wait up to ``timeout`` seconds (may be inf) for the transfer to end.
+        Releases the GIL. Ctrl-C ends the wait."""
         deadline = time.monotonic() + timeout
         while True:
             left = min(deadline - time.monotonic(), _WAIT_SLICE_SECONDS)
@@ -173,23 +203,27 @@ class NativeMover:
                 return status
 
     def hold(self, ticket: int, stream: int) -> Status:
-        """Makes a stream follow a transfer: work put into it from now on runs when every byte is in
+        """Make a stream follow a transfer: work put into it from now on runs when every byte is in
         place, or when the transfer has failed. This thread does not wait for the bytes.
 
-        stream: the handle of a stream of the CUDA mover's device, as ``after`` of :meth:`submit`,
-            that no graph captures. 0: this thread itself waits until the transfer has ended; that
-            is all that a CPU mover takes.
+        It waits until the device has been given all copies: microseconds, unless more is pending
+        than the device is given at a time (about 1,000 copies, or 32 transfers).
 
-        Returns the state as it is known. PENDING: the stream follows, but the transfer may yet
-        fail: poll later, and until it was DONE trust nothing that was computed from its bytes. DONE
-        and FAILED: it had ended; nothing was put into the stream.
+        Args:
+            ticket: ticket of the transfer.
+            stream: the handle of a stream of the CUDA mover's device, as ``after`` of
+                :meth:`submit`, that no graph captures. 0: this thread itself waits until the
+                transfer has ended; a CPU mover takes nothing else.
 
-        The device must have been given all copies first, which is waited for: microseconds, unless
-        more is pending than it is given at a time (some 1000 copies, or 32 transfers).
+        Returns:
+            The present state. PENDING: the stream follows, but the transfer may still fail. Poll
+            later, and use no result computed from its bytes before it is DONE. DONE and FAILED: the
+            transfer had ended; nothing was put into the stream.
 
-        ValueError if ``ticket`` was never given out or ``stream`` is none of this device;
-        RuntimeError in a forked process or if the device has failed. The stream does not follow
-        then.
+        Raises:
+            ValueError: ``ticket`` is not one of this mover, or ``stream`` not one of its device.
+            RuntimeError: this is a forked process, or the device has failed. The stream does not
+                follow.
         """
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         stream = unsigned("stream", stream)
@@ -208,10 +242,11 @@ class NativeMover:
             library, timeout_us = LIBRARY.waiting, int(_WAIT_SLICE_SECONDS * 1e6)
 
     def close(self) -> None:
-        """Finishes the pieces being copied, fails what is queued, joins the threads. Idempotent.
+        """Finish the pieces being copied, fail the queued transfers, and join the threads.
+        Idempotent.
 
-        Afterwards no memory of the caller is touched; submit raises RuntimeError, poll and wait
-        still answer.
+        Afterwards the mover touches no memory of the caller. :meth:`submit` raises RuntimeError;
+        :meth:`poll` and :meth:`wait` still answer.
         """
         _open_movers.discard(self)
         LIBRARY.waiting.fkv_mover_close(self._handle)
@@ -222,7 +257,7 @@ _open_movers: weakref.WeakSet[NativeMover] = weakref.WeakSet()
 
 @atexit.register
 def _close_movers() -> None:
-    """Ends the copies before the interpreter unmaps the memory they work on."""
+    """End the copies before the interpreter unmaps the memory that they read and write."""
     for mover in list(_open_movers):
         mover.close()
 
@@ -234,7 +269,21 @@ def layout_struct(
     arena_bytes: int,
     store: range | None,
 ) -> LayoutStruct:
-    """The C ABI's form of where the memory is; ValueError names a number that is out of range."""
+    """Make the C ABI's description of the memory.
+
+    Args:
+        planes: planes of the pages.
+        num_blocks: engine blocks in each plane.
+        arena_address: address of the arena in this process.
+        arena_bytes: bytes of the arena.
+        store: numbers of the planes that stores copy, with a step of 1; None for all.
+
+    Returns:
+        A structure that keeps its array of planes alive.
+
+    Raises:
+        ValueError: a number does not fit its field; the message names it.
+    """
     names = [name for name, _ in PlaneStruct._fields_]
     structs = (PlaneStruct * len(planes))()
     for struct, plane in zip(structs, planes, strict=True):
@@ -251,14 +300,22 @@ def layout_struct(
 
 
 def unsigned(name: str, value: int, bits: int = 64) -> int:
-    """ctypes would silently take such values modulo 2**bits."""
+    """Check a number for a native call, because ctypes would take it modulo ``2**bits``.
+
+    Returns:
+        ``value``.
+
+    Raises:
+        ValueError: ``value`` is not between 0 and ``2**bits - 1``; the message begins with
+            ``name``.
+    """
     if not 0 <= value < 1 << bits:
         raise ValueError(f"{name} is {value}, it must be between 0 and 2**{bits} - 1")
     return value
 
 
 def _part(name: str, planes: range) -> tuple[int, int]:
-    """The first number of a range of planes, and how many they are."""
+    """The first number of a range of planes, and the number of planes in it."""
     if planes.step != 1:
         raise ValueError(f"{name} is {planes}, it must have a step of 1")
     first = unsigned(f"{name}.start", planes.start, bits=32)

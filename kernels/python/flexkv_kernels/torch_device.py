@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that torch's tensors are on: what copies them, and what copies wait for."""
+"""The device of torch's tensors: it makes their mover, and names the work that copies follow."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flexkv_kernels.cuda_mover import CudaMover
 from flexkv_kernels.host_memory import HostMemory
 
 _LEGACY_STREAM = 1
-"""CU_STREAM_LEGACY of cuda.h: CUDA's default stream, whose own handle is 0, which to a mover means
-that there is nothing to wait for."""
+"""CU_STREAM_LEGACY of cuda.h: CUDA's default stream. Its own handle is 0, which a mover takes as no
+work to wait for."""
 
 
 class CudaMemory:
     """Pages on a CUDA device of torch. A `Device` of the adapters.
 
     Args:
-        device: of torch; the current one if it has no number.
+        device: the device, as torch names it. Without a number, torch's current device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,11 @@ class CudaMemory:
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node that the GPU is attached to; None if it is not known."""
+        """The NUMA node that the GPU is attached to; None if it is unknown.
+
+        Raises:
+            ValueError: the device cannot be used.
+        """
         return node_of_device(cuda_device(self._number).pci_bus_id)
 
     def make_mover(
@@ -46,8 +50,9 @@ class CudaMemory:
         arena: Arena,
         threads: int,
     ) -> Mover:
-        """See `Device.make_mover`. On a GPU of a kind that is new here, its copies are first
-        checked and measured, which takes some tenths of a second."""
+        """See `Device.make_mover`. ``threads`` is not used. For a kind of GPU or a layout that the
+        user's cache folder does not have, copies are first checked and measured, which takes some
+        tenths of a second; see `calibrated`."""
         size = arena.spec.total_bytes
         options = calibrated(self._number, planes, stored).options()
         return CudaMover(
@@ -55,15 +60,19 @@ class CudaMemory:
         )
 
     def work_so_far(self) -> int:
-        """The work that this thread has given to the current stream."""
+        """The handle of this thread's current stream, for the work in it."""
         return torch.cuda.current_stream(self._device).cuda_stream or _LEGACY_STREAM
 
 
 def device_of(kv_caches: Mapping[str, torch.Tensor]) -> HostMemory | CudaMemory:
-    """The one device of all tensors.
+    """Find the one device of all tensors. Without tensors, it is host memory.
+
+    Args:
+        kv_caches: the tensors, by layer; borrowed for the call.
 
     Raises:
-        LayoutError: there are several, or one that nothing here copies from, or not only tensors.
+        LayoutError: there are several devices, or one that no mover copies from, or a value is not
+            a tensor.
     """
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Direction(enum.IntEnum):
-    """Which way a transfer goes. The values are those of the native interface."""
+    """The direction of a transfer. The values are those of the native interface."""
 
     LOAD = 0
     """From the arena into the engine's pages."""
@@ -30,9 +30,10 @@ WAYS = ("dma", "kernel", "tma", "staged")
 engines to a ring on the GPU with a kernel behind it."""
 
 FALLBACK = "fallback"
+"""In place of a way: copies that could not go the way chosen for them."""
 
 MARKS = 32
-"""How many marks a mover keeps."""
+"""The number of marks that a mover keeps."""
 
 
 class Mover(Protocol):

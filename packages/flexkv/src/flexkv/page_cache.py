@@ -22,6 +22,7 @@ from flexkv.presence import Presence
 from flexkv.tiers.base import MAX_KEY_BYTES
 
 _FLUSH_PAUSE_SECONDS = 0.001
+"""Pause between two polls while a flush waits for lower tiers. Not tuned."""
 
 
 class PageCache:

@@ -29,16 +29,18 @@ _RECENT_STEPS = 4
 tuned."""
 
 _LOADS = 8
-"""Measurements of a link in the estimate."""
+"""Measurements of a link in the estimate. Not tuned."""
 
 _REFUSALS = 16
-"""A rate is doubtful after it made FlexKV skip so many hits."""
+"""A rate becomes doubtful after it made FlexKV skip this many hits. Not tuned."""
 
 _TRUST_SECONDS = 30.0
-"""A rate is doubtful if no measurement has confirmed it for so many seconds: whatever slowed the
-link down may have ended."""
+"""A rate becomes doubtful if no measurement has confirmed it for this time: the reason of a slow
+link may have gone. Not tuned."""
 
 _MOST_PATIENCE = 64
+"""The largest patience. A link that never gives a measurement is then tried again after 32 minutes
+or 1,024 skipped hits. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Span:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens."""
         return self.stop - self.start
 
     @property
@@ -141,7 +144,8 @@ class StepTimer:
         return statistics.median(self._recent)
 
     def begins(self, spans: Sequence[Span]) -> int:
-        """A step that computes `spans` is given out. Returns the number that its report bears."""
+        """Note that the engine begins a step that computes `spans`. Returns the number of the step,
+        from 1, which its report must have."""
         number = self._next
         self._next += 1
         # vLLM's own connector passes no reports on, and what is under way are a few steps at most.
@@ -150,8 +154,12 @@ class StepTimer:
         return number
 
     def ended(self, number: int) -> None:
-        """A step has ended; `number` is that of its report, or 0. If the engine began the step
-        before the previous one had ended, its time counts from the end of the previous one."""
+        """Note that a step has ended. If the engine began the step before the previous one had
+        ended, its time counts from the end of the previous one.
+
+        Args:
+            number: number of the step; 0 or an unknown number for a step without spans.
+        """
         now = self._clock()
         begun, spans = self._steps.pop(number, (now, ()))
         seconds = now - max(begun, self._last_end)
@@ -169,7 +177,7 @@ class LinkPace:
     cost of the next attempt and the interval before it.
 
     Attributes:
-        patience: 1 after a measurement.
+        patience: factor of cost and interval of attempts; 1 after a measurement.
     """
 
     def __init__(self) -> None:
@@ -187,24 +195,25 @@ class LinkPace:
         )
 
     def observe(self, size: float, seconds: float) -> None:
-        """`size` bytes took so long."""
+        """Take a measurement: `size` bytes took `seconds`. Without bytes or time it is none."""
         if size > 0 and seconds > 0:
             self._rates.append(size / seconds)
             self._begin_trust(1)
 
     def contradict(self, size: float, seconds: float) -> None:
-        """Fewer than `size` bytes arrived in this time, where more was expected: the fastest
-        measurement no longer counts."""
+        """Take an upper bound: fewer than `size` bytes arrived in `seconds`, where more were
+        expected. It replaces the fastest measurement. `seconds` is more than 0."""
         if self._rates:
             self._rates.remove(max(self._rates))
         self._rates.append(size / seconds)
 
     def refuse(self) -> None:
-        """A hit was skipped because of this rate."""
+        """Count a hit that was skipped because of this rate."""
         self._refusals += 1
 
     def give_up(self) -> None:
-        """An attempt to measure a doubtful rate brought no measurement."""
+        """Note that an attempt to measure a doubtful rate brought no measurement; this doubles
+        `patience`."""
         self._begin_trust(min(2 * self.patience, _MOST_PATIENCE))
 
     def seconds(self, size: int) -> float | None:

@@ -21,6 +21,7 @@ from flexkv.tiers.remote import RemoteLimits
 logger = logging.getLogger(__name__)
 
 _MOONCAKE_THREADS = 4
+"""Reads and writes of Mooncake Store that run at once. Not tuned."""
 _MOONCAKE_BATCH_BYTES = 8 << 20
 """Bytes of a call. Each call costs a request to the master. Over TCP, blocks of 512 KiB arrived at
 1.1 GB/s in calls of 4 MiB and at 1.5 GB/s in calls of 8 MiB. Larger calls were not faster, and

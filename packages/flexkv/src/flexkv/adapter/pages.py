@@ -14,11 +14,11 @@ from flexkv.mover import Mover
 
 
 class Device(Protocol):
-    """Where pages are. flexkv-kernels has one for host memory and one for CUDA devices."""
+    """The device that holds pages. flexkv-kernels has one for host memory and one for CUDA."""
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node that it is attached to; None if there is none, or it is not known."""
+        """The NUMA node that the device is attached to; None if there is none or it is unknown."""
         ...
 
     def make_mover(
@@ -29,22 +29,22 @@ class Device(Protocol):
         arena: Arena,
         threads: int,
     ) -> Mover:
-        """What copies between pages on this device and an arena.
+        """Make the mover between pages on this device and an arena. The caller closes it.
 
         Args:
-            planes: of the pages.
+            planes: planes of the pages. Their memory must stay mapped until the mover is closed.
             stored: numbers of the planes that stores copy.
             num_blocks: engine blocks in each plane.
             arena: attached; must stay so until the mover is closed.
-            threads: that copy, where processors do it.
+            threads: number of copying threads, if processors copy.
 
         Raises:
-            ValueError: it refuses the planes.
+            ValueError: the mover refuses the planes.
         """
         ...
 
     def work_so_far(self) -> int:
-        """What a copy submitted now must wait for, as `Mover.submit` takes it."""
+        """The work that a copy submitted now must follow: `after` of `Mover.submit`."""
         ...
 
 

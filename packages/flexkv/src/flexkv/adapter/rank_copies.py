@@ -17,12 +17,14 @@ from flexkv.mover import Direction, Mover, Status
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 1.0
+"""Seconds between two warnings about a copy that does not end. Not tuned."""
 
 _CALIBRATION_BYTES = 8 << 20
 """Bytes copied to measure the link: 0.2 ms at 40 GB/s, much more than the start of a copy takes."""
 
 _CALIBRATIONS = 3
-"""The first one touches memory that nobody has touched yet."""
+"""Copies that measure the link. The first one touches memory that nothing has touched before. Not
+tuned."""
 
 
 class RankCopies:

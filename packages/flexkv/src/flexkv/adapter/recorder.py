@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 _SALT_BYTES = 32
 _BUFFER_BYTES = 1 << 16
 _FLUSH_SECONDS = 2.0
+"""The buffer is written when it has as many bytes, or when no request has come for as long. Not
+tuned."""
 _CLOSE_SECONDS = 2.0
+"""Seconds that `close` waits for the thread. Not tuned."""
 
 _KEYS_A_TURN = 64
 _PAUSE_SECONDS = 0.0001

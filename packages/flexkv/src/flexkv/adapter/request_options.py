@@ -85,6 +85,7 @@ def _read_name(value: object) -> str:
 
 
 _NAME_CHARACTERS = 64
+"""The longest name of pins or of a conversation; a UUID has 36 characters. Not tuned."""
 _FLAG = "true or false"
 _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load": (_read_flag, _FLAG),
@@ -98,7 +99,8 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "session": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
     "returns": (_read_flag, _FLAG),
 }
-"""What reads the value, with a ValueError where it cannot, and what is allowed."""
+"""For each parameter the function that reads its value or raises ValueError, and the allowed
+values, for errors."""
 
 
 def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:

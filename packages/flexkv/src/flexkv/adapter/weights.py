@@ -11,10 +11,10 @@ from pathlib import Path
 
 _DIGEST_BYTES = 16
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
-"""What engines read weights from."""
+"""Endings of the files from which engines read weights."""
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
-"""How the Hugging Face cache names a large file: by its SHA-256."""
+"""Name of a large file in the Hugging Face cache: its SHA-256."""
 
 
 def weight_files(model: str, revision: str | None) -> list[Path]:

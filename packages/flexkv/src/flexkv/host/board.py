@@ -14,6 +14,7 @@ from __future__ import annotations
 from flexkv.mover import Status
 
 _ROWS = 4096
+"""Rows of the board: the cells, and the row `_STOPPED`. A row has a word for each rank."""
 CELLS = _ROWS - 1
 """The most transfers under way at once. An engine step orders a few per request. If no cell is
 free, a load is a miss and a store is dropped. Not tuned."""

@@ -35,7 +35,9 @@ _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 
 _RETRY_SECONDS = 0.02
+"""Pause between two attempts to lock. Not tuned."""
 _BACKLOG = 64
+"""Connections that wait for rank 0: more than ranks of an engine connect at once. Not tuned."""
 
 
 class RuntimeDirectory:

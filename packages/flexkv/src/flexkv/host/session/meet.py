@@ -23,6 +23,7 @@ MEET_SECONDS = 120.0
 rank 0 then fills the arena, which takes about 5 s per 100 GiB with 4 threads."""
 
 _RETRY_SECONDS = 0.02
+"""Pause between two attempts to connect to rank 0. Not tuned."""
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ data-parallel ranks."""
 
 _FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
 REMOVED = ".removed-"
-"""In the name of a folder that is being removed, before random digits."""
+"""Part of the name of a folder that is being removed; random digits follow it."""
 _PID = re.compile(rb"[0-9\n\0]*")  # a power failure may leave zeros in the file
 _LOCK_BYTES = 32
 _TRIES = 10

@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 _PAGE = 4096
 _RESERVED_BYTES = 4 * _PAGE
-"""Of the bound, for the lock, the ledger, its successor and the folder itself."""
+"""Part of the bound that is kept for the lock, the ledger, its successor and the folder itself."""
 _MAP_BYTES = 32
-"""Per slot, for the file system's map of a data file, which counts as the file's: ext4 keeps 12
-bytes for each run of blocks that are written or not, in pages that are half full at least."""
+"""Bytes per slot for the file system's map of a data file, which counts as the file's. ext4 keeps
+12 bytes for each run of blocks that are written or not, in pages that are half full at least."""
 _SLAB_MAP_BYTES = 2 * _PAGE
-"""Per data file, for the last page of its map and the index over them."""
+"""Bytes per data file for the last page of its map and the index over these pages."""
 
 
 def slots_within(capacity: int, slot_bytes: int) -> int:

@@ -21,12 +21,13 @@ from flexkv.tiers.disk.store import DiskStore
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 1.0
-"""Between two saves of the counters: what a kill may lose of them, for a write of a few hundred
-bytes."""
+"""Seconds between two saves of the counters, each a write of a few hundred bytes. A kill loses the
+counts since the last save. Not tuned."""
 
 _RETRY_SECONDS = 0.05
-"""After the first failure of a reset or a save; twice as long after each further one."""
 _LONGEST_RETRY_SECONDS = 5.0
+"""Pause after the first failure of a reset or a save, and the longest pause. Each further failure
+doubles the pause. Not tuned."""
 
 
 class _Task:
