@@ -28,7 +28,7 @@ _BUCKET = re.compile(
 )
 
 _HOST_PORT = re.compile(rf"{_NAME}:[0-9]{{1,5}}")
-_HTTP_URL = re.compile(rf"http://{_NAME}(?::[0-9]{{1,5}})?(?:/[A-Za-z0-9._-]+)+")
+_HTTP_URL = re.compile(rf"http://{_NAME}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
 
 _COMPARE_SECONDS = 1.0
@@ -144,16 +144,23 @@ def parse_host_port(value: object) -> str:
     """Parse the address of a server with its port, as HOST:PORT."""
     if not isinstance(value, str) or not _HOST_PORT.fullmatch(value):
         raise ValueError
-    if not 0 < int(value.rpartition(":")[2]) < 1 << 16:
-        raise ValueError
+    _check_port(value.rpartition(":")[2])
     return value
 
 
 def parse_http_url(value: object) -> str:
     """Parse the URL of a path on a server, with a port or without, and without credentials."""
-    if not isinstance(value, str) or not _HTTP_URL.fullmatch(value):
+    found = _HTTP_URL.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
         raise ValueError
-    return value
+    if found["port"] is not None:
+        _check_port(found["port"])
+    return found[0]
+
+
+def _check_port(digits: str) -> None:
+    if not 0 < int(digits) < 1 << 16:
+        raise ValueError
 
 
 def parse_devices(value: object) -> str:

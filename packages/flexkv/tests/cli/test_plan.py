@@ -98,6 +98,15 @@ def test_a_trace_of_which_nothing_comes_back_says_so(flexkv: Flexkv, tmp_path: P
     assert found["settings"] == {}
 
 
+def test_an_engine_that_keeps_all_itself_is_not_said_to_see_no_prefix_again(
+    flexkv: Flexkv, trace: Path
+) -> None:
+    ended = flexkv("plan", trace, *TOKEN, "--engine-gb", "1000")
+    assert ended.code == 0
+    assert "own cache hits all that comes back" in ended.out
+    assert "No prefix comes back" not in ended.out
+
+
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_curves_are_drawn(flexkv: Flexkv, trace: Path, tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
@@ -130,6 +139,7 @@ BAD = {
     "blocks of no tokens": ["{trace}", "--block-tokens", "0", *TOKEN],
     "a size that is no number": ["{trace}", "--memory-gb", "1,big", *TOKEN],
     "a limit that is no number": ["{trace}", "--max-memory-gb", "nan", *TOKEN],
+    "a limit of less than a block": ["{trace}", "--max-memory-gb", "0.001", *TOKEN],
     "a negative limit": ["{trace}", "--max-disk-gb", "-1", *TOKEN],
     "a negative engine": ["{trace}", "--engine-gb", "-1", *TOKEN],
     "an infinite rate": ["{trace}", "--prefill-rate", "inf", *TOKEN],

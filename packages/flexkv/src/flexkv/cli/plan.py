@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from flexkv.admission import ADMISSIONS
-from flexkv.cli.common import print_json
+from flexkv.cli.common import print_json, size
 from flexkv.cli.plan_report import Report, as_json, print_report
 from flexkv.errors import TraceError
 from flexkv.eviction import POLICIES
@@ -50,17 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a block; default: what the trace says, 16 for logs with token ids",
     )
-    size = parser.add_argument_group("the size of a token (a recording says it itself)")
-    size.add_argument(
+    token = parser.add_argument_group("the size of a token (a recording says it itself)")
+    token.add_argument(
         "--model", metavar="PATH", help="config.json of the model, or the directory with it"
     )
-    size.add_argument(
+    token.add_argument(
         "--kv-dtype",
         default="auto",
         metavar="NAME",
         help=f"dtype of the engine's KV cache: {', '.join(KV_DTYPES)}; default: auto",
     )
-    size.add_argument(
+    token.add_argument(
         "--token-bytes", metavar="N", help="bytes of a token in the KV cache, over all ranks"
     )
     machine = parser.add_argument_group("the machine")
@@ -131,6 +131,11 @@ def run(args: argparse.Namespace) -> int:
             mean = trace.prompt_tokens / len(trace.requests)
             token_bytes = model.token_bytes(mean)
         block_bytes = _block_bytes(read, token_bytes)
+        if most_memory is not None and not _blocks(most_memory, block_bytes):
+            raise TraceError(
+                f"{args.max_memory_gb!r} from --max-memory-gb is less than a block; allowed: at "
+                f"least {size(round(block_bytes))}, in GiB"
+            )
         cost = _cost(read, rate)
         progress.update(task, description="one pass for LRU of all sizes")
         engine_blocks = _blocks(engine, block_bytes)

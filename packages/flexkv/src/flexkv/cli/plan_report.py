@@ -108,7 +108,10 @@ def print_report(report: Report) -> None:
     """Print the results as text to standard output."""
     _print_trace(report)
     if not report.sizing.most.blocks:
-        print("\nNo prefix comes back: a cache of no size would hit anything.")
+        if report.curve.engine_tokens:
+            print("\nThe engine's own cache hits all that comes back: FlexKV would add no hits.")
+        else:
+            print("\nNo prefix comes back: no cache of any size would have a hit.")
         return
     _print_sizes(report)
     _print_policies(report)
