@@ -76,12 +76,14 @@ class KVCache:
 
     @property
     def counters(self) -> Counters:
+        """The counts so far. The same object each time, brought up to date by each access."""
         self._counters.evicted_blocks = self._index.evictions
         self._counters.add_up(self._below.counters)
         return self._counters
 
     @property
     def ready_blocks(self) -> int:
+        """The number of blocks in the arena that can be loaded."""
         return len(self._index)
 
     @property
@@ -96,6 +98,7 @@ class KVCache:
 
     @property
     def pinned_blocks(self) -> int:
+        """The number of blocks in the arena that pins keep. Ends pins whose time is over."""
         self._pins.expire(time.monotonic())
         return self._index.pinned_blocks
 
@@ -134,7 +137,7 @@ class KVCache:
         return 0 if self._off else self._index.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Where the block of each key is. No side effect."""
+        """The place of the block of each key, in the order of `keys`. No side effect."""
         if self._off:
             return [Presence.ABSENT] * len(keys)
         there = self._index.present(keys)

@@ -42,7 +42,7 @@ class EnginePool(Protocol):
     """The engine's own prefix cache."""
 
     def has(self, block_hash: bytes, group: int) -> bool:
-        """Whether the engine has the block of that hash in one of its groups."""
+        """Whether the engine has the block of this hash in group number `group`."""
         ...
 
     def forget(self, engine_blocks: set[int]) -> None:

@@ -47,17 +47,17 @@ class CopyFigures:
         self._load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
-        """The mover accepted a copy of so many bytes."""
+        """Note that the mover has accepted a copy of `size` bytes."""
         self._begun[ticket] = direction, size
 
     def end(self, ticket: int, status: Status) -> None:
-        """It is done, or failed."""
+        """Count a copy that has ended, if it is DONE. An unknown ticket counts nothing."""
         direction, size = self._begun.pop(ticket, (Direction.STORE, 0))
         if status is Status.DONE and size:
             self.count(direction, size, self._copy_seconds(ticket))
 
     def count(self, direction: Direction, size: int, seconds: float | None) -> None:
-        """A copy of so many bytes is done, and took so long; None if that is not known."""
+        """Count a copy of `size` bytes that is done and took `seconds`; None if that is unknown."""
         way = direction.name.lower()
         self._add(sample("copied_bytes", "device", way), size)
         if seconds is None:
@@ -67,7 +67,7 @@ class CopyFigures:
             self.measured(size, seconds)
 
     def measured(self, size: int, seconds: float) -> None:
-        """A load of so many bytes took so long."""
+        """Take a load of `size` bytes in `seconds` as a measurement of the link."""
         self._load_rate = max(self._load_rate, size / seconds)
 
     def take_load_rate(self) -> float:
@@ -76,7 +76,7 @@ class CopyFigures:
         return rate
 
     def begin_counting(self) -> None:
-        """What the mover has copied so far, to measure it, is no traffic."""
+        """Leave out the bytes that the mover has copied so far, which measured it."""
         self._told_ways = self._bytes_by_way()
 
     @property
@@ -85,7 +85,7 @@ class CopyFigures:
         return bool(self._samples or self._edge.failures)
 
     def take(self) -> Samples:
-        """What is new since the last call."""
+        """Take the samples that are new since the last call."""
         failures = sum(self._edge.failures.values())
         if failures > self._told_failures:
             self._add(INTERNAL_FAILURES, failures - self._told_failures)
@@ -96,7 +96,8 @@ class CopyFigures:
         return samples
 
     def _count_ways(self) -> None:
-        """A copy counts here when it begins, so its way is known when it has ended."""
+        """Add the bytes by way since the last call. The mover counts a copy when it begins, so the
+        way of each ended copy is known."""
         told, self._told_ways = self._told_ways, self._bytes_by_way()
         for way, size in self._told_ways.items():
             if new := size - told.get(way, 0):
@@ -165,20 +166,25 @@ class CacheFigures:
         self.active = True
 
     def note_activity(self) -> None:
-        """Something may have changed: the next `take` looks."""
+        """Note that something may have changed, so that `is_due` reports it."""
         self.active = True
 
     def is_due(self, busy: bool) -> bool:
-        """Whether to `take` now. `busy`: the engine has requests, so there is a next time."""
+        """Whether to `take` now.
+
+        Args:
+            busy: whether the engine has requests. Then this is asked again soon, and samples are
+                taken less often.
+        """
         return self.active and not (busy and time.monotonic() < self._looked + _BUSY_SECONDS)
 
     def asked(self, tokens: int, hit_tokens: int, fetched: Mapping[Medium, int]) -> None:
-        """The engine gave blocks to a request.
+        """Count a request to which the engine gave blocks.
 
         Args:
-            tokens: of the request, that the engine did not have itself.
-            hit_tokens: those of them that are loaded.
-            fetched: those of these that came from lower tiers, by tier.
+            tokens: tokens of the request that the engine did not have itself.
+            hit_tokens: the number of them that are loaded.
+            fetched: the number of loaded tokens that came from each lower tier.
         """
         self.active = True
         hits = {**fetched, Medium.HOST: hit_tokens - sum(fetched.values())}
@@ -189,11 +195,11 @@ class CacheFigures:
             tokens -= hits.get(medium, 0)
 
     def hit(self, blocks: int, span: Span | None = None) -> None:
-        """A request is given blocks to load.
+        """Count a load that was ordered for a request.
 
         Args:
-            blocks: of the load.
-            span: tokens that need not be computed; None where that is not known.
+            blocks: FlexKV blocks of the load.
+            span: the tokens that need not be computed; None if they are unknown.
         """
         self.active = True
         self._hit_blocks.observe(blocks)
@@ -202,11 +208,11 @@ class CacheFigures:
             self._loaded = tokens + span.tokens, pairs + span.pairs
 
     def left(self, reason: Left, tokens: int) -> None:
-        """So many tokens of a request that got its blocks are computed, not loaded."""
+        """Count `tokens` tokens of a hit that are computed instead of loaded, for `reason`."""
         self._left[reason] += tokens
 
     def take(self) -> Samples:
-        """What is new since the last call; empty if nothing is."""
+        """Take the samples that are new since the last call; empty if nothing is."""
         self._looked = time.monotonic()
         totals = self._totals()
         told, self._told = self._told, totals

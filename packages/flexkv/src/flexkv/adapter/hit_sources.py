@@ -10,11 +10,11 @@ from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
 
 Awaited = dict[bytes, Fetch]
-"""For each block that host memory did not have, by key, the fetch that brings it."""
+"""The fetch of each block that host memory did not have, by the key of the block."""
 
 
 def fetched_blocks(awaited: Mapping[bytes, Fetch], keys: Sequence[bytes]) -> Counter[Medium]:
-    """How many of the blocks of `keys` each lower tier gave or is about to give."""
+    """Count the blocks of `keys` that each lower tier gave or is expected to give."""
     if not awaited:
         return Counter()
     media = (awaited[key].medium_of(key) for key in keys if key in awaited)
@@ -22,7 +22,7 @@ def fetched_blocks(awaited: Mapping[bytes, Fetch], keys: Sequence[bytes]) -> Cou
 
 
 def slowest(fetched: Mapping[Medium, int]) -> Medium:
-    """The slowest tier that gave a block."""
+    """The slowest tier in `fetched`, which must not be empty."""
     return max(fetched, key=list(Medium).index)
 
 

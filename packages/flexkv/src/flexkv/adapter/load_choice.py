@@ -109,35 +109,35 @@ class LoadChooser:
         return self._prefill.cost
 
     def step_begins(self, spans: Sequence[Span]) -> int:
-        """A step that computes `spans` of prompts begins. Returns the number for its report, or 0
-        if no report is needed."""
+        """Note that a step begins which computes `spans` of prompts. Returns the number for its
+        report, or 0 if no report is needed."""
         return self._timer.begins(spans) if spans else 0
 
     def step_ended(self, number: int) -> None:
-        """A step has ended; `number` is that of its report, or 0."""
+        """Note that a step has ended; `number` is that of its report, or 0."""
         self._timer.ended(number)
 
     def loaded(self, rate: float) -> None:
-        """A rank has loaded so many bytes per second; 0 if it has loaded nothing."""
+        """Take the rate of a rank's load, in bytes per second; 0 if the rank has loaded nothing."""
         self._device.observe(rate, 1.0)
 
     def left(self, reason: Left) -> None:
-        """The engine computes a hit or a part of it, because this object decided so."""
+        """Note that the engine computes a hit, or a part of it, because this object decided so."""
         if reason is Left.SLOW:
             self._device.refuse()
 
     def fetched(self, fetch: Fetch) -> None:
-        """A fetch has ended."""
+        """See `WaitChooser.ended`."""
         self._waits.ended(fetch)
 
     def choose_load(
         self, span: Span, blocks: int, *, whole: bool = False, others: int = 0
     ) -> LoadChoice:
-        """How many of the `blocks` of `span`, which are in host memory, to load.
+        """Choose how many blocks of a hit in host memory to load, from the first on.
 
         Args:
             span: tokens of the hit.
-            blocks: its blocks.
+            blocks: number of FlexKV blocks of the hit.
             whole: whether a part is of no use, so that all or none are loaded.
             others: other requests that the engine has, queued or running.
         """
@@ -169,14 +169,17 @@ class LoadChooser:
         return self._always or self._waits.is_worth_waiting(fetch, span)
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
-        """Whether to load so many blocks beside the forward pass of the same step, in which
-        `running` other requests compute.
+        """Whether to load blocks beside the forward pass of the same step.
 
         A layerwise load saves a step, which is long if other requests compute. These requests wait
         for the load, too. On a GPU they wait for no other load; if the computing cores copy, any
         load slows them down.
 
-        A mode that the request `wanted` counts if the engine supports both modes.
+        Args:
+            blocks: number of FlexKV blocks of the load.
+            running: other requests that compute in the step.
+            wanted: the mode that the request names; None if it names none. It counts if the engine
+                supports both modes.
         """
         mode = self._mode if wanted is None or self._mode is LoadMode.ASYNC else wanted
         if mode is not LoadMode.AUTO:
@@ -206,5 +209,5 @@ class LoadChooser:
         return delay > max(computing * (1 + others), _MOST_DELAY_SECONDS)
 
     def _loading(self, blocks: int) -> float | None:
-        """Seconds to load so many blocks from host memory; None before the first measurement."""
+        """Seconds to load `blocks` blocks from host memory; None before the first measurement."""
         return self._device.seconds(blocks * self._block_bytes // self._ranks)

@@ -45,6 +45,7 @@ class Obtainable:
         self._ends: dict[int, tuple[int, list[bool]]] = {}
 
     def first_missing(self, group: Group, start: int, stop: int) -> int:
+        """See `Present.first_missing`."""
         gap, asked = self._gaps.get((group.index, start), (start, start))
         if gap == asked < stop:
             gap = asked + self._reach(self._keys.of(self._tracked, group, asked, stop))
@@ -52,6 +53,7 @@ class Obtainable:
         return min(gap, stop)
 
     def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        """See `Present.last_missing`."""
         # The known part: where it ends, and backwards from there whether each block is available.
         end, known = self._ends.setdefault(group.index, (stop, []))
         first = end - len(known)

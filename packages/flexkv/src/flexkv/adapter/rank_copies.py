@@ -109,16 +109,16 @@ class RankCopies:
         return None
 
     def begun(self, ticket: int, direction: Direction, blocks: int) -> None:
-        """Count a copy of so many engine blocks that has been submitted."""
+        """Count a submitted copy of `blocks` engine blocks."""
         self.figures.begin(ticket, direction, blocks * self._block_bytes[direction])
 
     def begun_part(self, ticket: int, planes: range, blocks: int) -> None:
-        """Count a load of some planes of so many engine blocks that has been submitted."""
+        """Count a submitted load of some planes of `blocks` engine blocks."""
         size = sum(self._plane_bytes[planes.start : planes.stop])
         self.figures.begin(ticket, Direction.LOAD, blocks * size)
 
     def offsets(self, order: CopyOrder) -> array[int]:
-        """Where each engine block of `order` lies in the arena."""
+        """The place of each engine block of `order` in the arena, in bytes from its address."""
         return self._slot_offsets.of(order.slots, order.skip, len(order.engine_blocks))
 
     def report(self, order: CopyOrder, status: Status) -> None:

@@ -96,19 +96,21 @@ class TrackedRequest:
 
     @property
     def id(self) -> str:
+        """See `EngineRequest.request_id`."""
         return self.request.request_id
 
     @property
     def may_load(self) -> bool:
-        """Whether its user and the engine allow loads for it."""
+        """Whether the request's options and the engine allow loads for it."""
         skips = getattr(self.request, "skip_reading_prefix_cache", False)
         return self.options.load and not skips
 
     def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
-        """The engine gave it blocks for the first time, or again after it had taken all of them.
+        """Take over the blocks that the engine gave the request, for the first time or after it had
+        taken all of them away.
 
         Args:
-            tables: its blocks by cached group.
+            tables: the request's engine blocks by cached group.
             first_fill: number of tokens that fills the first block to store.
         """
         self.set_blocks(tables)
@@ -166,13 +168,13 @@ class Requests:
         self._ended = ended
 
     def hit_tokens(self, request_id: str, tokens: int) -> HitTokens:
-        """How many of the `tokens` that are loaded for a request came from each tier."""
+        """Divide `tokens` tokens that are loaded for a request among the tiers that had them."""
         tracked = self.by_id.get(request_id)
         fetched = {} if tracked is None else limited(tracked.fetched, tokens)
         return {**fetched, Medium.HOST: tokens - sum(fetched.values())}
 
     def track(self, request: EngineRequest) -> TrackedRequest:
-        """What is known of `request`, which has not ended."""
+        """The state of `request`, which has not ended. It begins with the first call."""
         tracked = self.by_id.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
@@ -185,6 +187,6 @@ class Requests:
         return tracked
 
     def end(self, tracked: TrackedRequest) -> None:
-        """The request has ended: all that is known of it goes, but for copies under way."""
+        """Forget a request that has ended, except for running copies."""
         self._ended(tracked)
         self.by_id.pop(tracked.id, None)

@@ -109,8 +109,13 @@ def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str
 
 
 def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int) -> RequestContext:
-    """What an eviction policy is told of a request that found so many tokens. Tenants with cache
-    salts have sessions of their own."""
+    """Make the context of a request for an eviction policy.
+
+    Args:
+        request: the engine's request.
+        options: its options. The names of sessions are separate for each cache salt.
+        hit_tokens: tokens of its prompt that were found.
+    """
     session = f"{_salt_of(request)}\0{options.session}" if options.session else ""
     return RequestContext(
         request.num_prompt_tokens, hit_tokens, request.request_id, session, options.returns

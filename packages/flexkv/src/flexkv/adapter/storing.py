@@ -41,7 +41,8 @@ class _Run(NamedTuple):
 
 
 class _Pin(NamedTuple):
-    """Blocks to pin once they have slots, for an owner, for so many seconds."""
+    """Blocks to pin once they have slots, for an owner and a time in seconds; None is the time of
+    the settings."""
 
     keys: Sequence[bytes]
     owner: tuple[str, str]

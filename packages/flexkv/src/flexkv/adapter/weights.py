@@ -45,9 +45,14 @@ def weights_in(path: Path) -> list[Path]:
 
 
 def file_stamps(files: Iterable[Path]) -> list[str]:
-    """Name and size of each file, links followed, and what else tells other contents: its digest,
-    if the Hugging Face cache has named it by that, so that nodes which downloaded the same weights
-    agree; else its time of change."""
+    """Describe each file by its name, its size and a mark of its contents. Links are followed.
+
+    The mark is the digest by which the Hugging Face cache names the file, so that nodes that
+    downloaded the same weights agree. Other files are marked by their time of change.
+
+    Raises:
+        OSError: a file cannot be examined.
+    """
     return [f"{file.name} {file.stat().st_size} {_content(file)}" for file in files]
 
 
@@ -61,7 +66,7 @@ def _content(file: Path) -> str:
 
 
 def digest(parts: Iterable[str]) -> str:
-    """One name for all `parts`, in their order; 32 hex digits."""
+    """Make one name of all `parts`, in their order: 32 hexadecimal digits."""
     made = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         data = part.encode()

@@ -32,8 +32,9 @@ _MOST_GIB = float(1 << 20)
 _MOST_TOKENS = 1 << 20
 _MOST_RATE = 1e9
 _REPLAYED_BLOCKS = 400_000
-"""The most blocks to replay by default. All four policies and three admissions take about 25 s for
-them on one core; the curve of a million blocks takes a second."""
+"""The most blocks to replay by default. All four policies and three admissions take 7 to 13 s of
+CPU time for them, and the curve of a million blocks takes a second: measured on two traces of chats
+in blocks of 16 tokens, on one core."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,12 +34,14 @@ class Sharding:
 
     @property
     def parts(self) -> int:
+        """The number of different parts of a block."""
         return self.ranks // self.replicas
 
     @classmethod
     def by_head(cls, heads: int, ranks: int) -> Sharding | None:
-        """How engines distribute `heads` KV heads: equally many to each rank, or each head to
-        equally many ranks. None if the numbers do not divide evenly."""
+        """The sharding of `heads` KV heads over `ranks` ranks, as engines do it: equally many heads
+        to each rank, or each head to equally many ranks. None if the numbers do not divide evenly.
+        """
         if heads % ranks == 0:
             return cls(ranks, heads)
         if ranks % heads == 0:
@@ -81,13 +83,14 @@ class BlockFormat:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that hold a block, replicas included."""
         return len(self.shard_bytes) * self.replicas
 
 
 def choose_engine_blocks(
     engine_block_tokens: int, engine_block_bytes: int, block_tokens: int | None
 ) -> int:
-    """How many engine blocks make one FlexKV block.
+    """Choose the number of engine blocks in a FlexKV block.
 
     Args:
         engine_block_tokens: tokens of one engine block.

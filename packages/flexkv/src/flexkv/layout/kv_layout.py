@@ -76,19 +76,21 @@ class KVLayout:
         return len(self.heads) * self.head_bytes
 
     def head_stride(self, engine_blocks: int) -> int:
-        """Bytes from one head to the next in a slot of so many engine blocks."""
+        """Bytes from one head to the next in a slot of `engine_blocks` engine blocks, a multiple of
+        `SHARD_ALIGNMENT`."""
         return -(-engine_blocks * self.head_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
 
     def shard_bytes(self, engine_blocks: int) -> int:
-        """Bytes of this rank in a slot of so many engine blocks."""
+        """Bytes of this rank in a slot of `engine_blocks` engine blocks."""
         return len(self.heads) * self.head_stride(engine_blocks)
 
     def place(self, engine_blocks: int) -> list[PlacedPlane]:
-        """All planes with their places in a shard of so many engine blocks, in the order of the
-        tensors: of the first one those of all heads, then of the next.
+        """Place all planes in a shard of `engine_blocks` engine blocks.
 
-        Engine block e of the shard lies `e * head_bytes` behind the shard's start; the places
-        returned count from there.
+        Returns:
+            The planes in the order of the tensors: those of all heads of the first tensor, then of
+            the next. A place is the plane's distance, in bytes, from where the engine block begins
+            in the shard. Engine block e begins `e * head_bytes` after the shard's start.
         """
         by_head = []
         for head, planes in enumerate(self.heads):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets so many threads at once do something, in the order in which they came."""
+"""Limits the number of threads that do something at once, first come, first served."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import TracebackType
 
 
 class Turns:
-    """As `threading.Semaphore`, a context manager, but first come, first served.
+    """A context manager like `threading.Semaphore`, but first come, first served.
 
     A semaphore wakes the thread that has waited longest. Until that thread runs, any other thread
-    can take its place, also the one that has just left: it does not have to wake up first.
+    can take its place, even the thread that has just left, because it is awake already.
 
     Args:
-        count: how many threads may be inside at once.
+        count: the most threads inside at once.
     """
 
     def __init__(self, count: int) -> None:
@@ -25,7 +25,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many threads wait."""
+        """The number of threads that wait."""
         return len(self._waiting)
 
     def __enter__(self) -> None:
