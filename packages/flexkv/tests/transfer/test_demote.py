@@ -123,6 +123,27 @@ def test_a_block_is_not_written_without_the_one_before_it() -> None:
         node.finish()
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_block_waits_for_a_parent_whose_store_ends_later(stored: bool) -> None:
+    with arena() as node:
+        parent = node.index.reserve(b"a", None)
+        assert parent is not None
+        node.add("bc", parent="a")
+        assert node.offer("bc") == ""
+        node.demoter.write_waiting()
+        assert node.writing() == ""
+        if stored:
+            node.index.publish([parent])
+            node.demoter.offer(keys("a"))
+        else:
+            node.index.abandon([parent])
+        for _ in range(2):  # the parent was offered last
+            node.demoter.write_waiting()
+        assert node.writing() == ("abc" if stored else "")
+        assert node.counters.dropped_demotions == (0 if stored else 2)
+        node.finish()
+
+
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DROPPED])
 def test_nothing_is_written_behind_what_did_not_arrive(outcome: Outcome) -> None:
     with arena() as node:

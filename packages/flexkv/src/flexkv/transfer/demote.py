@@ -2,7 +2,8 @@
 """Writes of blocks from the arena to a lower tier.
 
 A block is useful only behind its predecessor. So a block is written only if the tier has its parent
-or is writing the parent.
+or is writing the parent. Stores need not end in the order in which they began, so a block waits for
+a parent that is still being stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from flexkv.admission import Admission
-from flexkv.index import Block, BlockIndex
+from flexkv.index import Block, BlockIndex, BlockState
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
@@ -118,6 +119,8 @@ class Demoter:
             # Answers of a tier that has to ask are forgotten after a while.
             if before is None or before in batch or self._reaches(before, unknown=True):
                 batch[key] = block
+            elif self._parent_comes(block):
+                waiting[key] = block
             else:
                 self.source.counters.dropped_demotions += 1
                 self._index.release_unused([block])
@@ -171,6 +174,14 @@ class Demoter:
         counters.failed_demotions += outcome is Outcome.FAILED
         self._index.release_unused([block])
         return block
+
+    def _parent_comes(self, block: Block) -> bool:
+        """Whether the parent of a block is still being stored or fetched, or waits to be
+        written."""
+        parent = block.parent
+        return parent is not None and (
+            parent.state is BlockState.WRITING or parent.key in self._waiting
+        )
 
     def _reaches(self, key: bytes, unknown: bool = False) -> bool:
         """Whether the tier has the block of `key` or is writing it; `unknown` if the tier would
