@@ -132,8 +132,8 @@ def read_a_block_a_step(world: World) -> None:
 
 
 class Hang:
-    """From now on a world's disk reads block by block, and gives no more than the first `free`
-    until `end`; that of an earlier hang ends here."""
+    """From now on a world's disk reads block by block, and gives no more than the `free` that it is
+    asked for first until `end`; that of an earlier hang ends here."""
 
     def __init__(self, world: World, free: int = 0) -> None:
         self._ended = threading.Event()
@@ -142,15 +142,20 @@ class Hang:
         self._last = self._counters.fetched_blocks + free
         drive = drive_of(world)
         read = type(drive._store).read.__get__(drive._store)
+        reading = type(drive)._reading.__get__(drive)
         numbers = itertools.count()
 
         def hanging(*args: Any) -> Any:
-            if next(numbers) >= free:
-                self._begun.set()
-                self._ended.wait()
+            self._begun.set()
+            self._ended.wait()
             return read(*args)
 
-        drive._store.read = hanging
+        def asked(*args: Any) -> Any:
+            # Its threads may call `read` in another order.
+            drive._store.read = read if next(numbers) < free else hanging
+            return reading(*args)
+
+        drive._reading = asked
         read_block_by_block(world)
         world.closing.callback(self.end)
 

@@ -29,6 +29,10 @@ class Waiting:
     polls: int
 
 
+_FIRST_TICKET = 1 << 40
+"""Smaller ones are the real mover's, of transfers that began before."""
+
+
 class LateMover:
     """Wraps `inner`; see above.
 
@@ -55,7 +59,7 @@ class LateMover:
         self._tickets: dict[int, int] = {}
         self._dropped: set[int] = set()
         self._closed = False
-        self._next = 1
+        self._next = _FIRST_TICKET
         self.refused = 0
 
     def submit(
@@ -103,14 +107,14 @@ class LateMover:
                 waiting.flag_address,
                 planes=waiting.planes,
             )
-        return self._inner.wait(self._tickets[ticket], timeout)
+        return self._inner.wait(self._tickets.get(ticket, ticket), timeout)
 
     def mark(self, stream: int) -> int:
         raise ValueError("the test's pages are in CPU memory")
 
     def copy_seconds(self, ticket: int) -> float | None:
-        inner = self._tickets.get(ticket)
-        return None if inner is None else self._inner.copy_seconds(inner)
+        inner = self._tickets.get(ticket, ticket)
+        return None if inner >= _FIRST_TICKET else self._inner.copy_seconds(inner)
 
     def bytes_by_way(self) -> Mapping[str, int]:
         return self._inner.bytes_by_way()

@@ -76,6 +76,7 @@ def stored_keys(world: World, blocks: int) -> list[bytes]:
 
 def test_capacities_are_reported_before_the_first_request(make_world: MakeWorld) -> None:
     world = make_world(slots=30, disk_slots=100)
+    Clock(world)
     world.step()
     assert world.scheduler.has_requests(), "a rank may report what it copied a step later"
     step_on(world)
