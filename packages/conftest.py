@@ -49,9 +49,25 @@ class Clock:
         self._ahead += seconds
 
 
+class StillClock(Clock):
+    """Moves only when it is put forward: a slow machine ends no pause. Not for code that waits."""
+
+    def monotonic(self) -> float:
+        return 1000.0 + self._ahead
+
+
+def _give(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    for module in (cache, demote, fetch, fetcher, link, reads, sources):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    for module in (cache, demote, fetch, fetcher, link, reads, sources):
-        monkeypatch.setattr(module, "time", made)
-    return made
+    return _give(Clock(), monkeypatch)
+
+
+@pytest.fixture
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """For tests without threads."""
+    return _give(StillClock(), monkeypatch)

@@ -37,7 +37,7 @@ from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer import demote, fetch, fetcher, reads, sources
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
-from packages.conftest import Clock
+from packages.conftest import StillClock
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (64,))
@@ -88,7 +88,7 @@ class FaultModel(RuleBasedStateMachine):
 
     @initialize(admission=st.sampled_from(sorted(ADMISSIONS)))
     def start(self, admission: str) -> None:
-        self.clock = Clock()
+        self.clock = StillClock()
         self.patch = pytest.MonkeyPatch()
         for module in (fetch, fetcher, demote, reads, sources):
             self.patch.setattr(module, "time", self.clock)

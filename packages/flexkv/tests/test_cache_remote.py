@@ -26,6 +26,12 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked again because a test was slow."""
+    monkeypatch.setattr(sources, "LACKS_SECONDS", LONG)
+
+
 @pytest.fixture
 def make(tmp_path: Path, store: MemoryStore) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []

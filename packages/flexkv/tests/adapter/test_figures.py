@@ -12,7 +12,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import FALLBACK, Direction, Status
-from packages.conftest import Clock
+from packages.conftest import StillClock
 
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")
@@ -107,7 +107,7 @@ def test_bytes_are_counted_by_their_way_and_a_fallback_is_logged_once(
 
 
 def test_a_busy_engine_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = StillClock()
     monkeypatch.setattr(figures, "time", clock)
     arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), 4), threads=1)
     try:

@@ -7,16 +7,9 @@ import pytest
 
 from flexkv.tiers import circuit
 from flexkv.tiers.circuit import FAILURES, PAUSE_SECONDS, Circuit, CircuitState
-from packages.conftest import Clock
+from packages.conftest import Clock, StillClock
 
 BUDGET = 1.0
-
-
-class StillClock(Clock):
-    """Moves only when it is put forward, so that a slow machine does not end a pause."""
-
-    def monotonic(self) -> float:
-        return 1000.0 + self._ahead
 
 
 @pytest.fixture

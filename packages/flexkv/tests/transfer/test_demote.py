@@ -289,7 +289,7 @@ def test_a_block_that_is_used_while_it_is_written_does_not_leave() -> None:
         assert node.order() == "igfedcba"
 
 
-def test_after_a_drop_nothing_is_looked_for_for_a_while(clock: Clock) -> None:
+def test_after_a_drop_nothing_is_looked_for_for_a_while(still_clock: Clock) -> None:
     with arena(8) as node:
         node.add("abc")
         node.add("vwxyz")
@@ -303,7 +303,7 @@ def test_after_a_drop_nothing_is_looked_for_for_a_while(clock: Clock) -> None:
         assert node.make_room() == ""
         node.demoter.complete(keys("ab"))
         assert node.writing() == ""
-        clock.skip(1.1)
+        still_clock.skip(1.1)
         node.demoter.complete(keys("ab"))
         assert node.writing() == "ab"
         node.finish()

@@ -271,7 +271,7 @@ def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., No
 
 
 def test_a_hung_source_ends_its_fetch_while_others_deliver(
-    make: Callable[..., Node], clock: Clock
+    make: Callable[..., Node], still_clock: Clock
 ) -> None:
     node = make("abcde")
     (tier,) = node.tiers
@@ -282,7 +282,7 @@ def test_a_hung_source_ends_its_fetch_while_others_deliver(
     node.cache.poll()
     assert fetch.arrived == 1
     tier.stalled.add(b"b")
-    clock.skip(STALL_SECONDS + 1)
+    still_clock.skip(STALL_SECONDS + 1)
     tier.end(tier.of(b"c"))
     node.cache.poll()
     assert (fetch.arrived, fetch.done) == (1, True)  # up to the gap
@@ -305,16 +305,16 @@ def test_a_hung_source_ends_its_fetch_while_others_deliver(
 
 
 def test_a_slow_source_is_waited_for_as_long_as_it_delivers(
-    make: Callable[..., Node], clock: Clock
+    make: Callable[..., Node], still_clock: Clock
 ) -> None:
     node = make("abx")
     (tier,) = node.tiers
     other, fetch = node.fetch("x"), node.fetch("ab")
-    clock.skip(STALL_SECONDS + 1)
+    still_clock.skip(STALL_SECONDS + 1)
     tier.end(tier.of(b"x"))
     node.cache.poll()
     assert not fetch.done
-    clock.skip(STALL_SECONDS + 1)
+    still_clock.skip(STALL_SECONDS + 1)
     node.cache.poll()
     assert (fetch.arrived, fetch.done) == (0, True)
     for each in (other, fetch):
