@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.harness.store_process import StoreProcess
+from integration.harness.store_process import StoreProcess, hold_port
 
 START_SECONDS = 60.0
 
@@ -39,17 +39,20 @@ class MooncakeMaster(StoreProcess):
     ) -> None:
         self._address = address
         self._command = list(command)
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
-            self._ports = [each.getsockname()[1] for each in sockets]
+        # Until the end: nobody may take a port before the first start, or while it is killed.
+        self._held = [hold_port() for _ in range(3)]
+        self._ports = [each.getsockname()[1] for each in self._held]
         self.settings: dict[str, Any] = {
             "mooncake_master": f"{address}:{self._ports[0]}",
             "mooncake_metadata": f"http://{address}:{self._ports[1]}/metadata",
             "mooncake_segment_gb": segment_gb,
         }
         super().__init__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for each in self._held:
+            each.close()
 
     def metric(self, name: str) -> int:
         """A value that it reports for Prometheus, without the `master_` of its name. Only where

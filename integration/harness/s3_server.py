@@ -17,7 +17,7 @@ import obstore
 from obstore.store import ObjectStore, S3Store
 
 from integration.harness.bad_network import FAR, BadNetwork
-from integration.harness.store_process import StoreProcess
+from integration.harness.store_process import StoreProcess, hold_port
 
 BUCKET = "blocks-of-engines"
 WRONG = b"\xff" * 256
@@ -37,7 +37,10 @@ class S3Server(StoreProcess):
     """
 
     def __init__(self, network: BadNetwork | None = None) -> None:
-        self.port = self._own_port = 0
+        # Until the end: nobody may take the port while the server is killed.
+        self._held = hold_port()
+        self.port = 0
+        self._own_port = self._held.getsockname()[1]
         self._network = network
         self._address = "127.0.0.1" if network is None else FAR
         self._log = tempfile.NamedTemporaryFile("w+", prefix="s3-server-")  # noqa: SIM115
@@ -45,6 +48,7 @@ class S3Server(StoreProcess):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
+        self._held.close()
         self._log.close()
 
     @property
@@ -116,8 +120,7 @@ class S3Server(StoreProcess):
 
     def _reach(self, port: int) -> None:
         """The server listens at a port; a restart is at the same one."""
-        if port != self._own_port:
-            self._own_port = port
+        if self.port == 0:
             self.port = port if self._network is None else self._network.relay(port)
 
     def _store(self) -> ObjectStore:

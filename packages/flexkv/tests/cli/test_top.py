@@ -9,6 +9,7 @@ from threading import Thread
 
 import pytest
 
+from integration.harness.store_process import hold_port
 from packages.flexkv.tests.cli.screen import on_terminal
 from packages.flexkv.tests.cli.served import Served, served
 from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Flexkv
@@ -64,10 +65,11 @@ def test_an_engine_that_does_not_answer_is_named_beside_one_that_does(flexkv: Fl
 
 def test_an_engine_goes_away_and_comes_back() -> None:
     engine = Served()
-    engine.start()
+    held = hold_port()  # so that nobody else answers while the engine is away
+    port = held.getsockname()[1]
+    engine.start(port)
     engine.work()
-    port = engine.port
-    with on_terminal("top", f"127.0.0.1:{port}", "--interval", "0.2") as screen:
+    with held, on_terminal("top", f"127.0.0.1:{port}", "--interval", "0.2") as screen:
         screen.wait_for("50.0 % since its start")
         engine.stop()
         screen.wait_for("the figures are old")
