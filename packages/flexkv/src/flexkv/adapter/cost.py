@@ -80,7 +80,7 @@ class PrefillPace:
         self._per_token = self._per_pair = 0.0
 
     def observe(self, spans: Sequence[Span], seconds: float) -> None:
-        """A step that computed `spans`, and little else, took so long."""
+        """Take a measurement: a step that computed `spans`, and little else, took `seconds`."""
         if not spans:
             return
         tokens = sum(span.tokens for span in spans)

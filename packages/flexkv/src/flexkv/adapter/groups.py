@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 class Reach(enum.Enum):
-    """How far back the layers of a group look."""
+    """The kind of a group's layers, which says how far back they look."""
 
     ALL = "full attention"
     WINDOW = "a sliding window"
@@ -27,12 +27,12 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        index: among the engine's groups.
-        reach: of its layers.
+        index: number of the group among the engine's groups.
+        reach: kind of its layers.
         span: tokens of the window or chunk; 0 for the other kinds.
         engine_block_tokens: tokens of one of the engine's blocks.
         engine_blocks: engine blocks of a FlexKV block.
-        block_tokens: tokens of a FlexKV block; asked for so often that it is computed once.
+        block_tokens: tokens of a FlexKV block; computed once, because it is read often.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Groups:
     """The groups whose blocks are cached.
 
     Attributes:
-        members: one at least.
+        members: the groups, at least one.
         hash_tokens: tokens of one of the engine's block hashes.
         all_of_engine: whether the engine has no other groups, such as a draft model's.
     """
@@ -93,7 +93,7 @@ class Groups:
         return math.lcm(*(group.block_tokens for group in self.members))
 
     def describe(self) -> str:
-        """For the fingerprint: the tokens of a block in each group."""
+        """Text for the fingerprint: number, kind, span and engine block of each group."""
         return "; ".join(
             f"{group.index} {group.reach.name} {group.span} {group.engine_block_tokens}"
             for group in self.members

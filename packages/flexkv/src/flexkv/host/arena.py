@@ -38,7 +38,7 @@ class ArenaSpec:
     """The description of an arena that every process needs to use it.
 
     Attributes:
-        format: how blocks lie in slots.
+        format: the places of a block's parts in a slot.
         num_slots: the number of slots.
     """
 
@@ -47,11 +47,12 @@ class ArenaSpec:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of the engine."""
         return self.format.ranks
 
     @property
     def slots_offset(self) -> int:
-        """Where slot 0 starts: behind the completion board, in bytes."""
+        """The place of slot 0, after the completion board: bytes from the start of the memory."""
         return -(-board_bytes(self.ranks) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
@@ -69,7 +70,7 @@ def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSp
     """Size the arena.
 
     Args:
-        block_format: how blocks lie in slots.
+        block_format: the places of a block's parts in a slot.
         cpu_cache_gb: the setting, in GiB; None for the default.
 
     Raises:
@@ -222,7 +223,7 @@ class Arena:
             )
 
     def shard_offset(self, slot: int, rank: int) -> int:
-        """Where `rank`'s shard of `slot` starts, in bytes from `address`."""
+        """The place of `rank`'s shard of `slot`, in bytes from `address`."""
         fmt = self.spec.format
         return (
             self.spec.slots_offset + slot * fmt.slot_bytes + fmt.shard_offsets[rank // fmt.replicas]
@@ -235,6 +236,7 @@ class Arena:
         return memoryview(self._map)[start : start + self.spec.format.slot_bytes]
 
     def leave_to_parent(self) -> None:
+        """See `Owner.leave_to_parent`. The parent's arena is unchanged."""
         if self.fd < 0:
             return
         mine = os.fstat(self.fd)

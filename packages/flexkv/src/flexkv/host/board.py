@@ -20,7 +20,7 @@ CELLS = _ROWS - 1
 free, a load is a miss and a store is dropped. Not tuned."""
 
 _STOPPED = CELLS
-"""The row behind the cells. A rank's word there is FAILED once the rank has ended its copies."""
+"""The row after the cells. A rank's word there is FAILED once the rank has ended its copies."""
 
 WORD = 4
 """Bytes of a word, the size of CUDA's stream-ordered memory writes."""

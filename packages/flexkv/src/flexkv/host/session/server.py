@@ -155,6 +155,7 @@ class Server:
         self._directory.close()
 
     def leave_to_parent(self) -> None:
+        """See `Owner.leave_to_parent`."""
         self._closed = threading.Event()
         self._closed.set()
         self._listener.close()

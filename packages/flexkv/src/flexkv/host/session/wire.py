@@ -90,6 +90,7 @@ class SessionInfo:
     durable: bool = True
 
     def to_json(self) -> dict[str, object]:
+        """The fields as values of JSON, for a message."""
         fmt = self.spec.format
         return {
             "fingerprint": self.fingerprint,
