@@ -174,6 +174,9 @@ def test_environment_errors_name_the_variable() -> None:
         b"\xff\xfe",
         b"? [1]\n: 2",
         b"cpu_cache_gb: " + b"9" * 2_000_000,
+        b'cpu_cache_gb: !!int ""',
+        b"enable: !!bool maybe",
+        b"trace: !!timestamp soon",
     ],
 )
 def test_malformed_file_is_one_clear_error(tmp_path: Path, name: str, content: bytes) -> None:

@@ -37,6 +37,15 @@ _MOST_SHOWN = 100
 """Characters of a value that an error prints."""
 _ALLOWED_FILE = f"a YAML or JSON file of at most {_MOST_FILE_BYTES >> 20} MiB, one mapping"
 
+_PARSE_ERRORS = (
+    yaml.YAMLError,
+    ValueError,
+    RecursionError,
+    # PyYAML on a value that does not fit its tag, such as `!!int ""`.
+    LookupError,
+    AttributeError,
+)
+
 _SECRETS = re.compile(r"(?<=://)[^/@\s]*(?=@)|(?<=[?#])[^\s'\"]+")
 """Parts of a URL that may be a password or a signature: no error repeats them."""
 
@@ -185,7 +194,7 @@ def _read_file(path: str) -> Mapping[Any, object]:
         ) from None
     try:
         content = _parse_json(text) if path.endswith(".json") else _parse_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except _PARSE_ERRORS as error:
         detail = _shorten(" ".join(str(error).split()))
         raise ConfigError(
             f"{path} from {CONFIG_PATH_VARIABLE} cannot be parsed: {detail}; "
