@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -152,11 +153,13 @@ class Remote:
         environ: Mapping[str, str],
         command: Sequence[str] = (),
     ) -> None:
+        # A file: a pipe that nobody reads stops the node once Mooncake has logged 64 KiB.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, sys.executable, __file__, json.dumps(dict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             text=True,
         )
@@ -170,20 +173,26 @@ class Remote:
 
     def end(self) -> tuple[bool, float, str]:
         """Whether its tiers ended, in how many seconds, and what it logged."""
-        out, errors = self.process.communicate(timeout=3 * PATIENCE_SECONDS)
+        out, _ = self.process.communicate(timeout=3 * PATIENCE_SECONDS)
         ended, seconds = json.loads(out.splitlines()[-1])
-        return ended, seconds, errors
+        return ended, seconds, self._logged()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+        self._log.close()
+
+    def _logged(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             if line.startswith(('"', "[")):
                 return json.loads(line)
-        raise AssertionError(self.process.communicate()[1])
+        self.process.communicate()
+        raise AssertionError(self._logged())
 
 
 def texts() -> Iterator[str]:
