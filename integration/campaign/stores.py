@@ -101,18 +101,35 @@ class SharedStores:
         else:
             self._server.damage(_some(self._server.paths(_BLOCKS), rng))
 
+    def empty_mooncake(self) -> None:
+        """Leave all blocks to the bucket."""
+        self._lender.kill()
+        self._lender.restart()
+
     def damage_all(self) -> None:
         """No object of either store is whole any more."""
         self._lender.damage(self._master.names())
         self._server.damage(self._server.paths(_BLOCKS))
 
-    def check(self, counts: Counts) -> Iterable[Check]:
-        """Each store brought blocks, and damaged ones were found."""
-        for tier in TIERS:
-            tokens = counts.value("flexkv_hit_tokens_total", tier=tier)
-            yield Check(f"blocks came from {tier}", tokens > 0, f"{tokens} tokens")
-            damaged = counts.value("flexkv_failures_total", cause="damaged", tier=tier)
-            yield Check(f"damaged blocks of {tier} are found", damaged > 0, f"{damaged} blocks")
+
+def check_stores(counts: Counts) -> Iterable[Check]:
+    """Each store brought blocks, and damaged ones were found."""
+    for tier, tokens in hit_tokens(counts).items():
+        yield Check(f"blocks came from {tier}", tokens > 0, f"{tokens} tokens")
+    for tier, blocks in damaged_blocks(counts).items():
+        yield Check(f"damaged blocks of {tier} are found", blocks > 0, f"{blocks} blocks")
+
+
+def hit_tokens(counts: Counts) -> Mapping[str, int]:
+    """Tokens that came from each store."""
+    return {tier: counts.value("flexkv_hit_tokens_total", tier=tier) for tier in TIERS}
+
+
+def damaged_blocks(counts: Counts) -> Mapping[str, int]:
+    """Blocks of each store that FlexKV found damaged."""
+    return {
+        tier: counts.value("flexkv_failures_total", cause="damaged", tier=tier) for tier in TIERS
+    }
 
 
 def mooncake_works() -> bool:
