@@ -54,14 +54,19 @@ def module_path(**extra: Any) -> Connector:
     return Connector("module_path", config, {"VLLM_PLUGINS": ""})
 
 
-def slow_disk(read_mbps: float = 1e6, write_mbps: float = 1e6, **extra: Any) -> Connector:
-    """FlexKV over a disk that reads and writes no faster than that, in megabytes per second."""
+def slow_disk(
+    read_mbps: float = 1e6, write_mbps: float = 1e6, held: Path | None = None, **extra: Any
+) -> Connector:
+    """FlexKV over a disk that reads and writes no faster than that, in megabytes per second, and
+    writes nothing while the file ``held`` exists."""
     config = _flexkv(extra) | {"kv_connector_module_path": "integration.harness.slow_disk"}
     env = {
         "VLLM_PLUGINS": "",
         "SLOW_DISK_MBPS": str(read_mbps),
         "SLOW_DISK_WRITE_MBPS": str(write_mbps),
     }
+    if held is not None:
+        env["SLOW_DISK_HELD"] = str(held)
     return Connector("slow_disk", config, env)
 
 

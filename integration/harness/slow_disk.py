@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexKV's connector over a disk that reads no faster than `SLOW_DISK_MBPS` megabytes per second,
-and writes no faster than `SLOW_DISK_WRITE_MBPS`: for `kv_connector_module_path`, which has vLLM
-import this in all of its processes."""
+and writes no faster than `SLOW_DISK_WRITE_MBPS`, and not while the file `SLOW_DISK_HELD` exists:
+for `kv_connector_module_path`, which has vLLM import this in all of its processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from flexkv.tiers.disk.files import OsFiles
 from flexkv_vllm.connector import FlexKVConnectorV1
@@ -34,6 +35,8 @@ class _Drive:
 
 _reader = _Drive(float(os.environ["SLOW_DISK_MBPS"]) * 1e6)
 _writer = _Drive(float(os.environ["SLOW_DISK_WRITE_MBPS"]) * 1e6)
+_held = Path(os.environ["SLOW_DISK_HELD"]) if "SLOW_DISK_HELD" in os.environ else None
+_LOOK_SECONDS = 0.01
 _read, _write = OsFiles.preadv, OsFiles.pwritev
 
 
@@ -44,6 +47,8 @@ def _read_slowly(self: OsFiles, fd: int, buffers: Sequence[memoryview], offset: 
 
 
 def _write_slowly(self: OsFiles, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    while _held is not None and _held.exists():
+        time.sleep(_LOOK_SECONDS)
     size = _write(self, fd, buffers, offset)
     _writer.wait(size)
     return size

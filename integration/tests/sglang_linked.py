@@ -27,7 +27,7 @@ ARENA_PAGES = 200
 PAGE_BYTES = TINY.kv_bytes_per_token * PAGE_TOKENS
 ANSWER = 24
 LONG_ANSWER = 300
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds of an order, and of what has to happen, on a machine that others use."""
 
 EAGER = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}

@@ -22,7 +22,7 @@ from integration.tests.corpus import ENGINE_BLOCK
 LOAD = Workload(
     TINY,
     prompt_tokens=1300,
-    new_tokens=20,
+    new_tokens=100,  # so many that they come one by one on a busy machine, too
     batch=2,
     repeats=2,
     engine_args={"block_size": ENGINE_BLOCK},

@@ -139,7 +139,11 @@ def restart(
     tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path
 ) -> Iterator[Restart]:
     root = tmp_path_factory.mktemp("hicache")
-    settings = {"ssd_cache_gb": 0.05, "ssd_cache_dir": str(root / "disk")}
+    settings = {
+        "ssd_cache_gb": 0.05,
+        "ssd_cache_dir": str(root / "disk"),
+        "ssd_timeout_seconds": SECONDS,  # a slow disk must not look like a miss
+    }
     config = dataclasses.replace(hicache_config(model, TINY, settings), forked=True)
     written: dict[str, list[Record]] = {}
     with SglangServer(config, root / "first.log") as first:

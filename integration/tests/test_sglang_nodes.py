@@ -104,7 +104,9 @@ def start(folder: Path, model: Path, bucket: S3Server) -> Node:
         "FLEXKV_ALWAYS_LOAD": "1",
         "FLEXKV_TRACE": str(trace),
         "FLEXKV_OBJECTS_URL": f"s3://{BUCKET}/cache",
-        "FLEXKV_OBJECTS_QUESTION_SECONDS": "5",  # a busy machine must not decide a test
+        # A busy machine must not decide a test. A bucket that hangs costs one as long.
+        "FLEXKV_OBJECTS_QUESTION_SECONDS": "5",
+        "FLEXKV_OBJECTS_TIMEOUT_SECONDS": str(PATIENCE),
     }
     folder.mkdir()
     config = linker_config(model, TINY, settings, forked=True)
