@@ -49,9 +49,13 @@ class VllmServing:
 
     def kill_when_written(self) -> None:
         deadline = time.monotonic() + WRITE_SECONDS
-        while self._engine.counter("vllm:flexkv_queue_length") and time.monotonic() < deadline:
+        while True:
+            # FlexKV reports in steps, while there are requests ten times a second.
             time.sleep(0.1)
-            self._engine.generate([1], max_tokens=1)  # FlexKV reports in steps
+            self._engine.generate([1], max_tokens=3)
+            written = not self._engine.counter("vllm:flexkv_queue_length")
+            if written or time.monotonic() > deadline:
+                break
         self._engine.kill()
 
 

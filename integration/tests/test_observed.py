@@ -21,7 +21,7 @@ from integration.harness.server import Server
 from integration.tests import disks
 from integration.tests.corpus import ENGINE_BLOCK, FLEXKV_BLOCK, SHORT, Tokens, tokens
 from integration.tests.disks import SLOTS
-from integration.tests.steps import whole_blocks
+from integration.tests.steps import TELLING_SECONDS, whole_blocks
 
 PROMPTS = tuple(tokens(f"observed {i}", 15 * FLEXKV_BLOCK + 7) for i in range(12))
 """More than host memory holds, and no block twice."""
@@ -45,7 +45,13 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(b"")
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint)
+
+    def await_server(self) -> None:
+        """Wait until what an engine tells from now on is heard: ZeroMQ tries to connect ten times a
+        second, and what is told before is lost."""
+        assert self._monitor.poll(timeout=int(1000 * WAIT_SECONDS)), "nobody publishes events"
 
     def listen(self, mark: Tokens) -> None:
         """Take in all that the engine told up to when it computed the one block `mark`."""
@@ -76,6 +82,8 @@ class Router:
             told[each] = tuple(event["token_ids"][i * ENGINE_BLOCK : (i + 1) * ENGINE_BLOCK])
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 
@@ -103,7 +111,7 @@ class Scrape:
 @pytest.fixture(scope="module")
 def router() -> Iterator[Router]:
     with tempfile.TemporaryDirectory(prefix="flexkv-test-") as folder:
-        made = Router(f"ipc://{folder}/events")  # before the server starts: it misses nothing
+        made = Router(f"ipc://{folder}/events")
         yield made
         made.close()
 
@@ -118,6 +126,7 @@ def server(
     host.close()  # one engine at a time
     config = disk_config(work_dir / "observed-disk", probe=False)
     with Server(config, work_dir / "logs" / "server.log", router.endpoint) as made:
+        router.await_server()
         yield made
 
 
@@ -127,14 +136,20 @@ def settle(server: Server, router: Router) -> Scrape:
     queues = [1.0]
     while any(queues):
         assert time.monotonic() < deadline, queues
-        server.generate(SHORT, 3)
+        _have_told(server, SHORT)
         queues = Scrape(server.metrics()).values("flexkv_queue_length")
         assert queues
     # Workers tell what they copied a step later. And one block of vLLM's own, told after the rest.
     mark = tokens(f"mark {next(_marks)}", ENGINE_BLOCK + 1)
-    server.generate(mark, 3)
+    _have_told(server, mark)
     router.listen(mark[:ENGINE_BLOCK])
     return Scrape(server.metrics())
+
+
+def _have_told(server: Server, prompt: Tokens) -> None:
+    """As `steps.have_told`, with this prompt."""
+    time.sleep(TELLING_SECONDS)
+    server.generate(prompt, 3)
 
 
 def engine_blocks(prompt: Tokens) -> set[Tokens]:

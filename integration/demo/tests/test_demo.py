@@ -34,6 +34,7 @@ def run_demo(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
             "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
             "COLUMNS": "120",
             "FLEXKV_ALWAYS_LOAD": "true",
+            "FLEXKV_SSD_TIMEOUT_SECONDS": "600",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
