@@ -14,7 +14,7 @@ class Ranks(Protocol):
 
     Attributes:
         rank: number of this rank, from 0.
-        count: how many ranks there are.
+        count: the number of ranks.
     """
 
     @property

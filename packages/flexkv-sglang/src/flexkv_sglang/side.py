@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does for SGLang: it looks prefixes up, loads and stores. It imports nothing of
+"""The work of one rank for SGLang: it looks prefixes up, loads and stores. It imports nothing of
 SGLang.
 
-SGLang runs one scheduler beside each rank, and all go in step. Rank 0 has the cache and decides. It
-tells the others within the same call, so that no rank acts on a decision of its own.
+SGLang runs one scheduler beside each rank, and all make the same calls. Rank 0 has the cache and
+decides. It sends each decision to the others within the same call, so that all ranks act alike.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class RankSide:
             self._queries.scheduled(rids, waiting)
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
-        """SGLang computes these parts of prompts next. The step counts as ended with the next call
-        of `ended_offloads`; the caller makes sure that it is."""
+        """Note that SGLang computes these parts of prompts next. The step counts as ended at the
+        next call of `ended_offloads`; the caller ensures that it has ended by then."""
         self._chooser.step_ended(0)
         self._step = self._chooser.step_begins(spans)
 

@@ -18,10 +18,11 @@ from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 
 _PAUSE_SECONDS = 0.0005
-"""Between two polls of a lower tier that reads: less than an NVMe drive needs for a block."""
+"""Pause between two polls of a lower tier that reads: less than an NVMe drive needs for a block.
+Not tuned."""
 
 _WAIT_SECONDS = 0.1
-"""How long one wait for a copy lasts. The mover ends the wait earlier if the copy ends."""
+"""Seconds of one wait for a copy. The mover ends the wait earlier if the copy ends. Not tuned."""
 
 
 class Copier:

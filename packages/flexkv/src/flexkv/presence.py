@@ -7,15 +7,17 @@ import enum
 
 
 class Presence(enum.Enum):
-    """Where a cache has the block of a key now."""
+    """The place at which a cache has the block of a key now."""
 
     HOST = "host"
-    """In host memory: it can be loaded."""
+    """Host memory has the block: it can be loaded."""
     BELOW = "below"
-    """In a lower tier: it can be fetched."""
+    """A lower tier has the block: it can be fetched."""
     UNKNOWN = "unknown"
-    """Perhaps in a lower tier that needs a query. `KVCache.ask` and a fetch make the query."""
+    """A lower tier that needs a query may have the block. `KVCache.ask` and a fetch make the
+    query."""
     ABSENT = "absent"
+    """No tier can give the block now."""
 
 
 _BELOW: dict[bool | None, Presence] = {

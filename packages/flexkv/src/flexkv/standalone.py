@@ -19,8 +19,8 @@ from flexkv.native import kernels
 from flexkv.page_cache import PageCache, open_caches
 
 FLUSH_SECONDS = 30.0
-"""How long `PageCache.close` lets lower tiers write waiting blocks: 1 GiB, a full queue, at
-36 MB/s. Not tuned."""
+"""Seconds in which lower tiers may write waiting blocks when a cache is closed: enough for 1 GiB, a
+full queue, at 36 MB/s. Not tuned."""
 
 
 def open_cache(
@@ -37,12 +37,13 @@ def open_cache(
         config: the settings. A mapping takes precedence over the settings file and the
             environment; a `CacheConfig`, as `load_config` returns it, is used as it is. None takes
             file and environment.
-        layout: where the pages are. They must not move while the cache is open. The cache keeps
+        layout: layout of the pages, which must not move while the cache is open. The cache keeps
             arrays alive that `TensorView.of` describes.
         identity: texts that, with key and shape, determine the bytes of a block: model, revision,
             dtype. Lower tiers find only blocks of the same identity.
         device: the device of the pages; None for host memory.
-        flush_seconds: how long lower tiers may write waiting blocks when the cache is closed.
+        flush_seconds: seconds in which lower tiers may write waiting blocks when the cache is
+            closed.
 
     Returns:
         The open cache. The caller closes it, for instance by `with`.

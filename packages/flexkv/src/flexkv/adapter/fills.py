@@ -16,12 +16,14 @@ States = Mapping[str, Iterable[tuple[int, int, int]]]
 
 
 class StoreTime(enum.Enum):
-    """When blocks are copied out."""
+    """The time at which a request's blocks are stored."""
 
     STEP = "step"
-    """In the step that fills them. The engine must report preemptions before it reuses blocks."""
+    """Each block is stored in the step that fills it. The engine must report preemptions before it
+    reuses blocks."""
     FINISH = "finish"
-    """When the request has finished, while the engine holds its blocks. Needs no such reports."""
+    """All blocks are stored when the request has finished, while the engine holds them. The engine
+    need not report preemptions."""
 
 
 class FillCalendar:

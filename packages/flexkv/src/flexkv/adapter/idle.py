@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable
 
 STEP_ON_SECONDS = 1.0
-"""What an NVMe drive needs for a full queue. The least that an engine is given to end is 5 s, by
-vLLM's `LLM`: with the 2.5 s in which what waits is written, that leaves the workers 1.5 s."""
+"""Seconds of further steps after the last request: an NVMe drive writes a full queue in this time.
+vLLM's `LLM` gives an engine 5 s to end, the shortest time. Waiting blocks are written for 2.5 s of
+them, so that the workers have 1.5 s."""
 
 
 class IdleSteps:
     """Decides whether the engine steps without requests. Single-threaded.
 
     Args:
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,13 +28,13 @@ class IdleSteps:
         self._served_at: float | None = None
 
     def note(self, serves: bool) -> None:
-        """A step begins; `serves` if there are requests."""
+        """Note that a step begins. `serves` says whether the engine has requests."""
         if serves or self._served_at is None:
             self._served_at = self._clock()
 
     def wanted(self, work: bool) -> bool:
-        """Whether another step is needed: `work` reports something to do, and no step has run yet
-        or the last request ended less than a second ago."""
+        """Whether another step is needed: there is `work`, and no step has run yet or the last step
+        with a request began less than `STEP_ON_SECONDS` ago."""
         if not work:
             return False
         return self._served_at is None or self._clock() - self._served_at < STEP_ON_SECONDS

@@ -11,7 +11,8 @@ from flexkv.cache import KVCache
 
 _PARTS = 8
 """About the number of parts of a load that waits for a lower tier. Each part costs a place on the
-board and a few microseconds; the device copies the last part after the disk has ended."""
+board and a few microseconds. The device copies the last part after the disk has ended. Not
+tuned."""
 
 
 @dataclass(slots=True)
@@ -74,5 +75,5 @@ class Loading:
         return order
 
     def _place(self, block: int) -> int:
-        """Where a FlexKV block begins in `engine_blocks`."""
+        """The place in `engine_blocks` at which a FlexKV block begins."""
         return max(0, block * self.step - self.skip)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 
 EVERYTHING = sys.maxsize
-"""In place of a step's number: all work that the engine has given to its device."""
+"""In place of a step's number, it stands for all work that the engine has given to its device."""
 
 
 @dataclass(slots=True)

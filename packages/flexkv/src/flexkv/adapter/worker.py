@@ -19,9 +19,9 @@ from flexkv.mover import Direction, Mover, Status
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_SECONDS = 0.001
-"""How long a step without a forward pass waits for the end of a copy. Such steps follow one another
-at once while a copy runs; if the same cores copy, they slow the copy down. 1 ms is the time of a
-few such steps on 2 cores. It bounds the wait of a request that arrives meanwhile."""
+"""Seconds that a step without a forward pass waits for the end of a copy. Such steps follow one
+another at once while a copy runs; if the same cores copy, they slow the copy down. 1 ms is the time
+of a few such steps on 2 cores. It bounds the wait of a request that arrives meanwhile."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ FAILURES = 16
 fault that hits all running jobs does not open the circuit. Not tuned."""
 
 PAUSE_SECONDS = 30.0
-"""How long a circuit stays open, unless its owner gives another time. Not tuned."""
+"""Seconds that a circuit stays open, unless its owner gives another time. Not tuned."""
 
 
 class CircuitState(enum.Enum):

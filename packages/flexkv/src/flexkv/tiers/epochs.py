@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FRESH_SECONDS = 1.0
-"""How long a record is used after it was read. A process that cannot read the record finds no block
-after this time."""
+"""Seconds for which a record is used after it was read. A process that cannot read the record finds
+no block after this time. Not tuned."""
 
 _RECORD = re.compile(rb"flexkv-epoch 1 ([0-9a-f]{32}) ([0-9a-f]{32})")
 

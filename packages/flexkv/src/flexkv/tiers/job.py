@@ -12,17 +12,17 @@ class Priority(enum.IntEnum):
     """The order of jobs on every link: the lower value goes first."""
 
     LOAD = 0
-    """A request waits for the block. Never dropped."""
+    """A read for a request that waits. It is never dropped."""
     PREFETCH = 1
-    """A queued request will want the block."""
+    """A read for a queued request."""
     STORE = 2
-    """From the engine into host memory."""
+    """A copy from the engine into host memory."""
     WRITE = 3
-    """From host memory into a lower tier."""
+    """A write from host memory into a lower tier."""
 
 
 class Outcome(enum.Enum):
-    """How the read or write of a block ended."""
+    """The result of the read or write of a block."""
 
     DONE = "done"
     """All bytes were copied and, for a read, verified."""

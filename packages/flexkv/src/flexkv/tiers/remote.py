@@ -38,15 +38,16 @@ QUESTION_THREADS = 2
 their deadline. Not tuned."""
 
 PAUSE_SECONDS = 5.0
-"""How long a circuit stays open. A probe costs one question of a few milliseconds. Not tuned."""
+"""Seconds that a circuit stays open. A probe costs one question of a few milliseconds. Not
+tuned."""
 
 FIRST_SHARE = 4
 """The first call of a read has a quarter of the bytes of later calls: requests stop waiting for a
 tier of unknown pace that gives no block within 20 ms (`flexkv.adapter.wait_choice`). Not tuned."""
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for running calls. For half of it, waiting writes still begin, or for
-longer if `flush_seconds` says so. Not tuned."""
+"""Seconds that `close` waits for running calls. In the first half, waiting writes still begin; in a
+longer time if `flush_seconds` says so. Not tuned."""
 
 
 class BlockStore(Protocol):
@@ -64,7 +65,7 @@ class BlockStore(Protocol):
         ...
 
     def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        """For each key whether the store has its complete block."""
+        """Ask for each key whether the store has its complete block."""
         ...
 
     def get(
@@ -94,11 +95,12 @@ class States(Protocol):
     """Reports the states of a tier's circuits to other processes."""
 
     def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
-        """Report what `read` returns, by name, until `close`; another thread calls it."""
+        """Report the states that `read` returns, by name, until `close`. Another thread calls
+        `read`."""
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the reports. Idempotent."""
         ...
 
 

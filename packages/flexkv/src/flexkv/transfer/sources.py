@@ -13,16 +13,16 @@ from flexkv.counters import TierCounters
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 
 HAS_SECONDS = 60.0
-"""How long a block counts as present after the tier has reported or written it. If the tier has
-evicted the block since, a read finds nothing. Not tuned."""
+"""Seconds for which a block counts as present after the tier has reported or written it. If the
+tier has evicted the block since, a read finds nothing. Not tuned."""
 
 LACKS_SECONDS = 5.0
-"""How long a block counts as absent after the tier has reported that. vLLM looks a waiting request
-up in every step; the tier is asked once in this time. A block that another node writes meanwhile is
-a miss until then. Not tuned."""
+"""Seconds for which a block counts as absent after the tier has reported that. vLLM looks a waiting
+request up in every step; the tier is asked once in this time. A block that another node writes
+meanwhile is a miss until then. Not tuned."""
 
 _ANSWERS = 1 << 17
-"""The most answers that are remembered: about 20 MB."""
+"""The most answers that are remembered, about 20 MB. Not tuned."""
 
 
 class Source(abc.ABC):

@@ -38,28 +38,30 @@ WRITE_BYTES = 8 << 20
 for, as none begins while a read waits or runs."""
 
 QUEUE_BYTES = 1 << 30
-"""Bytes that may wait for one directory at most: a drive of 4 GB/s has written them in a quarter of
-a second, and what waits longer holds its blocks in host memory for too long."""
+"""The most bytes that wait for one directory. A drive of 4 GB/s writes them in a quarter of a
+second. Blocks that waited longer would be held in host memory for too long. Not tuned."""
 
 CLOSE_SECONDS = 5.0
-"""How long shutdown waits for the jobs, and as long again for the upkeep: for 8 reads of 16 MiB at
-25 MB/s. It is longer where the engine gives more time to write."""
+"""Seconds that shutdown waits for the jobs, and as long again for the upkeep: enough for 8 reads of
+16 MiB at 25 MB/s. The wait is longer if the engine gives more time to write. Not tuned."""
 
 _RATE_WEIGHT = 0.1
-"""Of the last write in the average: blocks go over within some ten writes when a drive slows."""
+"""Weight of the last write in the average rate: if a drive becomes slow, blocks go to others within
+about ten writes. Not tuned."""
 
 _FIRST_RATE = 1e9
-"""Bytes per second, of a drive that has written nothing yet. Only ratios between drives count."""
+"""Assumed bytes per second of a drive that has written nothing yet. Only ratios between drives
+count."""
 
 
 _TRUST_SECONDS = 60.0
-"""A drive that nothing was written to for so long gets the next block, whatever its rate was: at
-low load the fastest takes all, and one that was once slow would never be measured again."""
+"""A drive that has written nothing for this time gets the next block, whatever its rate was. At low
+load the fastest drive takes all blocks, and a drive that was once slow would never be measured
+again. Not tuned."""
 
 
 Begun: TypeAlias = tuple[Job, list[int]]
-"""A job, and the positions of its blocks in the batch that was asked for, in the order of its
-outcomes."""
+"""A job, and the positions of its blocks in their batch, in the order of its outcomes."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class _Running:
     slots: Sequence[int]
     writes: bool
     checksums: Sequence[bytes | None] = ()
-    """Of the blocks of a write that are done."""
+    """Checksums of the blocks of a write that are done."""
 
 
 class Drive:
@@ -126,8 +128,8 @@ class Drive:
         return self.reads.allows and not self.link.stalled
 
     def may_write(self, size: int) -> bool:
-        """Whether writes are worth asking for now, have room in the queue, and are within the
-        budget."""
+        """Whether a write of `size` bytes may be asked for now: the circuit allows writes, the disk
+        does not stall, the queue has room, and the budget is not spent."""
         waiting = self.link.queued_bytes + self._unsent_bytes
         return (
             self.writes.allows
@@ -137,8 +139,8 @@ class Drive:
         )
 
     def write_delay(self, size: int) -> float:
-        """How long a write of `size` bytes would take to be done, in proportion, by what was seen
-        so far. None at all if that is long ago."""
+        """Expected seconds until a write of `size` bytes is done, to compare drives: waiting bytes
+        and these at the measured rate. 0 if the rate was measured too long ago."""
         if self._is_outdated:
             return 0.0
         return (self.link.queued_bytes + self._unsent_bytes + size) / self._write_rate
