@@ -32,6 +32,18 @@ def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> N
     assert re.search(r"device load .* 12\.00 MiB/s", ended.out)
 
 
+def test_an_engine_is_asked_without_the_proxy_of_the_environment(
+    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with served() as engine:
+        ended = flexkv("top", f"127.0.0.1:{engine.port}")
+    assert (ended.code, ended.err) == (0, "")
+    assert "vllm, chat" in ended.out
+
+
 def test_two_engines_and_a_directory_are_shown(flexkv: Flexkv, cache: Cache) -> None:
     cache.fill(5, read=2)
     with served() as one, served("sglang:flexkv_", "coder") as two:

@@ -42,6 +42,9 @@ _ALLOWED = (
 )
 _MOST_PORT = 65535
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs without the proxies of the environment, which lead out of the engines' network."""
+
 Read = TypeVar("Read")
 
 
@@ -218,7 +221,7 @@ def scrape(url: str) -> Reading:
     """
     at = time.monotonic()
     try:
-        with urllib.request.urlopen(url, timeout=_CALL_SECONDS) as answer:
+        with _DIRECT.open(url, timeout=_CALL_SECONDS) as answer:
             data = answer.read(_MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise SourceError(f"answers {error.code} {error.reason}") from None
