@@ -16,6 +16,7 @@ from engine_world import World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 
+from flexkv.tiers.job import Priority
 from packages.tier_blocks import ready_blocks
 
 PROMPT_BLOCKS = 6
@@ -133,31 +134,51 @@ def read_a_block_a_step(world: World) -> None:
 
 class Hang:
     """From now on a world's disk reads block by block, and gives no more than the `free` that it is
-    asked for first until `end`; that of an earlier hang ends here."""
+    asked for first until `end`; that of an earlier hang ends here.
+
+    It gives these once the turn of their request has come: what a prefetch brings before says
+    nothing of how long the rest takes.
+    """
 
     def __init__(self, world: World, free: int = 0) -> None:
         self._ended = threading.Event()
         self._begun = threading.Event()
+        self._wanted = threading.Event()
         self._counters = world.cache.counters
         self._last = self._counters.fetched_blocks + free
         drive = drive_of(world)
         read = type(drive._store).read.__get__(drive._store)
         reading = type(drive)._reading.__get__(drive)
+        hasten = type(drive.link).hasten.__get__(drive.link)
         numbers = itertools.count()
+
+        def late(*args: Any) -> Any:
+            self._wanted.wait()
+            return read(*args)
 
         def hanging(*args: Any) -> Any:
             self._begun.set()
             self._ended.wait()
             return read(*args)
 
-        def asked(*args: Any) -> Any:
+        def asked(slots: Any, keys: Any, buffers: Any, priority: Priority) -> Any:
             # Its threads may call `read` in another order.
-            drive._store.read = read if next(numbers) < free else hanging
-            return reading(*args)
+            drive._store.read = late if next(numbers) < free else hanging
+            self._want(priority)
+            return reading(slots, keys, buffers, priority)
+
+        def hastened(jobs: Any, priority: Priority) -> None:
+            self._want(priority)
+            hasten(jobs, priority)
 
         drive._reading = asked
+        drive.link.hasten = hastened
         read_block_by_block(world)
         world.closing.callback(self.end)
+
+    def _want(self, priority: Priority) -> None:
+        if priority is Priority.LOAD:
+            self._wanted.set()
 
     @property
     def begun(self) -> bool:
@@ -167,4 +188,5 @@ class Hang:
 
     def end(self) -> None:
         """Everything is read again."""
+        self._wanted.set()
         self._ended.set()
