@@ -8,12 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flexkv_kernels import CudaMode, CudaMover, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import FakeCuda, FakeStream
+from kernels.tests.test_processes import start
 from kernels.tests.worlds import Flag, World, is_closing, simple_world, until
 
 MODES = list(CudaMode)[1:]
@@ -368,6 +370,16 @@ def test_many_threads_submit_while_others_wait(make_fake: MakeFake) -> None:
 
 
 def test_in_a_fork_the_mover_is_closed(fake: FakeCuda) -> None:
+    # pytest's own process may have become too large to be forked.
+    script = "import sys; from kernels.tests.test_cuda_order import fork; fork(sys.argv[1])"
+    process = start(script, fake.path)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def fork(driver: str) -> None:
+    """Use a mover in a forked process, and then in this one."""
+    fake = FakeCuda(Path(driver))
     world = small_world()
     mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))
     ticket = mover.submit(Direction.STORE, [0], [0])

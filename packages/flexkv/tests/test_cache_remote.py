@@ -386,7 +386,7 @@ def test_a_hanging_store_lets_the_disk_end(
     node = Node(tmp_path / "own", store, disk="write_through")
     store.hanging = {"get"}
     fetch = node.begin("x")
-    node.until(lambda: fetch.asking is None)
+    node.until(lambda: fetch.asking is None and bool(node.remote._link._running))
     node.begin_store("ab")
     assert not node.cache.close()
     store.release()
