@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -13,9 +12,6 @@ from integration.harness.answers import Completion, EngineStartError
 from integration.harness.engine import Engine
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
-
-TELLING_SECONDS = 0.1
-"""FlexKV tells its figures no more often while vLLM has requests."""
 
 _FLEXKV_ERROR = re.compile(r"^.*flexkv\.errors\.\w+: (.*)$", re.MULTILINE)
 
@@ -50,9 +46,8 @@ def ask_together(
 
 
 def have_told(engine: Engine) -> None:
-    """Have an engine that was idle tell in its metrics what is and what has happened: in the first
-    of the steps here, if the last time was long enough ago."""
-    time.sleep(TELLING_SECONDS)
+    """Have an engine that was idle tell in its metrics what is and what has happened: FlexKV does
+    so when the last request ends."""
     engine.generate(corpus.SHORT, max_tokens=3)
 
 

@@ -34,13 +34,7 @@ from integration.tests.corpus import (
     Tokens,
 )
 from integration.tests.reference import Reference
-from integration.tests.steps import (
-    ask_each,
-    ask_together,
-    external_hits,
-    have_told,
-    whole_blocks,
-)
+from integration.tests.steps import ask_each, ask_together, external_hits, whole_blocks
 from integration.tests.test_observed import DISK, HOST, Router, engine_blocks, settle
 
 PROMPTS = (WARM[1], WARM[3], SALTED, DAMAGED)
@@ -87,7 +81,6 @@ def test_flexkv_first(
     warm = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, warm, what="from FlexKV")
     assert cached(warm) == [whole_blocks(len(prompt)) for prompt in PROMPTS]
-    have_told(engine)
     assert engine.counter(HITS) == external_hits(engine) == flexkv_tokens(PROMPTS)
 
     # Now FlexKV has nothing, and it is the other one's turn.
@@ -97,7 +90,6 @@ def test_flexkv_first(
     others = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, others, what="from the other one")
     assert cached(others) == others_tokens(PROMPTS)
-    have_told(engine)
     assert engine.counter(HITS) == flexkv_tokens(PROMPTS), "nothing more"
 
     # What the other one loaded FlexKV has stored: it can be had without that.
@@ -106,7 +98,6 @@ def test_flexkv_first(
     warm = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, warm, what="what the other one had loaded")
     assert cached(warm) == [whole_blocks(len(prompt)) for prompt in PROMPTS]
-    have_told(engine)
     answered = [whole_blocks(len(prompt) + NEW_TOKENS - 1) for prompt in PROMPTS]
     assert engine.counter(STORED) - stored == sum(answered) // FLEXKV_BLOCK
 
@@ -121,7 +112,6 @@ def test_flexkv_second(
     others = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, others, what="from the first")
     assert cached(others) == others_tokens(PROMPTS)
-    have_told(engine)
     assert engine.counter(HITS) == 0, "both have it, and it was not FlexKV's turn"
 
     # Prompts that share a part with others: the first one knows whole prompts only.
@@ -129,7 +119,6 @@ def test_flexkv_second(
     reference.check_all(parts, ask_each(engine, parts), what="parts")
     drop(storage)
     engine.forget()
-    have_told(engine)
     known = [*PROMPTS, *parts]
     before = external_hits(engine)
     hits = engine.counter(HITS)
@@ -137,7 +126,6 @@ def test_flexkv_second(
     # is computed is a hit of the other connector for the next.
     warm = ask_together(engine, known, all_queued=True)
     reference.check_all(known, warm, what="from FlexKV")
-    have_told(engine)
     assert engine.counter(HITS) - hits == external_hits(engine) - before > 0
 
 
@@ -150,7 +138,6 @@ def test_preemptions_get_through(
     answers = ask_together(engine, PREEMPTED, PREEMPTED_NEW_TOKENS, all_queued=True)
     reference.check_all(PREEMPTED, answers, PREEMPTED_NEW_TOKENS, what="preempted")
     assert engine.counter("vllm:num_preemptions") > 0
-    have_told(engine)
     assert engine.counter(HITS) > 0, "what was preempted came back from FlexKV"
     assert engine.counter("vllm:flexkv_failures") == 0
 
@@ -196,12 +183,10 @@ def test_beside_a_transfer_between_engines(
     first = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, first, what="from the other engine")
     assert cached(first) == others_tokens(PROMPTS)
-    have_told(engine)
     assert engine.counter(HITS) == 0
     drop(storage)
     engine.forget()
     second = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, second, what="from FlexKV")
     assert cached(second) == [whole_blocks(len(prompt)) for prompt in PROMPTS]
-    have_told(engine)
     assert engine.counter(HITS) == flexkv_tokens(PROMPTS)

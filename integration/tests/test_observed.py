@@ -21,7 +21,7 @@ from integration.harness.server import Server
 from integration.tests import disks
 from integration.tests.corpus import ENGINE_BLOCK, FLEXKV_BLOCK, SHORT, Tokens, tokens
 from integration.tests.disks import SLOTS
-from integration.tests.steps import TELLING_SECONDS, whole_blocks
+from integration.tests.steps import whole_blocks
 
 PROMPTS = tuple(tokens(f"observed {i}", 15 * FLEXKV_BLOCK + 7) for i in range(12))
 """More than host memory holds, and no block twice."""
@@ -136,20 +136,14 @@ def settle(server: Server, router: Router) -> Scrape:
     queues = [1.0]
     while any(queues):
         assert time.monotonic() < deadline, queues
-        _have_told(server, SHORT)
+        server.generate(SHORT, 3)
         queues = Scrape(server.metrics()).values("flexkv_queue_length")
         assert queues
     # Workers tell what they copied a step later. And one block of vLLM's own, told after the rest.
     mark = tokens(f"mark {next(_marks)}", ENGINE_BLOCK + 1)
-    _have_told(server, mark)
+    server.generate(mark, 3)
     router.listen(mark[:ENGINE_BLOCK])
     return Scrape(server.metrics())
-
-
-def _have_told(server: Server, prompt: Tokens) -> None:
-    """As `steps.have_told`, with this prompt."""
-    time.sleep(TELLING_SECONDS)
-    server.generate(prompt, 3)
 
 
 def engine_blocks(prompt: Tokens) -> set[Tokens]:
