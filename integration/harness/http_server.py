@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from integration.harness import processes
 from integration.harness.answers import CALL_TIMEOUT, EngineError
 from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
 from integration.harness.fork_server import KEEP_BYTECODE
+from integration.harness.ports import hold_port
 
 
 class Process(Protocol):
@@ -83,8 +83,8 @@ class HttpServer:
     ) -> None:
         self.log_path = log_path
         self._name = name
-        self._reserved = reserve_port()
-        port: int = self._reserved.getsockname()[1]
+        self._held = hold_port()
+        port: int = self._held.getsockname()[1]
         self.address = ("127.0.0.1", port)
         self._url = f"http://127.0.0.1:{port}"
         flags = _flags({**arguments, "host": "127.0.0.1", "port": port})
@@ -158,7 +158,7 @@ class HttpServer:
         self._process.terminate()
         processes.wait_until_gone(self._process.pid, STOP_TIMEOUT)
         self.kill()
-        self._reserved.close()
+        self._held.close()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT
@@ -170,15 +170,6 @@ class HttpServer:
             else:
                 return
         raise EngineError(f"{self._name} did not start; its log ends with:\n{self.log()[-4000:]}")
-
-
-def reserve_port() -> socket.socket:
-    """A socket that is bound to a TCP port and does not listen: while it is open nobody is given
-    that port, but one who asks for it by number, as servers do with SO_REUSEADDR, can have it."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:

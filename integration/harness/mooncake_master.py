@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.harness.store_process import StoreProcess, hold_port
+from integration.harness.ports import hold_port
+from integration.harness.store_process import StoreProcess
 
 START_SECONDS = 60.0
 

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from integration.harness.http_server import reserve_port
+from integration.harness.ports import hold_port
 
 INSTALLED = shutil.which("prometheus") is not None
 HOW = "prometheus is missing (Debian: apt install prometheus)"
@@ -43,8 +43,8 @@ class Prometheus:
         folder.mkdir(parents=True)
         config = folder / "prometheus.yml"
         config.write_text(_CONFIG.format(rules=json.dumps(str(rules)), target=target))
-        self._reserved = reserve_port()
-        self._url = f"http://127.0.0.1:{self._reserved.getsockname()[1]}/api/v1"
+        self._held = hold_port()
+        self._url = f"http://127.0.0.1:{self._held.getsockname()[1]}/api/v1"
         self._log = folder / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Prometheus:
                     "prometheus",
                     f"--config.file={config}",
                     f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{self._reserved.getsockname()[1]}",
+                    f"--web.listen-address=127.0.0.1:{self._held.getsockname()[1]}",
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -93,7 +93,7 @@ class Prometheus:
         """End it. Idempotent."""
         self._process.terminate()
         self._process.wait()
-        self._reserved.close()
+        self._held.close()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_SECONDS

@@ -17,7 +17,8 @@ import obstore
 from obstore.store import ObjectStore, S3Store
 
 from integration.harness.bad_network import FAR, BadNetwork
-from integration.harness.store_process import StoreProcess, hold_port
+from integration.harness.ports import hold_port
+from integration.harness.store_process import StoreProcess
 
 BUCKET = "blocks-of-engines"
 WRONG = b"\xff" * 256

@@ -5,20 +5,8 @@ from __future__ import annotations
 
 import abc
 import signal
-import socket
 import subprocess
 from typing import Self
-
-
-def hold_port() -> socket.socket:
-    """A free port of 127.0.0.1, which no other process is given while the socket is open.
-
-    A server that sets SO_REUSEADDR can listen there all the same, since this socket does not.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 class StoreProcess(abc.ABC):

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from integration.harness.store_process import hold_port
+from integration.harness.ports import hold_port
 from packages.flexkv.tests.cli.screen import on_terminal
 from packages.flexkv.tests.cli.served import Served, served
 from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Flexkv
