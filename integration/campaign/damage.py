@@ -96,15 +96,24 @@ def gone(root: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
     """The directory and all in it may not be used by anybody meanwhile (but by root)."""
-    modes = {path: path.stat().st_mode for path in (root, *sorted(root.rglob("*")))}
+    modes = {}
+    for path in (root, *sorted(root.rglob("*"))):
+        with _replaced_meanwhile():
+            modes[path] = path.stat().st_mode
     for path in reversed(modes):
-        path.chmod(0)
+        with _replaced_meanwhile():
+            path.chmod(0)
     try:
         yield
     finally:
         for path, mode in modes.items():
-            with contextlib.suppress(FileNotFoundError):  # a ledger's draft that became the ledger
+            with _replaced_meanwhile():
                 path.chmod(mode)
+
+
+def _replaced_meanwhile() -> contextlib.suppress:
+    """A ledger's draft becomes the ledger at any time."""
+    return contextlib.suppress(FileNotFoundError)
 
 
 def _descriptors(pid: int) -> Iterator[tuple[Path, Path]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,12 +91,14 @@ def _damage(client: MooncakeDistributedStore, name: str) -> None:
 def main() -> None:
     """Lend memory until the input ends. Each line of it names objects to be damaged."""
     settings = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what Mooncake prints: no answer
     client = connect(settings, int(settings["mooncake_segment_gb"] * _GIB))
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         for name in json.loads(line):
             _damage(client, name)
-        print("done", flush=True)
+        print("done", file=answers, flush=True)
     client.close()
 
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,27 @@ def test_a_locked_directory_is_as_before_in_the_end(root: Path) -> None:
     with damage.locked(root):
         assert root.stat().st_mode & 0o777 == 0
     assert [path.stat().st_mode for path in paths] == modes
+
+
+def test_a_directory_is_locked_while_files_in_it_are_replaced(root: Path) -> None:
+    ledger, ended = root / "fingerprint" / "counters.json", threading.Event()
+
+    def replace() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(PermissionError):
+                draft = ledger.with_suffix(".new")
+                draft.touch()
+                draft.rename(ledger)
+
+    with ThreadPoolExecutor() as threads:
+        replacing = threads.submit(replace)
+        try:
+            for _ in range(300):
+                with damage.locked(root):
+                    pass
+        finally:
+            ended.set()
+        replacing.result()
 
 
 def test_every_kind_of_damage_has_its_place() -> None:

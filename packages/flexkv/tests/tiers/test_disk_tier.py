@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import stat
@@ -41,8 +42,13 @@ OTHER = "cd" * 32
 
 
 def disk_use(root: Path) -> int:
-    """Bytes on disk of all files and folders below `root`, as du counts."""
-    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
+    """Bytes on disk of all files and folders below `root`, as du counts. An open tier may replace
+    files meanwhile."""
+    total = 0
+    for path in root.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def is_closing(link: Link) -> bool:
