@@ -135,9 +135,13 @@ def tests(session: nox.Session) -> None:
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
     workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     pytest = ["-m", "pytest", *workers, "--durations", "20", *session.posargs]
-    one_thread = {"OMP_NUM_THREADS": "1"}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        # Hundreds of tests start a Python, which would compile all that it imports each time.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     # If it is interrupted, pytest ends its engines and reports what has failed so far.
-    _run(session, "engine-cpu", *pytest, env=one_thread, interrupt_timeout=INTERRUPT_SECONDS)
+    _run(session, "engine-cpu", *pytest, env=env, interrupt_timeout=INTERRUPT_SECONDS)
 
 
 @nox.session(venv_backend="none", requires=BENCH_ENGINES)

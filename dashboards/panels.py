@@ -249,6 +249,17 @@ def _room(names: Names) -> Row:
                 ),
             ),
             Panel(
+                "Eviction policy",
+                "Engines by the policy that evicts from their host memory.",
+                "none",
+                (
+                    Query(
+                        f"sum by (policy) ({names.series('eviction_policies')}) > 0", "{{policy}}"
+                    ),
+                ),
+                Shape.NUMBER,
+            ),
+            Panel(
                 "Blocks that come and go",
                 "In a second. Evictions as fast as stores, with few hits, mean too little room.",
                 "short",

@@ -129,6 +129,19 @@ def test_two_at_a_time_the_short_tests_are_last(pytester: pytest.Pytester) -> No
     assert two == ["test_engine", "test_unit", "test_alone"]
 
 
+def test_unit_tests_share_what_a_fixture_of_their_module_makes(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    xdist_group(name): x\n    alone: x\n")
+    pytester.makeconftest(FIXTURES)
+    pytester.makepyfile(test_served=SERVED, test_units="def test_unit(): pass")
+    items, _ = pytester.inline_genitems()
+    groups = {
+        item.name: [mark.args[0] for mark in item.iter_markers("xdist_group")]
+        for item in sharing.in_turn([], items, two_at_a_time=True)
+    }
+    shared = ["test_served.py:server"]
+    assert groups == {"test_first": shared, "test_second": shared, "test_unit": []}
+
+
 def test_a_group_stays_on_its_worker(pytester: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     alternate = "import os, pytest\n" + "".join(

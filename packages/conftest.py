@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from flexkv import cache
+from flexkv.eviction import POLICIES, AnyPolicy
 from flexkv.host.session import server
 from flexkv.tiers import link
 from flexkv.tiers.disk import drive
@@ -33,6 +34,23 @@ def _patience() -> Iterator[None]:
         patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(server, "GREETING_SECONDS", PATIENCE_SECONDS)
         yield
+
+
+@pytest.fixture
+def made_policies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the eviction policies that are made, in order."""
+    names: list[str] = []
+
+    def noting(name: str, make: Callable[[int], AnyPolicy]) -> Callable[[int], AnyPolicy]:
+        def noted(slots: int) -> AnyPolicy:
+            names.append(name)
+            return make(slots)
+
+        return noted
+
+    for name, make in list(POLICIES.items()):
+        monkeypatch.setitem(POLICIES, name, noting(name, make))
+    return names
 
 
 class Clock:

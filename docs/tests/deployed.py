@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import configparser
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,17 @@ KUBERNETES: list[dict[str, Any]] = [
 (CONTAINER,) = POD["containers"]
 
 
-def command_of(unit: str) -> list[str]:
-    """The command line of a unit of systemd."""
+def service_of(unit: str) -> Mapping[str, str]:
+    """What a unit of systemd says of its service."""
     parser = configparser.ConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read(CLUSTER / f"{unit}.service")
-    return shlex.split(parser["Service"]["ExecStart"])
+    return parser["Service"]
+
+
+def command_of(unit: str) -> list[str]:
+    """The command line of a unit of systemd."""
+    return shlex.split(service_of(unit)["ExecStart"])
 
 
 ENGINES: dict[str, list[str]] = {

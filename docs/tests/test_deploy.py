@@ -24,6 +24,7 @@ from docs.tests.deployed import (
     POD,
     UNITS,
     command_of,
+    service_of,
 )
 from flexkv.config import settings
 from flexkv.config_sources import load_config
@@ -70,13 +71,17 @@ def test_engines_load_flexkv(command: list[str]) -> None:
 
 
 def test_engines_are_killed_later_than_they_end() -> None:
-    for command, seconds in (
-        (COMPOSE["services"]["cuda"]["command"], COMPOSE["services"]["cuda"]["stop_grace_period"]),
-        (COMPOSE["services"]["cpu"]["command"], COMPOSE["services"]["cpu"]["stop_grace_period"]),
-        (CONTAINER["args"], POD["terminationGracePeriodSeconds"]),
-    ):
-        (given,) = [each for each in command if each.startswith("--shutdown-timeout=")]
-        assert int(given.partition("=")[2]) < int(str(seconds).removesuffix("s"))
+    services = [COMPOSE["services"]["cuda"], COMPOSE["services"]["cpu"]]
+    services.append(CLUSTER_COMPOSE["services"]["engine"])
+    unit = service_of("flexkv-vllm")
+    kills = [(each["command"], each["stop_grace_period"]) for each in services]
+    kills.append((CONTAINER["args"], POD["terminationGracePeriodSeconds"]))
+    kills.append((command_of("flexkv-vllm"), unit["TimeoutStopSec"]))
+    for command, seconds in kills:
+        given = option(command, "shutdown-timeout")
+        assert int(given) < int(str(seconds).removesuffix("s"))
+    # Else systemd ends the workers at once, and requests under way fail.
+    assert unit["KillMode"] == "mixed"
 
 
 def test_a_pod_has_the_memory_and_the_drive_that_its_settings_take() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.tests import read_options
 from docs.tests.deployed import ENGINES
 from docs.tests.page_commands import (
     PAGES,
@@ -31,23 +31,10 @@ from docs.tests.page_commands import (
 from flexkv import cli
 from flexkv.config import settings
 from flexkv.config_sources import load_config
-from integration.sglang import environment
+from integration.harness import vllm_forks
+from integration.harness.fork_server import ForkServer
+from integration.sglang import environment, forks
 
-VLLM_PARSER = """
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-for line in sys.stdin:
-    make_arg_parser(FlexibleArgumentParser()).parse_args(json.loads(line))
-"""
-SGLANG_PARSER = """
-import argparse, json, sys
-from sglang.srt.server_args import ServerArgs
-for line in sys.stdin:
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    parser.parse_args(json.loads(line))
-"""
 VLLM_SERVERS = ("vllm serve ", "python -m vllm.entrypoints.openai.api_server")
 SGLANG_SERVERS = ("sglang serve ", "python -m sglang.launch_server ")
 OTHERS = {"apt-get", "curl", "export", "gh", "grep", "mooncake_master"}
@@ -148,34 +135,38 @@ def test_flexkv_knows_its_options() -> None:
             cli._parser().parse_args(each.words[1:])
 
 
-def test_vllm_knows_the_options() -> None:
+def test_vllm_knows_the_options(tmp_path: Path) -> None:
     commands = served(VLLM_SERVERS[:1], 2) + served(VLLM_SERVERS[1:], 3)
     commands += [command[2:] for command in ENGINES.values()]
     assert len(commands) > 10
-    parse(Path(sys.executable), VLLM_PARSER, commands)
+    read("vllm", vllm_forks.fork_server(), commands, tmp_path)
 
 
-def test_sglang_knows_the_options() -> None:
+def test_sglang_knows_the_options(tmp_path: Path) -> None:
     commands = served(SGLANG_SERVERS[:1], 2) + served(SGLANG_SERVERS[1:], 3)
     page = (PAGES / "guides" / "kubernetes.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     commands.append(yaml.safe_load(block)["args"])
     assert len(commands) > 4
     try:
-        python = environment.python()
+        server = forks.fork_server()
     except environment.EnvironmentMissingError as error:
         if not environment.may_be_missing():
             raise
         pytest.skip(str(error))
-    parse(python, SGLANG_PARSER, commands)
+    read("sglang", server, commands, tmp_path)
 
 
-def parse(python: Path, script: str, commands: list[list[str]]) -> None:
-    lines = "".join(json.dumps(each) + "\n" for each in commands)
-    done = subprocess.run(
-        [python, "-c", script], input=lines, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def read(engine: str, server: ForkServer, commands: list[list[str]], folder: Path) -> None:
+    """Have a process that has imported an engine read the options of its servers."""
+    lines = folder / "commands"
+    lines.write_text("".join(json.dumps(each) + "\n" for each in commands), encoding="utf-8")
+    with (folder / "log").open("w+b") as log:
+        arguments = [engine, str(lines)]
+        server.run(read_options.__name__, server.environment, log.fileno(), arguments).wait()
+        log.seek(0)
+        said = log.read().decode()
+    assert read_options.said(len(commands)) in said.splitlines(), said[-2000:]
 
 
 @pytest.mark.parametrize(

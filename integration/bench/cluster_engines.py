@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,12 @@ from integration.bench.cluster import Say, start_node
 from integration.bench.rows import Goal, Row, milliseconds, ratio_row
 from integration.bench.setup import Bench
 from integration.harness import connector
+from integration.harness.cores import keep_on
 from integration.harness.engine import Engine
 from integration.harness.mooncake_lender import MooncakeLender
 from integration.harness.mooncake_master import MooncakeMaster
 from integration.harness.s3_server import BUCKET, S3Server
+from integration.harness.store_process import StoreProcess
 
 MISS_LENGTH = 4096
 HIT_LENGTHS = (4096, 8192)
@@ -86,7 +89,7 @@ def _measure_misses(bench: Bench, samples: Samples) -> None:
         S3Server() as server,
         contextlib.ExitStack() as started,
     ):
-        started.enter_context(MooncakeLender(master.settings))
+        lender = started.enter_context(MooncakeLender(master.settings))
         mooncake = _flexkv(bench, MOONCAKE, **master.settings | {"mooncake_segment_gb": 0})
         objects = _flexkv(bench, OBJECTS, objects_url=f"s3://{BUCKET}/{_PREFIX}")
         objects.env.update(server.environ)
@@ -103,6 +106,10 @@ def _measure_misses(bench: Bench, samples: Samples) -> None:
             start(ALONE, _flexkv(bench, ALONE), int),
         ]
         _take_turns(bench, [*others, *shared], "answers", samples)
+        engines = [side.engine for side in (*others, *shared)]
+        with _apart(engines, [master, lender, server]) as are_apart:
+            if are_apart:
+                _take_turns(bench, [*others, *shared], "apart", samples)
         master.kill()
         server.kill()
         for side in shared:
@@ -113,6 +120,23 @@ def _measure_misses(bench: Bench, samples: Samples) -> None:
         _take_turns(bench, [*others, *alone], "is gone", samples)
         for side in shared:
             _expect_open(side)
+
+
+@contextlib.contextmanager
+def _apart(engines: Sequence[Engine], stores: Sequence[StoreProcess]) -> Iterator[bool]:
+    """Keep the last core for stores and this process, and the others for engines, so that engines
+    share no processor time with the stores. False if there is one core only."""
+    cores = os.sched_getaffinity(0)
+    last = {max(cores)}
+    if cores == last:
+        yield False
+        return
+    behind = [os.getpid(), *(store.pid for store in stores)]
+    before = [pid for engine in engines for pid in engine.pids()]
+    keep_on(before, cores - last)
+    keep_on(behind, last)
+    yield True
+    keep_on([*before, *behind], cores)
 
 
 def _take_turns(bench: Bench, sides: list[_Side], state: str, samples: Samples) -> None:
@@ -223,6 +247,13 @@ def _cost_rows(samples: Samples) -> Iterator[Row]:
             side(name, "answers"),
             side(ALONE, "answers"),
         )
+        if samples[name, "apart", MISS_LENGTH]:
+            yield ratio_row(
+                f"{what}, stores on a core of their own, with ÷ without {name} below FlexKV",
+                Goal("<=", 1.02),
+                side(name, "apart"),
+                side(ALONE, "apart"),
+            )
         yield ratio_row(
             f"{what}, FlexKV with {name} ÷ no FlexKV",
             None,

@@ -21,6 +21,9 @@ from integration.bench.rows import Goal, Row
 from integration.bench.workloads import (
     agents,
     hot_system_prompt,
+    loop,
+    moving_set,
+    random_prompts,
     returning_chats,
     scan,
     sudden_change,
@@ -36,6 +39,9 @@ _WORKLOADS: tuple[tuple[Callable[[], Trace], int], ...] = (
     (scan, 2_000),
     (agents, 1_000),
     (sudden_change, 400),
+    (loop, 200),
+    (random_prompts, 120),
+    (moving_set, 800),
 )
 _LOSS = 0.02
 _MOST_MICROSECONDS = 1.0

@@ -152,3 +152,48 @@ def sudden_change(requests: int = 12_000) -> Trace:
 
     users.at(0.0, begin)
     return users.trace("a sudden change", requests)
+
+
+def loop(requests: int = 12_000) -> Trace:
+    """Made for a policy that evicts what was used longest ago to find nothing: 30 prompts of 10
+    blocks, one after the other, again and again."""
+    users = _Users(6)
+    prompts = [users.blocks(10) for _ in range(30)]
+
+    def send(seconds: float) -> TracedRequest:
+        users.at(seconds + 1.0, send)
+        return _request(seconds, prompts[int(seconds) % len(prompts)], 100)
+
+    users.at(0.0, send)
+    return users.trace("a loop", requests)
+
+
+def random_prompts(requests: int = 12_000) -> Trace:
+    """Nothing to learn: each second one of 60 prompts of 4 blocks, all of them as likely."""
+    users = _Users(7)
+    rng = users.rng
+    prompts = [users.blocks(4) for _ in range(60)]
+
+    def send(seconds: float) -> TracedRequest:
+        users.at(seconds + 1.0, send)
+        return _request(seconds, rng.choice(prompts), rng.randint(1, 500))
+
+    users.at(0.0, send)
+    return users.trace("random prompts", requests)
+
+
+def moving_set(requests: int = 12_000) -> Trace:
+    """Made for a policy that evicts what was used longest ago: each second one of 100 prompts of
+    10 blocks, of which another one is replaced after every 20 requests on average."""
+    users = _Users(8)
+    rng = users.rng
+    prompts = [users.blocks(10) for _ in range(100)]
+
+    def send(seconds: float) -> TracedRequest:
+        users.at(seconds + 1.0, send)
+        if rng.random() < 1 / 20:
+            prompts[rng.randrange(len(prompts))] = users.blocks(10)
+        return _request(seconds, rng.choice(prompts), rng.randint(1, 500))
+
+    users.at(0.0, send)
+    return users.trace("a moving set", requests)

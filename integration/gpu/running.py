@@ -68,7 +68,8 @@ def run_section(run: Run, name: str) -> bool:
     limit = SECONDS[name] if left is None else min(SECONDS[name], left)
     with closing(Journal(run.rows)) as file:
         file.begin(name, run.quick)
-        command = [sys.executable, "-m", "integration.gpu.section", name, str(run.rows)]
+        section = [sys.executable, "-m", "integration.gpu.section"]
+        command = [*section, name, str(run.rows), "--watch"]
         lines, status = run_command([*command, "--quick"] if run.quick else command, limit)
         if status is None and limit < SECONDS[name]:
             print(f"  {name} was stopped, the time is up: --resume goes on", flush=True)
@@ -81,10 +82,11 @@ def run_section(run: Run, name: str) -> bool:
 
 def run_command(command: Sequence[str], seconds: float) -> tuple[list[str], str | None]:
     """Its lines, and its exit status; None if it was ended after `seconds`. No process that it has
-    started in its own process group lives on."""
+    started in its own process group lives on. Its standard input ends with this process."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -114,6 +116,8 @@ def run_command(command: Sequence[str], seconds: float) -> tuple[list[str], str 
     cleared.join()
     timer.cancel()
     status = process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
     return lines, None if late.is_set() else f"exit status {status}"
 
 

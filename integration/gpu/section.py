@@ -8,6 +8,9 @@ status is 1; the rows before it are in the file.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -118,13 +121,28 @@ def log_for(name: str, file: Journal) -> Log:
     )
 
 
+def end_with_parent() -> None:
+    """End this process group as soon as standard input ends: the process that holds it is gone, and
+    the next one would measure beside what goes on here."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="ends with its parent", daemon=True).start()
+
+
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description="one section of the report")
     parser.add_argument("name", choices=list(SECTIONS))
     parser.add_argument("rows", type=Path, help="the file of rows, to be continued")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--watch", action="store_true", help="end when standard input ends")
     options = parser.parse_args()
+    if options.watch:
+        end_with_parent()
     with closing(Journal(options.rows)) as file:
         log = log_for(options.name, file)
         print(table(write_rows(options.name, measure(options.name, options.quick, log), file)))

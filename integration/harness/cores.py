@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cores an engine on a CPU computes with."""
+"""Which cores processes run on, and which an engine on a CPU computes with."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection, Iterable
 
 
 def cores_of_ranks(ranks: int) -> str:
@@ -21,3 +23,13 @@ def cores_of_ranks(ranks: int) -> str:
         ",".join(str(computing[(rank * share + i) % len(computing)]) for i in range(share))
         for rank in range(ranks)
     )
+
+
+def keep_on(pids: Iterable[int], cores: Collection[int]) -> None:
+    """Let processes run on `cores` only, with all threads that they have and that these begin."""
+    for pid in pids:
+        # Threads end while others begin.
+        with contextlib.suppress(FileNotFoundError):
+            for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread, cores)

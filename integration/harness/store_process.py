@@ -21,6 +21,11 @@ class StoreProcess(abc.ABC):
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._process.pid
+
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 

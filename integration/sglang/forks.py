@@ -7,6 +7,7 @@ process that SGLang forks then has the plugins that its parent has loaded.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import multiprocessing
@@ -19,6 +20,7 @@ from integration.sglang import environment
 
 _PREFIX = "SGLANG_"
 _READ_LATER = {environment.CORES}
+_WATCH_SECONDS = 0.1
 _IMPORTED_LATE = ("sglang.launch_server", "sglang.srt.models.registry", "sglang.srt.models.llama")
 
 
@@ -69,3 +71,17 @@ def prepare() -> None:
     engine._set_envs_and_config = and_fork
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
+    manager: Any = importlib.import_module("sglang.srt.managers.tokenizer_manager")
+    _end_soon(manager.TokenizerManager)
+
+
+def _end_soon(manager: Any) -> None:
+    """Have a server notice SIGTERM at once; SGLang itself looks every 5 s."""
+    end = manager.sigterm_watchdog
+
+    async def watch(self: Any) -> None:
+        while not self.gracefully_exit:
+            await asyncio.sleep(_WATCH_SECONDS)
+        await end(self)
+
+    manager.sigterm_watchdog = watch

@@ -78,9 +78,20 @@ def host(work_dir: Path) -> Iterator[EngineHost]:
 
 
 @pytest.fixture(scope="session")
-def reference(host: EngineHost, model: Path) -> Reference:
-    """Plain vLLM's answers to the whole corpus."""
-    return Reference(host.start(plain_config(model)))
+def reference(
+    pytestconfig: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
+    host: EngineHost,
+    model: Path,
+) -> Reference:
+    """Plain vLLM's answers to the whole corpus. One worker of pytest-xdist asks for all."""
+
+    def ask() -> Reference:
+        return Reference.asked(host.start(plain_config(model)))
+
+    if not hasattr(pytestconfig, "workerinput"):
+        return ask()
+    return Reference.shared(tmp_path_factory.getbasetemp().parent, ask)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from integration.harness.config import EngineConfig
 from integration.harness.engine import Engine
 from integration.tests import disks
 from integration.tests.corpus import FLEXKV_BLOCK, NEW_TOKENS, Tokens
-from integration.tests.steps import ask, ask_each, have_told, whole_blocks
+from integration.tests.steps import ask, have_told, whole_blocks
 
 PATIENCE_SECONDS = 600.0
 """For what hangs."""
@@ -138,8 +138,9 @@ def await_sharing(one: Engine, other: Engine, prompt: Tokens) -> list[Completion
 
 
 def leave_host_memory(engine: Engine, others: Iterable[Tokens]) -> None:
-    """Ask for so much else that host memory, and vLLM, has nothing of before."""
-    ask_each(engine, others)
+    """Ask for so much else that host memory, and vLLM, has nothing of before, and that no write to
+    a tier, which may have died, keeps a place in host memory."""
+    disks.ask_and_settle(engine, others)
     engine.forget()
 
 

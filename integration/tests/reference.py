@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import fcntl
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from integration.harness.answers import Completion
@@ -29,15 +31,52 @@ class Turn:
 
 
 class Reference:
-    """Answers of plain vLLM: every prompt alone, cold, with its prefix cache off."""
+    """Answers of plain vLLM: every prompt alone, cold, with its prefix cache off.
 
-    def __init__(self, engine: Engine) -> None:
-        self._answers: dict[tuple[Tokens, int], Completion] = {}
-        wanted = [(prompt, corpus.NEW_TOKENS) for prompt in corpus.SINGLE]
-        wanted += [(prompt, corpus.PREEMPTED_NEW_TOKENS) for prompt in corpus.PREEMPTED]
-        for prompt, new_tokens in wanted:
-            self._ask(engine, prompt, new_tokens)
-        self.turns = self._converse(engine)
+    Args:
+        answers: to all prompts of the corpus, by prompt and number of new tokens.
+    """
+
+    def __init__(self, answers: Mapping[tuple[Tokens, int], Completion]) -> None:
+        self._answers = answers
+        self.turns = list(_turns(self.of))
+
+    @classmethod
+    def asked(cls, engine: Engine) -> Reference:
+        """The answers of `engine`."""
+        answers: dict[tuple[Tokens, int], Completion] = {}
+
+        def ask(prompt: Tokens, new_tokens: int = corpus.NEW_TOKENS) -> Completion:
+            answer = engine.generate(prompt, max_tokens=new_tokens, logprobs=True)
+            assert answer.cached_tokens == 0
+            answers[prompt, new_tokens] = answer
+            return answer
+
+        for prompt in corpus.SINGLE:
+            ask(prompt)
+        for prompt in corpus.PREEMPTED:
+            ask(prompt, corpus.PREEMPTED_NEW_TOKENS)
+        for _ in _turns(ask):
+            pass
+        return cls(answers)
+
+    @classmethod
+    def shared(cls, folder: Path, ask: Callable[[], Reference]) -> Reference:
+        """The answers of `ask`, which one of the processes calls that give this `folder`; the
+        others wait for it."""
+        path = folder / "reference.json"
+        with open(folder / "reference.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                if path.exists():
+                    found = json.loads(path.read_text(encoding="utf-8"))
+                    return cls({(tuple(p), count): Completion(**each) for p, count, each in found})
+                reference = ask()
+                answers = [(*key, asdict(each)) for key, each in reference._answers.items()]
+                path.write_text(json.dumps(answers), encoding="utf-8")
+                return reference
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not suffice if a process was forked
 
     def of(self, prompt: Sequence[int], new_tokens: int = corpus.NEW_TOKENS) -> Completion:
         """The answer to a prompt of the corpus; KeyError for any other."""
@@ -64,21 +103,15 @@ class Reference:
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             self.check(prompt, answer, new_tokens, f"{what} number {number}")
 
-    def _ask(self, engine: Engine, prompt: Tokens, new_tokens: int) -> Completion:
-        answer = engine.generate(prompt, max_tokens=new_tokens, logprobs=True)
-        assert answer.cached_tokens == 0
-        self._answers[prompt, new_tokens] = answer
-        return answer
 
-    def _converse(self, engine: Engine) -> list[Turn]:
-        turns: list[Turn] = []
-        history: Tokens = ()
-        for said in corpus.TURNS:
-            prompt = history + said
-            answer = self._ask(engine, prompt, corpus.NEW_TOKENS)
-            turns.append(Turn(prompt, answer))
-            history = prompt + tuple(answer.tokens)
-        return turns
+def _turns(answer: Callable[[Tokens], Completion]) -> Iterator[Turn]:
+    """The conversation of the corpus."""
+    history: Tokens = ()
+    for said in corpus.TURNS:
+        prompt = history + said
+        turn = Turn(prompt, answer(prompt))
+        yield turn
+        history = prompt + tuple(turn.answer.tokens)
 
 
 def check_equal(answer: Completion, expected: Completion, what: str) -> None:

@@ -3,6 +3,7 @@
 
 Tests share what a fixture returns that is annotated as ``Engine`` or lives longer than a test, with
 the same parameters. A test without such a fixture starts its own engines, and may run anywhere.
+Unit tests share what a fixture of their module returns, so that only one worker makes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def in_turn(
     """
     if not two_at_a_time:
         return [*others, *grouped(engines)]
-    return [*grouped(engines), *sorted(others, key=_runs_alone)]
+    return [*grouped(engines), *sorted(map(_marked, others), key=_runs_alone)]
 
 
 def grouped(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -34,11 +35,8 @@ def grouped(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     need the reference are next, for the worker that runs no proofs meanwhile; then those that do.
     """
     groups: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        shared = shared_by(item)
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(shared))
-        groups.setdefault(shared or item.nodeid, []).append(item)
+    for item in map(_marked, items):
+        groups.setdefault(shared_by(item) or item.nodeid, []).append(item)
     in_order = sorted(groups.values(), key=_turn)
     return [
         item for group in in_order for item in sorted(group, key=lambda item: not _proves(item))
@@ -58,6 +56,13 @@ def shared_by(item: pytest.Item) -> str:
         if name in definitions and definitions[name].params is not None
     ]
     return " ".join(shared + chosen) if shared else ""
+
+
+def _marked(item: pytest.Item) -> pytest.Item:
+    """`item`, with the group that pytest-xdist reads."""
+    if shared := shared_by(item):
+        item.add_marker(pytest.mark.xdist_group(shared))
+    return item
 
 
 def _turn(group: list[pytest.Item]) -> int:

@@ -11,6 +11,9 @@ from integration.bench.workloads import (
     BLOCK_TOKENS,
     agents,
     hot_system_prompt,
+    loop,
+    moving_set,
+    random_prompts,
     returning_chats,
     scan,
     sudden_change,
@@ -41,7 +44,19 @@ def test_a_block_behind_a_gap_is_no_hit() -> None:
     assert belady(behind, 1) == 1 / all_blocks(behind)
 
 
-@pytest.mark.parametrize("make", [returning_chats, hot_system_prompt, scan, agents, sudden_change])
+MADE = [
+    returning_chats,
+    hot_system_prompt,
+    scan,
+    agents,
+    sudden_change,
+    loop,
+    random_prompts,
+    moving_set,
+]
+
+
+@pytest.mark.parametrize("make", MADE)
 def test_nothing_finds_more_than_belady(make: object) -> None:
     assert callable(make)
     trace = make(600)

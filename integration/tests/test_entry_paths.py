@@ -27,16 +27,19 @@ from integration.tests.steps import ask_each, ask_together, external_hits, whole
 
 # As in the test of preemptions, but large enough for the long prompts.
 BLOCKS = 131
+FORKED = True
 ENTRIES = {
-    "vLLM's own shim": connector.in_tree_shim,
-    "vLLM's own shim in MultiConnector": lambda **extra: connector.multi(
-        connector.in_tree_shim(**extra)
+    "vLLM's own shim": (connector.in_tree_shim, FORKED),
+    # Processes begun anew each find the connector for themselves, here through both of vLLM's own.
+    "vLLM's own shim in MultiConnector": (
+        lambda **extra: connector.multi(connector.in_tree_shim(**extra)),
+        not FORKED,
     ),
-    "by module path": connector.module_path,
+    "by module path": (connector.module_path, FORKED),
 }
 
 
-@pytest.fixture(params=[pytest.param(make, id=name) for name, make in ENTRIES.items()])
+@pytest.fixture(params=[pytest.param(entry, id=name) for name, entry in ENTRIES.items()])
 def entered(
     request: pytest.FixtureRequest,
     host: EngineHost,
@@ -44,10 +47,11 @@ def entered(
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    chosen: Connector = request.param(**flexkv())
-    # Processes begun anew find the connector for themselves.
-    config = engine_config(chosen, num_blocks=BLOCKS, max_model_len=4096 + 32, forked=False)
-    return host.start(config)
+    make, forked = request.param
+    chosen: Connector = make(**flexkv())
+    return host.start(
+        engine_config(chosen, num_blocks=BLOCKS, max_model_len=4096 + 32, forked=forked)
+    )
 
 
 def test_an_entry_path(entered: Engine, reference: Reference) -> None:

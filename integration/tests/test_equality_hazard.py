@@ -35,7 +35,7 @@ def hazard_engine(
     tmp_path: Path,
 ) -> Engine:
     settings = flexkv(
-        eviction_policy="hazard",
+        eviction_policy="auto",
         cpu_cache_gb=gigabytes(HOST_SLOTS),
         ssd_cache_gb=gigabytes(DISK_SLOTS),
         ssd_cache_dir=str(tmp_path),
@@ -52,6 +52,7 @@ def test_a_conversation_stays_while_others_pass_through_both_tiers(
     """The policy learns how soon blocks come back, so that it may take a slow machine some rounds:
     there all that is known of the conversation is older."""
     engine = hazard_engine
+    assert "host memory evicts by hazard (eviction_policy is auto)" in engine.log()
 
     def restored(
         prompt: Tokens, what: str, salt: str | None = None, params: dict[str, object] | None = None

@@ -61,6 +61,12 @@ def tiny_arena(
 
 
 @pytest.fixture
+def lru_arena(tiny_arena: Engine) -> Engine:
+    """Under OffloadingConnector, FlexKV evicts by LRU unless a setting names another policy."""
+    return tiny_arena
+
+
+@pytest.fixture
 def small_engine(
     host: EngineHost,
     reference: Reference,

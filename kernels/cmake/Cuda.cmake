@@ -108,6 +108,7 @@ target_sources(flexkv_kernels PRIVATE
   "${CMAKE_CURRENT_BINARY_DIR}/fatbin.cpp"
   cuda/cuda_api.cpp
   cuda/cuda_mover.cpp
+  cuda/cuda_mover_thread.cpp
   cuda/cuda_tuning.cpp
   cuda/device.cpp
   cuda/device_memory.cpp

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
+#include <limits>
 #include <string>
 
 #include "mover.hpp"
@@ -32,6 +34,13 @@ constexpr std::uint64_t kLongestClass = std::uint64_t{1} << 20;
 
 int power_of(std::uint64_t bytes) {
   return static_cast<int>(std::bit_width(std::clamp<std::uint64_t>(bytes, 1, kLongestClass)));
+}
+
+// What was measured for runs of one length holds for twice and half of it, and for all long runs. Not
+// tuned yet.
+bool alike(int power, int other) {
+  const int most = power_of(kLongRun);
+  return std::abs(std::min(power, most) - std::min(other, most)) <= 1;
 }
 
 std::optional<Path> path_of(const std::string& name, std::uint32_t mode) {
@@ -69,14 +78,32 @@ RunClass class_of(Direction direction, std::uint64_t run_bytes, std::uint64_t sl
   return {direction, power_of(run_bytes), power_of(slot_run_bytes)};
 }
 
+// A transfer is rarely of just the class that was measured: its blocks may be neighbours in the arena, and
+// layers need not fill parts evenly.
+const Way* CudaTuning::measured(const RunClass& wanted) const {
+  const auto [direction, run, slot_run] = wanted;
+  const Way* nearest = nullptr;
+  int least = std::numeric_limits<int>::max();
+  for (const auto& [known, way] : choices) {
+    const auto [known_direction, known_run, known_slot_run] = known;
+    const int distance = std::abs(known_run - run) + std::abs(known_slot_run - slot_run);
+    if (known_direction == direction && alike(known_run, run) && alike(known_slot_run, slot_run) &&
+        distance < least) {
+      nearest = &way;
+      least = distance;
+    }
+  }
+  return nearest;
+}
+
 Way CudaTuning::choose(Direction direction, std::uint64_t run_bytes,
                        std::uint64_t slot_run_bytes) const {
   Way way{Path::kernel, 0};
-  const auto measured = choices.find(class_of(direction, run_bytes, slot_run_bytes));
+  const Way* known = measured(class_of(direction, run_bytes, slot_run_bytes));
   if (forced.has_value()) {
     way.path = *forced;
-  } else if (measured != choices.end()) {
-    way = measured->second;
+  } else if (known != nullptr) {
+    way = *known;
   } else if (run_bytes >= kLongRun) {
     way.path = Path::driver;
   } else if (slot_run_bytes >= kLongRun) {

@@ -34,6 +34,10 @@ struct CudaTuning {
 
   // For a transfer with runs of these mean lengths.
   Way choose(Direction direction, std::uint64_t run_bytes, std::uint64_t slot_run_bytes) const;
+
+ private:
+  // What was measured for the class, or for the one like it that is nearest; nullptr if there is none.
+  const Way* measured(const RunClass& wanted) const;
 };
 
 // Checks the options and fills in what they leave open. Throws InvalidArgument, std::bad_alloc.

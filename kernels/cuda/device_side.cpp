@@ -50,7 +50,7 @@ DeviceSide::DeviceSide(std::shared_ptr<Device> on, const Layout& layout, const C
       driver_copies(driver(), layout, arena.range()),
       kernel_copies(*device, tiles, arena.device_address()),
       staged_copies(make_staged(*device, kernel_copies, arena.range(), layout, tuning)),
-      ways(tuning, *device, staged_copies.get(), counts) {
+      ways(tuning, *device, staged_copies.get(), arena.device_address(), counts) {
   // A device that cannot run the kernels shows it now, not in the first transfer.
   kernel_copies.launch_empty(lanes[0].stream());
   driver().check(driver().cuStreamSynchronize(lanes[0].stream()), "an empty launch of the kernels");

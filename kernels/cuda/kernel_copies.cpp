@@ -33,8 +33,7 @@ Taken KernelCopies::enqueue(Transfer& transfer, CUstream stream) const {
     bits |= batch.places[i].offset;
   }
   const auto width = static_cast<std::uint32_t>(bits & (~bits + 1));  // the lowest bit set
-  launch(batch, {width, transfer.path == Path::bulk_kernel && width == 16, transfer.thread_blocks},
-         stream);
+  launch(batch, {width, transfer.path == Path::bulk_kernel, transfer.thread_blocks}, stream);
   transfer.launched += batch.n_places;
   return {batch.n_places, transfer.launched == transfer.blocks.size()};
 }

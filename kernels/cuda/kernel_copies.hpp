@@ -21,8 +21,8 @@ class KernelCopies {
   // Launches every kernel this mover may use, with nothing to do. Throws DriverError.
   void launch_empty(CUstream stream) const;
 
-  // Enqueues the next blocks of the transfer, up to a full slice. Blocks whose addresses do not fit
-  // bulk copies go by the other kernel. Throws DriverError; then nothing was enqueued.
+  // Enqueues the next blocks of the transfer, up to a full slice. Throws DriverError; then nothing was
+  // enqueued.
   Taken enqueue(Transfer& transfer, CUstream stream) const;
 
   // The same for the next `blocks` blocks between pages and a segment of a ring instead of the arena;

@@ -73,6 +73,12 @@ std::int64_t Lane::nanoseconds_between(CUevent begin, CUevent end) const noexcep
   return std::max<std::int64_t>(1, static_cast<std::int64_t>(milliseconds * 1e6));
 }
 
+void Lane::wait() const noexcept {
+  for (CUstream stream : {first_stage_, stream_}) {
+    driver_.cuStreamSynchronize(stream);
+  }
+}
+
 TransferPtr Lane::drop() noexcept {
   TransferPtr transfer = std::move(slices_[oldest_].transfer);
   copies_ -= slices_[oldest_].copies;

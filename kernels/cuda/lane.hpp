@@ -40,6 +40,9 @@ class Lane {
   // the last slice of, with the time that it took, or nullptr. Throws DriverError if the device has failed.
   bool pop(TransferPtr& transfer);
 
+  // Waits until both streams are empty, or cannot be waited for because the context has failed.
+  void wait() const noexcept;
+
   // Forgets the oldest slice, whether it has ended or not. Not when empty.
   TransferPtr drop() noexcept;
 

@@ -21,6 +21,8 @@ namespace flexkv::cuda {
 enum class Path : std::uint8_t { driver, kernel, bulk_kernel, staged };
 constexpr std::size_t kPaths = 4;
 
+constexpr std::size_t index_of(Direction direction) { return static_cast<std::size_t>(direction); }
+
 struct SlotRuns;
 
 // What one slice has taken of a transfer.

@@ -38,20 +38,22 @@ class WayCounts {
 // Of one thread.
 class Ways {
  public:
-  // `staged`: nullptr if there is no ring.
+  // `staged`: nullptr if there is no ring. `arena`: its address as the device sees it.
   Ways(const CudaTuning& tuning, const Device& device, const StagedCopies* staged,
-       WayCounts& counts)
-      : tuning_(tuning), device_(device), staged_(staged), counts_(counts) {}
+       std::uint64_t arena, WayCounts& counts)
+      : tuning_(tuning), device_(device), staged_(staged), arena_(arena), counts_(counts) {}
 
   // Sets the transfer's path and what goes with it. Throws std::bad_alloc.
   void choose(Transfer& transfer);
 
  private:
-  Path possible(Path path, const SlotRuns& runs) const noexcept;
+  Path possible(Path path, const Transfer& transfer) const noexcept;
+  bool takes_bulk(const Transfer& transfer) const noexcept;
 
   const CudaTuning& tuning_;
   const Device& device_;
   const StagedCopies* staged_;
+  const std::uint64_t arena_;
   WayCounts& counts_;
   SlotRunTable slot_runs_;
 };

@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from flexkv.adapter.layers import split_layers
+from flexkv.layout import PlacedPlane
 from flexkv_kernels import Calibration, CudaChoice, CudaMode, Direction, calibrated
 from flexkv_kernels import cuda_calibration as calibration
 from flexkv_kernels.cuda_calibration import choose, choose_ring, classes_of
@@ -100,12 +103,16 @@ def test_pages_are_measured_in_the_shape_that_they_have() -> None:
 
 def test_whole_blocks_shares_and_layers_are_classes() -> None:
     load, store = Direction.LOAD, Direction.STORE
-    assert classes_of(PLANES, range(4, 8)) == [
-        TransferClass(load, 0, 8),
-        TransferClass(load, 0, 2),
+    planes = [plane for base in range(4) for plane in nhd_planes((1 + base) << 30)]
+    assert classes_of(planes, range(4, 8)) == [
+        TransferClass(load, 0, 32),
+        TransferClass(load, 0, 4),
         TransferClass(store, 4, 8),
     ]
     assert classes_of(PLANES[:1], range(0)) == [TransferClass(load, 0, 1)]
+    layers = {str(i): {planes[i][0], planes[i + 1][0]} for i in range(0, 32, HEADS)}
+    parts = split_layers([PlacedPlane(*plane) for plane in planes], layers)
+    assert parts.planes[0] == range(4)
 
 
 def test_a_device_is_measured_once_for_a_layout(fake: FakeCuda, tmp_path: Path) -> None:
@@ -149,7 +156,7 @@ def test_a_broken_file_is_measured_again(
     calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
     good = json.loads(path.read_text())
-    for content in (json.dumps(good | change), "", "[]", "null"):
+    for content in (json.dumps(good | change), "", "[]", "null", "[" * 100_000):
         path.write_text(content)
         before = fake.calls("cuLaunchKernel")
         calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
@@ -161,6 +168,23 @@ def test_a_cache_that_cannot_be_written_is_no_error(fake: FakeCuda, tmp_path: Pa
     (tmp_path / "file").touch()
     found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "file")
     assert found.choices
+
+
+def test_a_user_without_a_home_measures_at_each_start(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run as a user that its list of users does not have."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for _ in range(2):
+        before = fake.calls("cuLaunchKernel")
+        assert calibrated(0, PLANES, ALL, driver=fake.path).choices
+        assert fake.calls("cuLaunchKernel") > before
 
 
 @pytest.mark.parametrize("name", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyBatchAsync", "run"])

@@ -28,7 +28,7 @@ from kernels.tests.fake_cuda.fake_driver import (
     FakeCuda,
     FakeStream,
 )
-from kernels.tests.worlds import Flag, Memory, World, simple_world
+from kernels.tests.worlds import Flag, Memory, World, simple_world, until
 
 COPY = {
     CudaMode.DMA: "cuMemcpyBatchAsync",
@@ -137,6 +137,25 @@ def test_a_failed_device_fails_everything_and_hangs_nothing(  # noqa: PLR0917
     mover.close()
     assert mover.poll(tickets[0]) is Status.FAILED
     assert fake.live == live
+
+
+@pytest.mark.parametrize("mode", COPY)
+def test_nothing_has_failed_while_its_copies_may_run(
+    fake: FakeCuda, world: World, stream: FakeStream, mode: CudaMode
+) -> None:
+    """The driver does not say whether copies have ended, though it goes on copying. After a failure
+    the pages are used again, and a copy that comes later destroys what they hold then."""
+    mover = world.cuda_mover(fake.options(mode=mode))
+    stream.fill(world.pages.address, 0, 0)
+    ticket = mover.submit(Direction.LOAD, [1], [0], after=stream.handle)
+    until(lambda: fake.calls("cuEventQuery") > 0)
+    fake.fail("cuEventQuery", INVALID_VALUE)
+    assert mover.wait(ticket, 0.3) is Status.PENDING
+    stream.release()
+    assert mover.wait(ticket, 60) is Status.FAILED
+    with pytest.raises(RuntimeError, match=r"device no longer works.*\(1\)"):
+        mover.submit(Direction.LOAD, [1], [0])
+    mover.close()
 
 
 def test_a_handle_that_is_no_stream_is_refused(fake: FakeCuda, world: World) -> None:

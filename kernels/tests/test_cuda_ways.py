@@ -68,6 +68,42 @@ def test_a_measured_class_goes_the_way_that_was_chosen(fake: FakeCuda, chosen: C
     assert way(world, fake, Direction.STORE, choices=choices) is other
 
 
+@pytest.mark.parametrize(
+    ("run_bytes", "slot_run_bytes", "near"),
+    [
+        (4096, 64 * KIB, True),  # neighbours in the arena make runs of 256 KiB of these
+        (2048, 1024 * KIB, True),
+        (8192, 128 * KIB, True),
+        (4096, 32 * KIB, True),
+        (4096, 16 * KIB, False),
+        (1024, 128 * KIB, False),
+        (16384, 128 * KIB, False),
+    ],
+)
+def test_a_class_that_was_not_measured_goes_the_way_of_one_like_it(
+    fake: FakeCuda, run_bytes: int, slot_run_bytes: int, near: bool
+) -> None:
+    world = simple_world(num_blocks=4, page_bytes=4 * KIB, n_planes=16, slots=4)
+    blocks, offsets = [2, 0, 3, 1], range(0, 4 * world.span, world.span)
+    choices = (CudaChoice(Direction.LOAD, run_bytes, slot_run_bytes, CudaMode.TMA),)
+    with closing(world.cuda_mover(fake.options(choices=choices))) as mover:
+        assert mover.wait(mover.submit(Direction.LOAD, blocks, offsets), 60) is Status.DONE
+        counted = {mode: size for mode, size in mover.bytes_by_mode().items() if size}
+    assert counted == {CudaMode.TMA if near else CudaMode.STAGED: 4 * world.block_bytes}
+
+
+def test_of_classes_like_it_the_nearest_counts(fake: FakeCuda) -> None:
+    world = simple_world(num_blocks=4, page_bytes=4 * KIB, n_planes=16, slots=4)
+    choices = tuple(
+        CudaChoice(Direction.LOAD, 4096, size * KIB, mode)
+        for size, mode in ((64, CudaMode.KERNEL), (128, CudaMode.TMA), (1024, CudaMode.DMA))
+    )
+    blocks, offsets = [2, 0, 3, 1], range(0, 4 * world.span, world.span)
+    with closing(world.cuda_mover(fake.options(choices=choices))) as mover:
+        assert mover.wait(mover.submit(Direction.LOAD, blocks, offsets), 60) is Status.DONE
+        assert mover.bytes_by_mode()[CudaMode.TMA] == 4 * world.block_bytes
+
+
 def test_a_choice_has_thread_blocks_of_its_own(make_fake: MakeFake) -> None:
     fake = make_fake()
     world = simple_world(num_blocks=200, page_bytes=4 * KIB, n_planes=2, slots=200)
@@ -95,6 +131,26 @@ def test_a_way_that_is_impossible_is_counted(make_fake: MakeFake) -> None:
             counted = {mode: size for mode, size in mover.bytes_by_mode().items() if size}
             assert counted == {CudaMode.AUTO: size, CudaMode.KERNEL: size}
             assert mover.bytes_by_way() == dict.fromkeys(WAYS, 0) | {"kernel": size, FALLBACK: size}
+
+
+@pytest.mark.parametrize(("row_bytes", "shift"), [(4000, 8), (4096, 8), (4096, 0)])
+def test_bulk_copies_take_addresses_that_are_multiples_of_16(
+    fake: FakeCuda, row_bytes: int, shift: int
+) -> None:
+    """Where pages, slots or lengths are not, a plain kernel copies, and that is counted."""
+    offset = 0 if shift else 4  # of the block in the arena
+    planes = [Plane(shift, 8192, 1, row_bytes, row_bytes, 0)]
+    world = World(planes, 4, Memory(5 * 8192, seed=1), Memory(5 * 8192, seed=2))
+    with closing(world.cuda_mover(fake.options(mode=CudaMode.TMA))) as mover:
+        for place in (0, offset):
+            expected = world.after(Direction.LOAD, [2], [place])
+            assert mover.wait(mover.submit(Direction.LOAD, [2], [place]), 60) is Status.DONE
+            assert world.now() == expected
+        counted = {mode: size for mode, size in mover.bytes_by_mode().items() if size}
+    plain = {CudaMode.AUTO: 2 * row_bytes, CudaMode.KERNEL: 2 * row_bytes}
+    one = dict.fromkeys((CudaMode.AUTO, CudaMode.KERNEL, CudaMode.TMA), row_bytes)
+    assert counted == (plain if shift else one)
+    assert fake.calls("fkv_copy_bulk") == (1 if shift else 2)  # an empty launch at the start
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -241,6 +242,21 @@ def script(tmp_path: Path, body: str, seconds: float = 600) -> tuple[list[str], 
     return run_command([sys.executable, str(path)], seconds)
 
 
+def await_true(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_ended(stat: Path) -> bool:
+    """Whether the process of a file of /proc has ended; nobody may have waited for it yet."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_lines_are_shown_and_the_end_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,10 +282,26 @@ def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
     )
     assert script(tmp_path, body, 60)[1] == "exit status 0"
     stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
-    deadline = time.monotonic() + 60
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    await_true(lambda: has_ended(stat))
+
+
+def test_a_section_ends_with_the_command_that_began_it(tmp_path: Path) -> None:
+    """However the command ends: the next one would measure beside what the section copies."""
+    pid = tmp_path / "pid"
+    section = (
+        "import os, time; from integration.gpu.section import end_with_parent; end_with_parent();"
+        f"open({str(tmp_path / 'new')!r}, 'w').write(str(os.getpid()));"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(pid)!r}); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", section]
+    begin = f"from integration.gpu.running import run_command; run_command({command!r}, 600)"
+    with subprocess.Popen([sys.executable, "-c", begin], cwd=ROOT) as parent:
+        try:
+            await_true(pid.exists)
+        finally:
+            parent.kill()
+    stat = Path("/proc", pid.read_text(), "stat")
+    await_true(lambda: has_ended(stat))
 
 
 def test_every_section_has_a_limit() -> None:

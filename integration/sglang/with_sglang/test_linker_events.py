@@ -106,7 +106,7 @@ def test_after_a_flush_pages_are_told_again(world: World) -> None:
 def test_other_weights_end_all_pages(world: World) -> None:
     world.insert(TOKENS)
     (stored,) = world.events()
-    world.rank.side.weights_changed()
+    world.rank.side.weights_changed(flushed=True)
     (removed,) = world.events()
     assert isinstance(removed, BlockRemoved)
     assert (removed.medium, removed.block_hashes) == (CPU, stored.block_hashes)

@@ -105,7 +105,7 @@ typedef struct {
 
 // Ways of a CUDA mover's copies.
 enum {
-  FKV_CUDA_AUTO = 0,    // one of the others for each transfer, see load_crossover
+  FKV_CUDA_AUTO = 0,    // one of the others for each transfer, as `choices` name them
   FKV_CUDA_DMA = 1,     // copy engines, one descriptor for each run contiguous on both sides
   FKV_CUDA_KERNEL = 2,  // a kernel on a few multiprocessors
   FKV_CUDA_TMA = 3,     // a kernel over bulk copies (compute capability >= 9.0); blocks whose addresses
@@ -130,8 +130,9 @@ typedef struct {
 typedef struct {
   int32_t device;  // ordinal, as the driver numbers the devices it shows this process
   uint32_t mode;   // FKV_CUDA_*
-  // For FKV_CUDA_AUTO. Transfers of other classes go by DMA if their runs have 64 KiB or more, staged if
-  // their slot runs have, and else by FKV_CUDA_KERNEL.
+  // For FKV_CUDA_AUTO. A transfer of another class goes the way of the nearest one whose lengths differ by
+  // at most one power of two; those of 64 KiB and more count as equal. If there is none, it goes by DMA
+  // if its runs have 64 KiB or more, staged if its slot runs have, and else by FKV_CUDA_KERNEL.
   const fkv_cuda_choice* choices;
   uint32_t n_choices;
   uint32_t thread_blocks;  // optional: the most of one launch, that is, multiprocessors it occupies

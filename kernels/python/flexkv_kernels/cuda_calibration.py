@@ -20,7 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flexkv.mover import Direction
+from flexkv.directories import make_directories
+from flexkv.mover import LAYER_PARTS, Direction
 from flexkv_kernels.cuda_check import correct_modes
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device
 from flexkv_kernels.cuda_measure import Bench, Candidate, Sample, TransferClass
@@ -52,9 +53,6 @@ vLLM reports 12 of 132 for plain accesses, SGLang 4 of 152 for bulk copies."""
 ABOUT_AS_FAST = 0.97
 """A way that reaches this share of the fastest one's speed is chosen if it needs fewer
 multiprocessors, because those belong to the engine. Not tuned."""
-
-PARTS = 4
-"""The class of loads layer by layer is measured by a load of a fourth of the planes. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def calibrated(
     described = cuda_device(device, driver)
     classes = classes_of(planes, stored)
     path = _cache_path(described, planes, classes, cache_dir)
-    known = _read(path)
+    known = None if path is None else _read(path)
     if known is not None:
         return known
     try:
@@ -125,14 +123,15 @@ def calibrated(
         return _DMA_ONLY
     if found is None:
         raise ValueError(f"the driver's own copies move wrong bytes on CUDA device {device}")
-    _write(path, found)
+    if path is not None:
+        _write(path, found)
     return found
 
 
 def classes_of(planes: Sequence[PlaneTuple], stored: range) -> list[TransferClass]:
-    """The classes of an engine's transfers, each once: loads of all planes, loads of a part of
-    them, and stores of ``stored``. Classes without planes are left out."""
-    step = -(-len(planes) // PARTS)
+    """The classes of an engine's transfers, each once: loads of all planes, loads of as many as a
+    layer-wise load has in a part, and stores of ``stored``. Classes without planes are left out."""
+    step = -(-len(planes) // LAYER_PARTS)
     wanted = [
         TransferClass(Direction.LOAD, 0, len(planes)),
         TransferClass(Direction.LOAD, 0, step),
@@ -199,11 +198,15 @@ def _cache_path(
     planes: Sequence[PlaneTuple],
     classes: Sequence[TransferClass],
     cache_dir: Path | None,
-) -> Path:
+) -> Path | None:
+    """The file of a layout on a device; None if this user has no home, as some containers' have."""
     folder = cache_dir
     if folder is None:
         base = os.environ.get("XDG_CACHE_HOME", "")
-        folder = (Path(base) if base else Path.home() / ".cache") / "flexkv"
+        try:
+            folder = (Path(base) if base else Path.home() / ".cache") / "flexkv"
+        except RuntimeError:
+            return None
     first = min(plane[0] for plane in planes)
     shape = [(base - first, *rest) for base, *rest in planes]
     identity = f"{FORMAT}\0{device}\0{version('flexkv-kernels')}\0{shape}\0{classes}"
@@ -220,7 +223,7 @@ def _read(path: Path) -> Calibration | None:
             _size(document["ring_bytes"]),
             tuple(Sample(**_enums(entry)) for entry in document["samples"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return found
 
@@ -258,7 +261,7 @@ def _write(path: Path, found: Calibration) -> None:
     }
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directories(str(path.parent))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(document, file)

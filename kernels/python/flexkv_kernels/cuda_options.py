@@ -49,9 +49,11 @@ class CudaOptions:
 
     Attributes:
         mode: the way of all transfers.
-        choices: the ways of classes, for ``CudaMode.AUTO``. Transfers of other classes go by DMA if
-            their runs have 64 KiB or more. Otherwise they go staged if their runs in the arena have
-            that, and else by a kernel.
+        choices: the ways of classes, for ``CudaMode.AUTO``. A transfer of another class goes the
+            way of the nearest one whose lengths differ by at most one power of two. Lengths of
+            64 KiB and more count as equal. If there is none, transfers go by DMA if their runs have
+            64 KiB or more. Otherwise they go staged if their runs in the arena have that, and else
+            by a kernel.
         thread_blocks: the most multiprocessors that a kernel may occupy; 0 for the number in the
             choice.
         ring_bytes: bytes of the ring of each direction; 0 for the default.

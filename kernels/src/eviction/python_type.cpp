@@ -3,8 +3,7 @@
 // The type `HazardPolicy` for CPython, by the stable ABI: one library serves all versions from 3.11
 // on. A policy is called several times for each block, and a call through ctypes alone takes longer
 // than the policy may.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "python_type.hpp"
 
 #include <cstdint>
 #include <iterator>
@@ -14,7 +13,6 @@
 #include <vector>
 
 #include "flexkv/hazard_policy.h"
-#include "hazard.hpp"
 
 namespace {
 
@@ -22,6 +20,8 @@ using flexkv::eviction::Hazard;
 using flexkv::eviction::Hint;
 using flexkv::eviction::Key;
 using flexkv::eviction::Request;
+
+PyTypeObject* hazard_type = nullptr;
 
 struct Policy {
   PyObject_HEAD
@@ -300,4 +300,16 @@ PyType_Spec spec = {"flexkv_kernels.hazard.HazardPolicy", sizeof(Policy), 0, Py_
 }  // namespace
 
 // A new reference to the type; null, with an exception set, if it cannot be made.
-PyObject* fkv_hazard_policy_type(void) { return PyType_FromSpec(&spec); }
+PyObject* fkv_hazard_policy_type(void) {
+  PyObject* const type = PyType_FromSpec(&spec);
+  hazard_type = reinterpret_cast<PyTypeObject*>(type);
+  return type;
+}
+
+namespace flexkv::eviction {
+
+Hazard* hazard_of(PyObject* object) noexcept {
+  return Py_TYPE(object) == hazard_type ? &of(object) : nullptr;
+}
+
+}  // namespace flexkv::eviction

@@ -117,7 +117,16 @@ std::uint16_t Rates::class_of(const Factors& factors) {
   current_.add_class();
   numbers_.emplace(name, number);
   value(number);
+  orders_.push_back(learned_ ? number : first_worth_as(number));
   return number;
+}
+
+std::uint16_t Rates::first_worth_as(std::uint16_t number) const noexcept {
+  std::uint16_t other = 0;
+  while (worths_[other] != worths_[number]) {
+    ++other;
+  }
+  return other;
 }
 
 void Rates::note(std::uint16_t number, float age, float weight, float back) {
@@ -152,6 +161,7 @@ void Rates::learn(std::uint32_t requests) {
   for (std::size_t c = 0; c < classes_.size(); ++c) {
     value(c);
   }
+  learned_ = true;
 }
 
 float Rates::product_of(const Class& one) const noexcept {

@@ -79,6 +79,14 @@ class Rates {
     return classes_[number].factors;
   }
 
+  // The class in whose order the blocks of this one leave: before anything is learned, the first of
+  // those that are worth the same, so that the block used longest ago leaves as with LRU.
+  std::uint16_t order_of(std::uint16_t number) const noexcept {
+    return learned_ ? number : orders_[number];
+  }
+
+  bool learned() const noexcept { return learned_; }
+
   // What keeping a block of this class is worth at an age of that bin: hits per second of keeping.
   float worth(std::uint16_t number, std::uint8_t bin) const noexcept { return worths_[number][bin]; }
 
@@ -108,6 +116,7 @@ class Rates {
   void fit_levels(const std::vector<float>& by_class);
   void fit_shapes();
   void value(std::size_t number);
+  std::uint16_t first_worth_as(std::uint16_t number) const noexcept;
   float product_of(const Class& one) const noexcept;
 
   std::vector<std::vector<float>> priors_;
@@ -118,6 +127,8 @@ class Rates {
   std::vector<Row> events_;
   std::vector<Row> exposure_;  // while it learns
   std::vector<Row> worths_;
+  std::vector<std::uint16_t> orders_;  // see `order_of`
+  bool learned_ = false;
   Exposure ended_;
   Exposure current_;
   std::unordered_map<std::uint64_t, std::uint16_t> numbers_;

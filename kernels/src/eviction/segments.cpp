@@ -160,12 +160,31 @@ void Segments::learn(std::uint32_t requests) {
       current.add(segment.number, age(segment), segment.weight());
     }
   }
+  const bool first = !rates_.learned();
   rates_.learn(requests);
+  if (first) {
+    list_again();
+    return;
+  }
   for (Ranked& each : heap_) {
     each.worth = rates_.worth(static_cast<std::uint16_t>(each.list / kBins),
                               static_cast<std::uint8_t>(each.list % kBins));
   }
   std::make_heap(heap_.begin(), heap_.end());
+}
+
+// Each class has lists of its own from now on.
+void Segments::list_again() {
+  std::ranges::fill(lists_, Ends{});
+  ranked_.assign(ranked_.size(), false);
+  heap_.clear();
+  for (const Ends& bin : bins_) {
+    for (std::uint32_t live = bin.first; live != kNone; live = live_[live].newer) {
+      if (live_[live].listed) {
+        enter_list(live);
+      }
+    }
+  }
 }
 
 void Segments::enter_bin(std::uint32_t live, std::uint8_t bin) {

@@ -137,13 +137,14 @@ class Segments {
   };
 
   std::uint32_t list_of(std::uint16_t number, std::uint8_t bin) const noexcept {
-    return static_cast<std::uint32_t>(number * kBins + bin);
+    return static_cast<std::uint32_t>(rates_.order_of(number) * kBins + bin);
   }
   void enter_bin(std::uint32_t live, std::uint8_t bin);
   void leave_bin(std::uint32_t live);
   void enter_list(std::uint32_t live);
   void leave_list(std::uint32_t live);
   void rank(std::uint32_t list);
+  void list_again();
 
   Rates& rates_;
   std::vector<Segment> segments_;

@@ -14,15 +14,15 @@ enum class State : std::uint8_t { writing, ready, dropped };
 struct Block {
   PyObject_HEAD
   PyObject* key;  // owned; bytes
+  State state;    // beside the key: a lookup reads both, seldom from the processor's caches
+  int slot;
   Block* parent;  // owned; the block that it builds on, or null
   Py_hash_t hash;
   long long used;     // number of its last use
   long long leaving;  // its `used` when `lease_victim` leased it, or 0
-  int slot;
   int leases;
   int pins;
   int children;  // blocks with a slot that build on it, without those that `lease_victim` leased
-  State state;
 
   // Whether the block may be evicted. The policy knows every other block as held.
   bool evictable() const noexcept {

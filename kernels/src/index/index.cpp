@@ -68,7 +68,7 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::reserve(PyObject* key, PyObject* after, Block* near) {
+Block* Index::reserve(PyObject* key, PyObject* after, Block* near, bool must) {
   const Py_hash_t hash = hash_of(key);
   if (table_.find(key, hash) != nullptr) {
     return nullptr;
@@ -84,7 +84,7 @@ Block* Index::reserve(PyObject* key, PyObject* after, Block* near) {
   auto* const block = reinterpret_cast<Block*>(made.get());
   // Held from now on: the parent must not be evicted to make room for its child.
   attach(block);
-  block->slot = take_slot(key);
+  block->slot = take_slot(must ? nullptr : key);
   if (block->slot < 0) {
     detach(block);
     return nullptr;
@@ -236,7 +236,8 @@ void Index::end_lease(Block* block) {
   }
 }
 
-// A slot for the block of this key: a free one, or that of a victim; -1 if there is none.
+// A slot for the block of this key, or of any if null: a free one, or that of a victim; -1 if there
+// is none.
 int Index::take_slot(PyObject* newcomer) {
   if (!free_.empty()) {
     const int slot = free_.back();

@@ -51,14 +51,16 @@ class Index {
   void release_unused(const std::vector<Block*>& blocks);
 
   // A new reference to a block in state writing, or null: see BlockIndex.reserve. `after` may be
-  // null. `near` is a block in the index, which may be that of `after`, or null.
-  Block* reserve(PyObject* key, PyObject* after, Block* near);
+  // null. `near` is a block in the index, which may be that of `after`, or null. If `must`, the
+  // policy does not compare the block with those that could make room for it.
+  Block* reserve(PyObject* key, PyObject* after, Block* near, bool must);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
   void drop(Block* block);
   Block* pin(PyObject* key);
   void unpin(Block* block);
+  bool has_room() { return !free_.empty() || policy_->victim(nullptr) != nullptr; }
   Block* lease_victim();
   void retire(Block* block);
   void hit(const Items& keys, PyObject* context);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <memory>
+#include <string_view>
 
+#include "../eviction/python_type.hpp"
 #include "object.hpp"
 #include "policy.hpp"
 
@@ -8,7 +10,7 @@ namespace flexkv::index {
 
 namespace {
 
-class PythonPolicy final : public Policy {
+class PythonPolicy : public Policy {
  public:
   PythonPolicy(PyObject* policy, const BlockTable& table)
       : table_(table),
@@ -49,20 +51,27 @@ class PythonPolicy final : public Policy {
 
   Block* victim(PyObject* newcomer) override {
     const Reference key = newcomer == nullptr ? call(victim_) : call(victim_, newcomer);
-    if (key.get() == Py_None) {
-      return nullptr;
-    }
-    Block* const block = table_.find(key.get());
-    if (block == nullptr || !block->evictable()) {
-      PyErr_SetObject(PyExc_KeyError, key.get());
-      throw PythonError{};
-    }
-    return block;
+    return key.get() == Py_None ? nullptr : evictable_of(key.get());
   }
 
   void clear() override { call(clear_); }
 
   bool follows_requests() const noexcept override { return true; }
+
+ protected:
+  [[noreturn]] static void unknown(PyObject* key) {
+    PyErr_SetObject(PyExc_KeyError, key);
+    throw PythonError{};
+  }
+
+  // The block that a policy chose by this key.
+  Block* evictable_of(PyObject* key) const {
+    Block* const block = table_.find(key);
+    if (block == nullptr || !block->evictable()) {
+      unknown(key);
+    }
+    return block;
+  }
 
  private:
   static Reference method(PyObject* policy, const char* name) {
@@ -89,9 +98,72 @@ class PythonPolicy final : public Policy {
   const Reference clear_;
 };
 
+// The same for `hazard`, without a call of Python for each block: a step of an engine waits for it.
+class HazardPolicy final : public PythonPolicy {
+ public:
+  HazardPolicy(PyObject* policy, const BlockTable& table, eviction::Hazard& hazard)
+      : PythonPolicy(policy, table), hazard_(hazard) {}
+
+  void inserted(Block* block) override {
+    const eviction::Key after = block->parent == nullptr ? eviction::Key() : key_of(block->parent);
+    if (!hazard_.inserted(key_of(block), block->parent == nullptr ? nullptr : &after)) {
+      PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
+      throw PythonError{};
+    }
+    Py_INCREF(block->key);
+  }
+
+  void hit(Block*, PyObject*) override {}
+  void touched(Block*) override {}
+
+  void held(Block* block) override {
+    if (!hazard_.held(key_of(block))) {
+      unknown(block->key);
+    }
+  }
+
+  void released(Block* block) override {
+    if (!hazard_.released(key_of(block))) {
+      unknown(block->key);
+    }
+  }
+
+  void evicted(Block* block) override {
+    auto* const object = static_cast<PyObject*>(hazard_.evicted(key_of(block)));
+    if (object == nullptr) {
+      unknown(block->key);
+    }
+    Py_DECREF(object);
+  }
+
+  Block* victim(PyObject* newcomer) override {
+    const eviction::Key key = newcomer == nullptr ? eviction::Key() : key_of(newcomer);
+    auto* const object =
+        static_cast<PyObject*>(hazard_.victim(newcomer == nullptr ? nullptr : &key));
+    return object == nullptr ? nullptr : evictable_of(object);
+  }
+
+ private:
+  static eviction::Key key_of(PyObject* key) {
+    char* data = nullptr;
+    Py_ssize_t size = 0;
+    if (PyBytes_AsStringAndSize(key, &data, &size) != 0) {
+      throw PythonError{};
+    }
+    return {std::string_view(data, static_cast<std::size_t>(size)), key};
+  }
+
+  static eviction::Key key_of(const Block* block) { return key_of(block->key); }
+
+  eviction::Hazard& hazard_;  // the policy's, which the index keeps alive
+};
+
 }  // namespace
 
 std::unique_ptr<Policy> make_policy(PyObject* policy, const BlockTable& table) {
+  if (eviction::Hazard* const hazard = eviction::hazard_of(policy); hazard != nullptr) {
+    return std::make_unique<HazardPolicy>(policy, table, *hazard);
+  }
   return std::make_unique<PythonPolicy>(policy, table);
 }
 

@@ -48,9 +48,10 @@ Reference block_or_none(Block* block) {
   return share(block == nullptr ? Py_None : object_of(block));
 }
 
-void need_arguments(Py_ssize_t count, Py_ssize_t needed) {
-  if (count != needed) {
-    PyErr_Format(PyExc_TypeError, "%zd arguments; allowed: %zd", count, needed);
+void need_arguments(Py_ssize_t count, Py_ssize_t needed, Py_ssize_t optional = 0) {
+  if (count < needed || count > needed + optional) {
+    PyErr_Format(PyExc_TypeError, "%zd arguments; allowed: %zd to %zd", count, needed,
+                 needed + optional);
     throw PythonError{};
   }
 }
@@ -135,14 +136,15 @@ PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 2);
     PyObject* const after = args[1] == Py_None ? nullptr : args[1];
-    Block* const block = of(self).reserve(args[0], after, nullptr);
+    Block* const block = of(self).reserve(args[0], after, nullptr, true);
     return block == nullptr ? none() : own(object_of(block));
   });
 }
 
 PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    need_arguments(count, 3);
+    need_arguments(count, 3, 1);
+    const bool must = count == 4 && args[3] == Py_True;
     const Items keys(args[0]);
     const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
     std::vector<Py_ssize_t> begins = numbers_of(args[2]);
@@ -152,7 +154,7 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     for (const Py_ssize_t position : positions) {
       const bool is_first = std::binary_search(begins.begin(), begins.end(), position);
       PyObject* const after = is_first ? nullptr : keys[position - 1];
-      Block* const block = of(self).reserve(keys[position], after, last);
+      Block* const block = of(self).reserve(keys[position], after, last, must);
       if (block != nullptr) {
         const Reference kept = own(object_of(block));
         if (PyList_Append(made.get(), kept.get()) != 0) {
@@ -259,6 +261,10 @@ PyObject* get_blocks(PyObject* self, void*) {
   });
 }
 
+PyObject* get_has_room(PyObject* self, void*) {
+  return guarded([&] { return share(of(self).has_room() ? Py_True : Py_False); });
+}
+
 PyObject* get_changed(PyObject* self, void*) { return share(of(self).changed()).release(); }
 
 template <auto method>
@@ -337,6 +343,7 @@ PyMethodDef methods[] = {
 PyGetSetDef properties[] = {
     {"num_slots", get_number<&Index::slots>, nullptr, nullptr, nullptr},
     {"free_slots", get_number<&Index::free_slots>, nullptr, nullptr, nullptr},
+    {"has_room", get_has_room, nullptr, nullptr, nullptr},
     {"evictions", get_number<&Index::evictions>, nullptr, nullptr, nullptr},
     {"pinned_blocks", get_number<&Index::pinned>, nullptr, nullptr, nullptr},
     {"changed", get_changed, nullptr, nullptr, nullptr},

@@ -3,28 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flexkv.adapter.cost import Span
 from flexkv_sglang import hooks
+from flexkv_sglang.key_epoch import KeyEpoch
 
 
 class Side:
     """A side for which these requests wait."""
 
     may_wait = True
-    records = False
 
     def __init__(self, *waiting: str) -> None:
         self.waiting = waiting
         self.asked: list[str] = []
-        self.weights = 0
+        self.weights: list[bool] = []
+        self.epoch = KeyEpoch()
         self.spans: list[list[Span]] = []
         self.counted: list[tuple[list[str], list[str]]] = []
+        self.own: list[list[str]] = []
         self.before: str | None = "unset"
         self.leads = True
 
@@ -34,14 +37,23 @@ class Side:
     def held(self, rids: Sequence[str]) -> list[bool]:
         return [rid in self.waiting for rid in rids]
 
-    def weights_changed(self) -> None:
-        self.weights += 1
+    def weights_changed(self, *, flushed: bool) -> None:
+        self.weights.append(flushed)
 
-    def scheduled(self, rids: Sequence[str], waiting: Sequence[str]) -> None:
-        self.counted.append((list(rids), list(waiting)))
+    def scheduled(
+        self,
+        requests: Sequence[Any],
+        waiting: Sequence[Any],
+        own_hashes: Callable[[Any], Sequence[str]],
+    ) -> None:
+        self.counted.append((rids(requests), rids(waiting)))
+        self.own = [list(own_hashes(each)) for each in requests if hasattr(each, "last_node")]
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
         self.spans.append(list(spans))
+
+    def await_copies(self) -> None:
+        self.asked.append("await copies")
 
     def builds_on(self, before: str | None) -> None:
         self.before = before
@@ -154,9 +166,13 @@ def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:
     assert side.asked == []
 
 
+@pytest.mark.parametrize("flushes", [0, 2])
 @pytest.mark.parametrize("fails", [False, True])
-def test_other_weights_end_what_was_stored(side: Side, fails: bool) -> None:
+def test_other_weights_end_what_was_stored(side: Side, fails: bool, flushes: int) -> None:
+    side.epoch.flushes = 3
+
     def update(updater: object, request: str) -> str:
+        side.epoch.flushes += flushes
         if fails:
             raise RuntimeError("half of the weights are there")
         return request
@@ -166,7 +182,28 @@ def test_other_weights_end_what_was_stored(side: Side, fails: bool) -> None:
             hooks.update_weights(update, object(), "request")
     else:
         assert hooks.update_weights(update, object(), "request") == "request"
-    assert side.weights == 1
+    assert side.weights == [flushes > 0]
+
+
+def test_each_call_that_may_change_weights_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`integration/sglang/with_sglang` compares the names with SGLang's own."""
+    hooked: dict[str, Any] = {}
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookType = SimpleNamespace(AROUND="around")  # type: ignore[attr-defined]
+    registry.HookRegistry = SimpleNamespace(  # type: ignore[attr-defined]
+        register=lambda target, hook, _: hooked.update({target: hook}), apply_hooks=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(hooks, "_sides", [])
+    hooks.serve(Side())  # type: ignore[arg-type]
+    assert hooked.pop(f"{hooks._UPDATER}.release_memory_occupation") is hooks.release_memory
+    updates = {name.rpartition(".")[2] for name, hook in hooked.items() if "updater" in name}
+    assert updates == {
+        *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+        "begin_weight_update",
+        "end_weight_update",
+    }
+    assert {hooked[f"{hooks._UPDATER}.{name}"] for name in updates} == {hooks.update_weights}
 
 
 @pytest.mark.parametrize(("device", "spans"), [("cpu", [[Span(16, 40)]]), ("cuda", [])])
@@ -191,6 +228,27 @@ def test_a_batch_is_counted_with_those_that_still_wait(side: Side) -> None:
     assert side.counted == [(["a"], ["b"])]
 
 
+@pytest.mark.parametrize(("session", "own"), [(None, ["a", "b", "c"]), ("streamed", [])])
+def test_the_pages_that_sglang_has_itself_are_known(
+    side: Side, session: str | None, own: list[str]
+) -> None:
+    scheduler = scheduler_of(side)
+    core = SimpleNamespace(get_hash_values={7: ["c"]}.get)
+    scheduler.tree_cache = SimpleNamespace(
+        get_prefix_hash_values={7: ["a", "b"]}.get, tree_core=core
+    )
+    request = SimpleNamespace(rid="a", prefix_len=12, extend_end=16, last_node=7, session=session)
+    hooks.schedule(lambda scheduler: (SimpleNamespace(reqs=[request]), ""), scheduler)
+    assert side.own == [own]
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_step_without_prompts_is_followed_where_the_cache_is(side: Side, leads: bool) -> None:
+    side.leads = leads
+    hooks.schedule(lambda scheduler: NOTHING, scheduler_of(side, "a"))
+    assert side.counted == [([], ["a"])] * leads
+
+
 @pytest.mark.parametrize(("prefix", "before"), [(["a", "b"], "b"), ([], None)])
 def test_pages_are_stored_behind_those_that_they_build_on(
     side: Side, prefix: list[str], before: str | None
@@ -203,3 +261,12 @@ def test_pages_are_stored_behind_those_that_they_build_on(
 
 def test_an_unknown_tree_stores_all_the_same(side: Side) -> None:
     assert hooks.offload(lambda *given: "stored", object(), 7, ["pages"]) == "stored"
+
+
+def test_copies_end_before_sglang_releases_its_memory(side: Side) -> None:
+    def release(updater: object, request: str) -> str:
+        side.asked.append(request)
+        return "released"
+
+    assert hooks.release_memory(release, None, "release") == "released"
+    assert side.asked == ["await copies", "release"]

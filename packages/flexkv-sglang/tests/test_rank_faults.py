@@ -28,7 +28,7 @@ LEADS = [
     Fault("schedule", "_awaited", "held"),
     Fault("schedule", "_chooser", "choose_load"),
     Fault("load", "_cache", "load"),
-    Fault("load", "_cache", "record"),
+    Fault("load", "_queries", "loaded"),
     Fault("load", "_awaited", "end"),
 ]
 """On the rank that decides."""

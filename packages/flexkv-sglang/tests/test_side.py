@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from sglang_requests import Request
 from sglang_world import Rank, hashes_of, same
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser
 from flexkv.adapter.metrics import INTERNAL_FAILURES
+from flexkv_sglang.side import RankSide
 
 MakeRank = Callable[..., Rank]
+
+
+def schedule(side: RankSide, *rids: str, waiting: Sequence[str] = ()) -> None:
+    """SGLang computes requests of these ids next."""
+    batch, queue = ([Request(rid, [1] * 9) for rid in each] for each in (rids, waiting))
+    side.scheduled(batch, queue, lambda request: [])
 
 
 def test_a_prefix_is_found_up_to_its_first_missing_page(make_rank: MakeRank) -> None:
@@ -153,6 +161,7 @@ def test_after_a_reset_nothing_writes_and_the_blocks_are_still_there(make_rank: 
     assert rank.side.load("other", hashes_of("other", 2), [7, 8])
     rank.side.offload(hashes, [1, 2])
     rank.side.reset()
+    assert not rank.side._worker._stores  # none was left to end by itself
     assert rank.side.ended_offloads() == 0
     assert rank.side.start_batch() == -1
     rank.fill([1, 2], seed=2)  # SGLang uses the pages for others
@@ -164,10 +173,28 @@ def test_what_other_weights_computed_is_not_found(make_rank: MakeRank) -> None:
     rank = make_rank()
     hashes = hashes_of("a", 2)
     rank.store(hashes, [1, 2])
-    rank.side.weights_changed()
+    rank.side.weights_changed(flushed=True)
     assert rank.side.lookup("r", hashes) == []
     rank.store(hashes, [3, 4])
     assert rank.side.lookup("r", hashes) == [1, 2]
+
+
+def test_what_was_computed_behind_pages_of_other_weights_is_not_found_after_a_flush(
+    make_rank: MakeRank,
+) -> None:
+    """SGLang keeps its own pages over an update of weights, until it is told to flush them."""
+    rank = make_rank()
+    hashes = hashes_of("a", 4)
+    rank.store(hashes[:2], [1, 2])
+    rank.side.weights_changed(flushed=False)
+    rank.store(hashes[2:], [3, 4])
+    assert rank.side.lookup("r", hashes[2:]) == [1, 2]
+    rank.side.reset()
+    assert rank.side.lookup("r", hashes[2:]) == []
+    # From here on, SGLang computes all pages anew.
+    rank.store(hashes, [5, 6, 7, 8])
+    rank.side.reset()
+    assert rank.side.lookup("r", hashes) == [1, 2, 3, 4]
 
 
 def test_short_hits_are_computed(make_rank: MakeRank) -> None:
@@ -200,7 +227,7 @@ def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
     hashes = hashes_of("a", 2)
     for _ in range(2):  # as SGLang does as long as the request waits
         rank.side.lookup("r", hashes)
-    rank.side.scheduled(["r"], ["s"])
+    schedule(rank.side, "r")
     rank.store(hashes, [1, 2])
     rank.side.lookup("s", hashes)
     rank.load("s", hashes, [3, 4])
@@ -281,7 +308,7 @@ def test_requests_that_leave_are_forgotten(make_rank: MakeRank) -> None:
     side = make_rank().side
     for number in range(1000):
         side.lookup(f"r {number}", hashes_of("a", 2))
-        side.scheduled([], ["r 0"])
-    side.scheduled(["r 0", "r 999", "r 500"], [])
+        schedule(side, "r 1001", waiting=["r 0"])
+    schedule(side, "r 0", "r 999", "r 500")
     # One page of 4 tokens; the last one is too young, the other one had left.
     assert side.take_samples()["query_tokens:host"] == 2 * 8

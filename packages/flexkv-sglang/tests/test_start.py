@@ -10,6 +10,12 @@ import pytest
 from sglang_world import Rank
 
 
+def test_auto_follows_requests(make_rank: Callable[..., Rank], made_policies: list[str]) -> None:
+    make_rank(settings={"eviction_policy": "auto"})
+    make_rank()
+    assert made_policies == ["hazard", "lru"]
+
+
 @pytest.mark.parametrize(("page_size", "advised"), [(4, True), (64, False)])
 def test_larger_pages_are_advised_where_there_are_any(
     make_rank: Callable[..., Rank],

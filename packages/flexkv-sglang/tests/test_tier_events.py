@@ -157,7 +157,7 @@ def test_other_weights_end_all_pages(subscribe: Callable[..., Subscriber]) -> No
     subscriber = subscribe()
     subscriber.offload("a", 3)
     subscriber.listen()
-    subscriber.rank.side.weights_changed()
+    subscriber.rank.side.weights_changed(flushed=True)
     told = subscriber.listen()
     assert [each.stored for each in told] == [False] * 3
     assert not subscriber.known
@@ -168,7 +168,7 @@ def test_other_weights_end_all_pages(subscribe: Callable[..., Subscriber]) -> No
 def test_pages_of_old_weights_are_not_told(subscribe: Callable[..., Subscriber]) -> None:
     subscriber = subscribe()
     subscriber.offload("a", 3)
-    subscriber.rank.side.weights_changed()
+    subscriber.rank.side.weights_changed(flushed=True)
     assert subscriber.listen() == []
 
 
@@ -176,7 +176,7 @@ def test_pages_of_new_weights_are_told_on_disk_too(
     subscribe: Callable[..., Subscriber], disk: dict[str, Any]
 ) -> None:
     subscriber = subscribe(**disk)
-    subscriber.rank.side.weights_changed()
+    subscriber.rank.side.weights_changed(flushed=True)
     subscriber.offload("a", 3)
     subscriber.wait_for(DISK, set(numbers_of("a", 3)))
 

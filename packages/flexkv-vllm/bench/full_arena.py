@@ -7,7 +7,6 @@ Runs vLLM's real scheduler over the tests' world without a model; copies end at 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import random
 import statistics
@@ -20,13 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from engine_world import BLOCK_TOKENS, World, random_prompt
+from stopwatch import Stopwatch, leave_out_workers, no_forward
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from flexkv.mover import Status
 from flexkv.presence import Presence
 
 PROMPT_BLOCKS = 1312
@@ -47,88 +47,6 @@ STORING = {
 """Calls that a long prompt's stores make long. With a disk, writes begin once the stores end."""
 _ANSWER_BLOCKS = 24
 CONTEXT = 1 << 16
-CALLS = (
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished_all_groups",
-    "on_new_request",
-    "get_kv_connector_stats",
-    "get_external_cache_hit_sources",
-    "take_events",
-)
-"""Of vLLM's calls, those that take longer the more blocks there are. `update_connector_output`
-sees what has ended of copies."""
-
-
-class Stopwatch:
-    """Microseconds spent in each of the connector's calls, in order."""
-
-    def __init__(self, connector: Any) -> None:
-        self.taken: dict[str, list[float]] = {}
-        for name in CALLS:
-            if hasattr(connector, name):
-                setattr(connector, name, self._timed(name, getattr(connector, name)))
-
-    def total(self, *names: str) -> float:
-        """Of these calls since `clear`; of all if none is named."""
-        return sum(sum(self.taken.get(name, ())) for name in names or self.taken)
-
-    def clear(self) -> None:
-        self.taken.clear()
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*args)
-            taken = time.perf_counter() - start
-            self.taken.setdefault(name, []).append(taken * 1e6)
-            return result
-
-        return timed
-
-
-class InstantMover:
-    """Says that every copy is done as it begins."""
-
-    def __init__(self) -> None:
-        self._tickets = 0
-
-    def submit(
-        self,
-        direction: Any,
-        engine_blocks: Any,
-        offsets: Any,
-        after: int = 0,
-        flag_address: int = 0,
-        *,
-        planes: Any = None,
-        mark: int = 0,
-    ) -> int:
-        if flag_address:
-            ctypes.c_uint32.from_address(flag_address).value = Status.DONE
-        self._tickets += 1
-        return self._tickets
-
-    def poll(self, ticket: int) -> Status:
-        return Status.DONE
-
-    def wait(self, ticket: int, seconds: float) -> Status:
-        return Status.DONE
-
-    def copy_seconds(self, ticket: int) -> float | None:
-        return None
-
-    def bytes_by_way(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-def _no_forward(*args: Any) -> None:
-    """Nothing is computed."""
 
 
 def run(repeats: int = 101) -> list[dict[str, Any]]:
@@ -172,11 +90,7 @@ def _in_world(measure: Callable[[World], Any], **options: Any) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         world = World(Path(directory), budget=32768, context=CONTEXT, **options)
         try:
-            for rank in world.ranks:
-                side: Any = rank.side  # type: ignore[attr-defined]
-                side._copies.mover.close()
-                side._copies.mover = InstantMover()
-                type(rank).forward = _no_forward  # type: ignore[method-assign]
+            leave_out_workers(world)
             gc.collect()
             gc.freeze()  # as vLLM does
             return measure(world)
@@ -267,7 +181,7 @@ def _offloaded(repeats: int) -> dict[str, list[float]]:
             context=CONTEXT,
         )
         try:
-            type(world.ranks[0]).forward = _no_forward  # type: ignore[method-assign]
+            type(world.ranks[0]).forward = no_forward  # type: ignore[method-assign]
             watch = Stopwatch(world.connector)
             while world.cache._index.free_slots:
                 world.generate(_prompt(rng), max_tokens=1)

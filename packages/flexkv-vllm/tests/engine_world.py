@@ -25,8 +25,10 @@ from connector_rank import ConnectorRank, each_thread_is_a_worker, flexkv_of
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
 from late_mover import LateMover
 from patience import wait_until
+from pauses import pause
 from ranks import AdapterRank, Rank
 from staged_workers import StagedWorkers, Step
+from standstill import step_to_end
 from texts import Text
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -406,8 +408,12 @@ class World(StagedWorkers):
         self.scheduler.update_draft_token_ids(DraftTokenIds(running, drafts))
 
     def run(self) -> None:
-        """Step until all requests have ended."""
-        wait_until(self._is_idle, self.step)
+        """Step until all requests have ended.
+
+        Raises:
+            AssertionError: they never do.
+        """
+        step_to_end(self)
 
     def generate(
         self,
@@ -447,9 +453,9 @@ class World(StagedWorkers):
 
     def restart(self, *, reset_connector: bool) -> bool:
         """Have vLLM begin all that runs anew, with nothing in its prefix cache. False if it refuses
-        to: it does while a load or a held block is under way."""
-        while self.steps:
-            self.finish_step()  # vLLM pauses its engine before
+        to, as while a load or a held block is under way, or would lose tokens."""
+        if not pause(self):
+            return False
         try:
             return self.scheduler.reset_prefix_cache(
                 reset_running_requests=True, reset_connector=reset_connector
@@ -463,7 +469,8 @@ class World(StagedWorkers):
             text = self.texts[request_id]
             assert tokens == text.upto(text.prompt_tokens + len(tokens))[text.prompt_tokens :]
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether all requests have ended, and nothing is held for any."""
         # vLLM before 0.22 may rest while blocks of requests that have ended are held, until the
         # next request comes. Here the copies are seen to their end.
         held = self.scheduler.requests

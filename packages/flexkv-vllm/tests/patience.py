@@ -10,14 +10,22 @@ PATIENCE_SECONDS = 120.0
 """What has not happened by then never will, however busy the machine is."""
 
 
-def wait_until(condition: Callable[[], object], act: Callable[[], object]) -> None:
+def _unknown() -> str:
+    return "what is waited for does not happen"
+
+
+def wait_until(
+    condition: Callable[[], object],
+    act: Callable[[], object],
+    describe: Callable[[], str] = _unknown,
+) -> None:
     """Do `act` again and again until `condition` holds.
 
     Raises:
-        AssertionError: it never does.
+        AssertionError: it never does; with the text of `describe`.
     """
     end = time.perf_counter() + PATIENCE_SECONDS
     while not condition():
-        assert time.perf_counter() < end, "what is waited for does not happen"
+        assert time.perf_counter() < end, describe()
         act()
         time.sleep(0)  # lets others run

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from world_config import PLUGIN, make_config
 
@@ -83,6 +86,8 @@ def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -
         ("cache_config", "cache_dtype", "another"),
         ("cache_config", "block_size", 7),
         ("cache_config", "prefix_caching_hash_algo", "another"),
+        ("cache_config", "mamba_cache_dtype", "float16"),
+        ("cache_config", "mamba_ssm_cache_dtype", "float16"),
         ("load_config", "load_format", "another"),
     ],
 )
@@ -93,6 +98,90 @@ def test_each_part_of_the_configuration_makes_another_model(
     # vLLM's classes would check the value.
     object.__setattr__(getattr(config, part), name, value)
     assert identity.model_identity(config) != before
+
+
+@pytest.mark.parametrize("kind", ["longrope", "yarn"])
+def test_the_longest_context_counts_where_it_chooses_the_factors(
+    config: VllmConfig, kind: str
+) -> None:
+    """vLLM's LongRoPE has two sets of factors, and takes one for all positions."""
+    config.model_config.hf_config.rope_parameters = {"rope_type": kind, "factor": 4.0}
+    before = identity.model_identity(config)
+    object.__setattr__(config.model_config, "max_model_len", 100)
+    assert (identity.model_identity(config) != before) == (kind == "longrope")
+
+
+def see(config: VllmConfig, **settings: Any) -> None:
+    """Let the model of `config` see, with these settings of vLLM's."""
+    config.model_config.multimodal_config = MultiModalConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mm_processor_kwargs": {"num_crops": 4}},
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+        {"video_pruning_rate": 0.5},
+    ],
+)
+def test_what_is_seen_of_an_image_counts(config: VllmConfig, settings: dict[str, Any]) -> None:
+    names = []
+    for given in ({}, {"mm_processor_cache_gb": 1}, settings):
+        see(config, **given)
+        names.append(identity.model_identity(config))
+    assert names[0] == names[1] != names[2]
+
+
+def test_the_files_of_a_processor_count_where_the_model_sees(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "model" / "preprocessor_config.json"
+    text, seeing = [], []
+    for size in (224, 224, 448):
+        file.write_text(f'{{"size": {size}}}')
+        config.model_config.multimodal_config = None
+        text.append(identity.model_identity(config))
+        see(config)
+        seeing.append(identity.model_identity(config))
+    assert text[0] == text[1] == text[2]
+    assert seeing[0] == seeing[1] != seeing[2]
+
+
+CACHES = pytest.mark.parametrize(("own_gb", "processor_gb"), [(0, 0), (1, 0), (0, 1)])
+"""vLLM's prefix cache and its cache of processed images; neither or one of them."""
+
+
+@CACHES
+def test_blocks_of_images_that_vllm_numbers_are_not_kept(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture, own_gb: int, processor_gb: int
+) -> None:
+    see(config, mm_processor_cache_gb=processor_gb)
+    config.cache_config.enable_prefix_caching = bool(own_gb)
+    numbered = not own_gb and not processor_gb
+    with caplog.at_level(logging.WARNING, "flexkv.vllm"):
+        assert identity.outlives_process(config) is not numbered
+    assert ("numbers images" in caplog.text) == numbered
+    config.model_config.multimodal_config = None
+    assert identity.outlives_process(config)
+
+
+@CACHES
+def test_vllm_numbers_images_without_both_caches(
+    config: VllmConfig, own_gb: int, processor_gb: int
+) -> None:
+    renderers = pytest.importorskip("vllm.renderers.base")
+    name_items = getattr(renderers.BaseRenderer, "_process_mm_uuids", None)
+    if name_items is None or "mm_req_id" not in inspect.signature(name_items).parameters:
+        pytest.skip("this vLLM names images elsewhere")
+    see(config, mm_processor_cache_gb=processor_gb)
+    config.cache_config.enable_prefix_caching = bool(own_gb)
+    renderer = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
+    )
+    images = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    names = name_items(renderer, {}, images, {}, "renderer0-mm-1")
+    numbered = not own_gb and not processor_gb
+    assert names == ({"image": ["renderer0-mm-1-image-0"]} if numbered else {})
 
 
 def test_another_vllm_is_another_model(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

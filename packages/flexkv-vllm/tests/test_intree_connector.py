@@ -14,6 +14,7 @@ from connector_rank import ConnectorRank, each_thread_is_a_worker
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, make_pages
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import flexkv_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -105,3 +106,17 @@ def test_inside_a_connector_that_hides_it_flexkv_is_refused(tmp_path: Path) -> N
 def test_what_is_turned_off_refuses_nothing(tmp_path: Path, entry: str) -> None:
     config = config_of(tmp_path, entry, enable=False)
     start(config, one_group(SlidingWindowSpec, sliding_window=100))
+
+
+@ENTRIES
+def test_vllm_is_told_that_nothing_is_delivered(
+    tmp_path: Path, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it begins requests that it preempts again and again."""
+    theirs = flexkv_connector.FlexKVConnectorV1
+    monkeypatch.setattr(theirs, "requires_kv_delivery", True, raising=False)
+    config = config_of(tmp_path, entry, enable=False)
+    connector: Any = KVConnectorFactory.create_connector(
+        config, KVConnectorRole.SCHEDULER, make_kv_cache_config(BLOCKS)
+    )
+    assert connector.requires_kv_delivery is False

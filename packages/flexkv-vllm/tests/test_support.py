@@ -4,13 +4,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import PoolerConfig, VllmConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from world_config import PLUGIN, make_config
 
 from flexkv import LayoutError
 from flexkv.adapter.groups import Group, Groups, Reach
 from flexkv_vllm.compat.core import passes_stages_on
+from flexkv_vllm.connector import FlexKVConnectorV1
+from flexkv_vllm.settings import read_settings
 from flexkv_vllm.support import check_parallelism, check_stages
 
 STAGES = pytest.mark.skipif(not passes_stages_on(), reason="refused with this vLLM")
@@ -75,3 +77,17 @@ def test_stages_hold_no_recurrent_states(tmp_path: Path, reach: Reach) -> None:
         return
     with pytest.raises(LayoutError, match=r"pipeline_parallel_size is 2 .*recurrent states"):
         check_stages(config_of(tmp_path, stages=2), groups)
+
+
+@pytest.mark.parametrize(("pooling", "served"), [("MEAN", False), ("CLS", False), ("LAST", True)])
+def test_models_that_pool_a_whole_prompt_are_refused(
+    tmp_path: Path, pooling: str, served: bool
+) -> None:
+    """vLLM's pooler raises for a prompt that is computed behind a hit, which ends the worker."""
+    config = config_of(tmp_path)
+    config.model_config.pooler_config = PoolerConfig(pooling_type=pooling)
+    if served:
+        read_settings(config, FlexKVConnectorV1)
+        return
+    with pytest.raises(LayoutError, match=f"{pooling}.*allowed: .*LAST"):
+        read_settings(config, FlexKVConnectorV1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from disk_world import (
@@ -292,6 +293,40 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
         world.settle()
         world.assert_untracked()
         world.close()
+
+
+def test_blocks_that_are_written_during_a_reset_leave_again_after_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(slots=30, disk_slots=200, settings={"ssd_admission": "on_evict"})
+    drive = drive_of(world)
+    write, ended = drive._store.write, threading.Event()
+    world.closing.callback(ended.set)
+
+    def late(*args: Any) -> Any:
+        ended.wait()
+        return write(*args)
+
+    monkeypatch.setattr(drive._store, "write", late)
+    *texts, last = prompts(31, 5)
+    leaving = world.cache._below._leaving._leaving
+    for text in (*texts, last[: PROMPT_BLOCKS // 2 * BLOCK_TOKENS]):
+        world.generate(text)
+    wait_until(lambda: drive.link._running, world.poll)
+    before = set(leaving)
+    assert len(before) == 1
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    for text in texts:  # again, as much as the arena has room for beside the writes
+        world.generate(text)
+    wait_until(lambda: set(leaving) - before, world.poll)
+    assert {block.key for block in leaving} > {block.key for block in before}
+    ended.set()
+    world.settle()
+    assert not leaving
+    fill(world, texts)
+    assert hits(world, texts[0]) == PROMPT_BLOCKS
+    world.check_outputs()
+    world.assert_at_rest()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -11,6 +11,7 @@ from kv_pages import BLOCK_TOKENS
 from policy_checks import CheckedPolicy
 from traffic import Traffic, loaded, make_stems
 
+from flexkv.adapter.metrics import sample
 from flexkv.eviction import POLICIES, LRUPolicy, RequestContext
 
 
@@ -26,6 +27,36 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     checked = CheckedPolicy(made)
     monkeypatch.setitem(POLICIES, "lru", lambda slots: checked)
     return checked
+
+
+@pytest.mark.parametrize(("windows", "chosen"), [((), "hazard"), ((64,), "lru")])
+def test_auto_needs_the_prompts_of_all_groups(
+    make_world: MakeWorld, made_policies: list[str], windows: tuple[int, ...], chosen: str
+) -> None:
+    world = make_world(windows=windows, settings={"eviction_policy": "auto"})
+    assert made_policies == [chosen]
+    world.generate(random_prompt(random.Random(3), 40))
+    world.settle()
+    world.step()
+    gauges = {name: sample("eviction_policies", name) for name in POLICIES}
+    reported = [samples for samples in world.stats if gauges[chosen] in samples]
+    assert {name: reported[-1][gauges[name]] for name in POLICIES} == {
+        name: name == chosen for name in POLICIES
+    }
+
+
+@pytest.mark.parametrize("windows", [(), (64,)], ids=["one group", "two groups"])
+def test_a_policy_that_is_set_is_used_whatever_the_groups(
+    make_world: MakeWorld,
+    made_policies: list[str],
+    caplog: pytest.LogCaptureFixture,
+    windows: tuple[int, ...],
+) -> None:
+    make_world(windows=windows, settings={"eviction_policy": "lru"})
+    assert not any("whole requests" in each for each in caplog.messages)
+    make_world(windows=windows, settings={"eviction_policy": "hazard"})
+    assert any("whole requests" in each for each in caplog.messages) == bool(windows)
+    assert made_policies == ["lru", "hazard"]
 
 
 @pytest.mark.parametrize("windows", [(), (64,)], ids=["one group", "two groups"])

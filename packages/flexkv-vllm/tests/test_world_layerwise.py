@@ -7,6 +7,7 @@ import random
 
 import pytest
 from engine_world import MakeWorld, World, random_prompt
+from kv_pages import BLOCK_TOKENS
 from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE
 
@@ -142,6 +143,30 @@ def test_a_block_is_shared_only_when_it_is_loaded(make_world: MakeWorld) -> None
     assert all(world.scheduler.requests[each].num_computed_tokens == 0 for each in others)
     late.failure_rate = 0.0
     world.run()
+    world.check_outputs()
+
+
+def test_the_last_block_of_a_prompt_is_shared_only_when_it_is_loaded(
+    make_world: MakeWorld,
+) -> None:
+    """vLLM computes the last token of this block anew, and shares the block in the same step."""
+    world = make_world(settings=LAYERWISE)
+    rng = random.Random(16)
+    prompt = random_prompt(rng, 2 * BLOCK_TOKENS)
+    world.generate(prompt, max_tokens=1)
+    world.forget()
+    world.generate(prompt[:BLOCK_TOKENS] + random_prompt(rng, 1), max_tokens=1)
+    late = world.slow_down(rng)[0]
+    late.failing, late.failure_rate = frozenset({Direction.LOAD}), 1.0
+    first = world.add(prompt)
+    longer = prompt + random_prompt(rng, 2 * BLOCK_TOKENS)
+    world.add(longer)
+    world.step()
+    late.failure_rate = 0.0
+    world.abort(first)
+    world.run()
+    world.forget()
+    world.generate(longer)
     world.check_outputs()
 
 

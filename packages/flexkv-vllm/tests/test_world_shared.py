@@ -18,6 +18,7 @@ from patience import PATIENCE_SECONDS
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
 
+from flexkv_vllm.compat.core import fails_by_request
 from integration.harness.s3_server import BUCKET, S3Server
 
 SETTINGS: dict[str, Any] = {
@@ -45,6 +46,24 @@ def test_an_engine_without_a_disk_finds_what_another_has_stored(
     one.settle()
     other = make_world(settings=SETTINGS)
     assert other.external_tokens[other.generate(text)] == PROMPT_BLOCKS * BLOCK_TOKENS
+    other.check_outputs()
+
+
+@pytest.mark.skipif(
+    not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"
+)
+def test_blocks_of_windows_are_found_behind_those_of_full_attention(
+    make_world: MakeWorld, server: S3Server
+) -> None:
+    """The bucket has all blocks of the prompt's full attention, and the last ones of its window."""
+    rng = random.Random(4)
+    prompt = random_prompt(rng, 20 * BLOCK_TOKENS)
+    one = make_world(settings=SETTINGS, windows=(40,), num_blocks=128)
+    one.generate(prompt)
+    one.settle()
+    other = make_world(settings=SETTINGS, windows=(40,), num_blocks=128)
+    second = other.generate(prompt + random_prompt(rng, 100))
+    assert other.external_tokens[second] == len(prompt)
     other.check_outputs()
 
 

@@ -52,10 +52,10 @@ def is_idle(link: Link) -> bool:
 
 
 def is_kept_up(drive: Drive) -> bool:
-    """Whether every record is written and was polled, and every reset was written."""
+    """Whether every record is written, every reset was written, and every result was polled."""
     upkeep = drive._upkeep
     reset = upkeep._reset.wanted or upkeep._reset.running
-    return not (reset or upkeep._records or upkeep._written)
+    return not (reset or upkeep._records or upkeep._written or drive._ended._writes)
 
 
 class Client:

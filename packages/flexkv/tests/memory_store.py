@@ -47,6 +47,11 @@ class MemoryStore:
         self.hanging.clear()
         self._gate.set()
 
+    def release_running(self) -> None:
+        """Let the calls that hang now go on."""
+        gate, self._gate = self._gate, threading.Event()
+        gate.set()
+
     def fill(self, blocks: dict[bytes, bytes], epoch: str = EPOCH) -> None:
         """Have blocks that another engine wrote."""
         with self._lock:
@@ -64,11 +69,14 @@ class MemoryStore:
     def register(self, address: int, size: int) -> None:
         self.registered = address, size
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
+    def find(
+        self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
+    ) -> Sequence[bool]:
         self._pass("find")
         with self._lock:
-            self.finds.append(list(keys))
-            return [(epoch, key) in self.blocks for key in keys]
+            wanted = [*keys, *behind]
+            self.finds.append(wanted)
+            return [(epoch, key) in self.blocks for key in wanted]
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]

@@ -83,6 +83,11 @@ class MemoryTier:
         (task,) = (task for task in self.tasks if task.key == key)
         return task
 
+    @property
+    def being_written(self) -> set[bytes]:
+        """Keys of the writes that arrive if they succeed: all since the last clear."""
+        return {task.key for task in self.tasks if task.writes and task.epoch == self._epoch}
+
     def watch(self) -> None:
         pass
 
@@ -104,8 +109,7 @@ class MemoryTier:
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         ticket = next(self._tickets)
         for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            written = any(task.key == key and task.writes for task in self.tasks)
-            if key in self.blocks or written:
+            if key in self.blocks or key in self.being_written:
                 self._results.append(BlockResult(ticket, position, Outcome.DONE))
             elif self.full:
                 self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
@@ -176,11 +180,12 @@ class AskedMemoryTier:
     def register(self, address: int, size: int) -> None:
         pass
 
-    def ask(self, keys: Sequence[bytes]) -> int:
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
+        keys = [*keys, *behind]
         assert self._asking.isdisjoint(keys), "asked twice at a time"
         self._asking.update(keys)
         ticket = next(self._asked)
-        self.questions[ticket] = list(keys)
+        self.questions[ticket] = keys
         return ticket
 
     def clear(self) -> None:

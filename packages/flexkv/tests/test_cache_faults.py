@@ -72,8 +72,7 @@ class CheckedTier(MemoryTier):
         return super().poll()
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        reached = {task.key for task in self.tasks if task.writes} | self.blocks.keys()
-        reached |= self.untold
+        reached = self.being_written | self.blocks.keys() | self.untold
         for key, buffer in zip(keys, buffers, strict=True):
             assert bytes(buffer) == content(key)
             assert before(key) is None or before(key) in reached, f"{key!r} is out of reach"
@@ -245,7 +244,8 @@ class FaultModel(RuleBasedStateMachine):
         reads = below.fetcher.reads
         assert not any((reads, reads._read_of, reads._delivered, below.fetcher._waiting))
         for demoter in below._demoters:
-            assert not any((demoter._waiting, demoter._writes, demoter._writing))
+            assert not demoter.busy
+            assert not any((demoter._held, demoter._writing, demoter._chain))
         assert not below._leaving._leaving
         assert self.cache.transfers_under_way == 0
         assert len(self.arena.board._free) == CELLS

@@ -125,6 +125,48 @@ def test_what_is_not_answered_in_time_is_a_miss_and_counts_later(
     node.assert_at_rest()
 
 
+def test_blocks_of_windows_are_asked_about_with_their_prefix(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    node = make()
+    assert node.cache.ask(names("ab"), names("yz"))
+    node.until(lambda: not node.cache.ask(names("ab"), names("yz")))
+    assert store.finds == [names("abyz")]
+
+
+def test_a_question_without_a_fetch_is_polled_until_its_deadline(
+    make: Callable[..., Node], store: MemoryStore, clock: Clock
+) -> None:
+    """An engine polls a cache that is busy."""
+    node = make(question_seconds=LONG / 2)
+    store.hanging = {"find"}
+    assert not node.cache.busy
+    assert node.cache.ask(names("ab"))
+    node.cache.poll()
+    assert node.cache.busy
+    clock.skip(LONG / 2)
+    node.cache.poll()
+    assert not node.cache.busy
+    store.release()
+
+
+def test_blocks_of_windows_do_not_depend_on_the_middle_of_a_prefix(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    """The node has the first block, or asks about it already."""
+    node = make()
+    node.store_blocks("a")
+    assert node.cache.ask(names("ab"), names("z"))
+    node.until(lambda: len(store.finds) == 2)
+    store.hanging = {"find"}
+    assert node.cache.ask(names("s"))
+    assert node.cache.ask(names("st"), names("w"))
+    store.release()
+    node.until(lambda: len(store.finds) == 5)
+    assert sorted(store.finds) == [names(each) for each in "bstwz"]
+    node.assert_at_rest()
+
+
 def test_answers_are_forgotten_after_a_while(
     make: Callable[..., Node], store: MemoryStore, clock: Clock
 ) -> None:

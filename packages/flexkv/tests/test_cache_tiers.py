@@ -354,6 +354,24 @@ def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
     assert figures.queued_blocks == figures.queued_bytes == 0
 
 
+def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Callable[..., Engine]) -> None:
+    engine = make(slots=40)
+    names = [f"n{i}" for i in range(40)]
+    transfer = engine.cache.store(keys(*names), range(40))
+    assert transfer is not None
+    engine.finish(transfer)
+    ((_, figures, _),) = engine.cache.tier_figures
+    assert figures.queued_blocks == 40
+    # The disk knows of the blocks whose writes have begun.
+    waiting = 40 - engine.disk.figures.queued_blocks
+    assert waiting >= 8
+    own = engine.disk.figures.queued_bytes
+    assert figures.queued_bytes - own >= waiting * FORMAT.slot_bytes
+    engine.settle()
+    ((_, figures, _),) = engine.cache.tier_figures
+    assert figures.queued_blocks == figures.queued_bytes == 0
+
+
 class TierModel(RuleBasedStateMachine):
     """Random use, damage on disk and restarts: whatever is loaded has its own bytes, and what
     changes tell is what can be loaded."""

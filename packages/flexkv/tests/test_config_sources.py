@@ -64,6 +64,8 @@ def test_enable_flexkv(text: str, expected: bool) -> None:
         ({"ssd_timeout_seconds": 1e-9}, ["1e-09", "from 0.001"]),
         ({"mooncake_master": "h:65536"}, ["'h:65536'", "mooncake_master", "HOST:PORT"]),
         ({"mooncake_metadata": "http://h:65536/m"}, ["65536", "mooncake_metadata", "HOST:PORT"]),
+        ({"mooncake_master": "a..b:1"}, ["'a..b:1'", "mooncake_master", "HOST:PORT"]),
+        ({"mooncake_metadata": f"http://{'a' * 64}/m"}, ["'http://aaa", "mooncake_metadata"]),
         ({"mooncake_metadata": "http://h:0/m"}, ["'http://h:0/m'", "mooncake_metadata"]),
         ({"objects_url": "ftp://bucket"}, ["'ftp://bucket'", "objects_url", "s3://"]),
         ({"objects_url": "s3://"}, ["'s3://'", "objects_url"]),
@@ -177,6 +179,10 @@ def test_environment_errors_name_the_variable() -> None:
         b'cpu_cache_gb: !!int ""',
         b"enable: !!bool maybe",
         b"trace: !!timestamp soon",
+        b"trace_gb: 1" + b":00" * 250 + b".0",
+        b"? 0x" + b"f" * 6000 + b"\n: 1",
+        b"trace_gb:\n- &a [1]\n- [*a, *a]",
+        b"cpu_cache_gb: &a [*a]",
     ],
 )
 def test_malformed_file_is_one_clear_error(tmp_path: Path, name: str, content: bytes) -> None:
@@ -187,6 +193,23 @@ def test_malformed_file_is_one_clear_error(tmp_path: Path, name: str, content: b
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_scalar_may_have_an_alias(tmp_path: Path) -> None:
+    path = tmp_path / "flexkv.yaml"
+    path.write_text("cpu_cache_gb: &size 2\nssd_cache_gb: *size\nssd_cache_dir: [/a, /b]\n")
+    config = load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
+    assert (config.cpu_cache_gb, config.ssd_cache_gb) == (2, 2)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    """Each line has nine times as much as the one before."""
+    path = tmp_path / "flexkv.yaml"
+    lines = ["cpu_cache_gb:", "- &a0 [1]"]
+    lines += [f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 5)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="an alias stands for a list or a mapping"):
+        load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
 
 
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ class IndexModel(RuleBasedStateMachine):
     @rule(used=st.booleans())
     def make_room(self, used: bool) -> None:
         oldest = self.evictable()
+        room = self.index.free_slots > 0 or bool(oldest)
+        assert self.index.has_room is room or self.policy is not None
         victim = self.index.lease_victim()
         assert self.policy is not None or not oldest or victim is not None
         if victim is None:

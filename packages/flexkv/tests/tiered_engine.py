@@ -12,7 +12,7 @@ from typing import Any
 
 from flexkv import KVCache
 from flexkv.admission import ADMISSIONS
-from flexkv.eviction import LRUPolicy
+from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Direction, Status
@@ -44,6 +44,7 @@ class Engine:
         slots: int = 8,
         disk_slots: int = 64,
         admission: str = "write_through",
+        policy: str = "lru",
     ) -> None:
         self._gate = threading.Event()
         self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
@@ -52,7 +53,7 @@ class Engine:
             [str(root)], FINGERPRINT, FORMAT.slot_bytes, capacity, stall_seconds=STALL_SECONDS
         )
         tier = AttachedTier(self.disk, ADMISSIONS[admission], STALL_SECONDS)
-        self.cache = KVCache(self.arena, LRUPolicy(), [tier])
+        self.cache = KVCache(self.arena, POLICIES[policy](slots), [tier])
 
     def finish(self, transfer: Transfer) -> None:
         """Copy, as the rank would: a load must find its own bytes."""

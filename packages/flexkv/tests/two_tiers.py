@@ -51,10 +51,11 @@ class Node:
         remote: str = "second_hit",
         question_seconds: float = LONG,
         stall_seconds: float = LONG,
+        threads: int = 8,
     ) -> None:
         self.store = store
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), slots), threads=1)
-        limits = RemoteLimits(question_seconds, timeout_seconds=LONG, batch_bytes=SLOT)
+        limits = RemoteLimits(question_seconds, LONG, threads, batch_bytes=SLOT)
         self.remote = RemoteTier(Medium.MOONCAKE, store, "shared", SLOT, limits)
         tiers = [AttachedTier(self.remote, ADMISSIONS[remote], stall_seconds)]
         if disk is not None:

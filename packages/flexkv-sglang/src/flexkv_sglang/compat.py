@@ -33,9 +33,23 @@ _USED = {
         "UnifiedCacheLinker.pop_completed_offload",
         "UnifiedCacheLinkerWrapper._offload_node",
     ),
+    "sglang.srt.managers.schedule_batch": ("Req.finished",),
+    "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
+        "UnifiedTreeCoreInterface.get_hash_values",
+        "UnifiedTreeCoreInterface.get_prefix_hash_values",
+    ),
     "sglang.srt.managers.scheduler": ("Scheduler._get_new_batch_prefill_raw",),
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
     "sglang.srt.mem_cache.unified_radix_cache": ("UnifiedRadixCache.take_events",),
+    "sglang.srt.managers.scheduler_components.weight_updater": (
+        "SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "SchedulerWeightUpdaterManager.update_weights_from_distributed",
+        "SchedulerWeightUpdaterManager.update_weights_from_tensor",
+        "SchedulerWeightUpdaterManager.update_weights_from_ipc",
+        "SchedulerWeightUpdaterManager.begin_weight_update",
+        "SchedulerWeightUpdaterManager.end_weight_update",
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+    ),
 }
 """Names of SGLang that FlexKV calls or replaces, by module."""
 

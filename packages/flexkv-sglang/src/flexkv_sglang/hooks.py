@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from flexkv.adapter.cost import Span
@@ -37,7 +38,19 @@ _OFFLOAD = (
 )
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATES = ("disk", "distributed", "tensor", "ipc")
+_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    # Between these two, other programs may write weights without a call (RDMA). The second one
+    # also finishes weights that other calls have brought.
+    "begin_weight_update",
+    "end_weight_update",
+)
+"""Methods of `_UPDATER` that change weights, or let them be changed. `compat` requires them."""
+
+_RELEASE = f"{_UPDATER}.release_memory_occupation"
 
 _sides: list[RankSide] = []
 _edge = Edge()
@@ -52,9 +65,9 @@ def serve(side: RankSide) -> None:
         HookRegistry.register(_ADMISSION, schedule, HookType.AROUND)
         HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
         HookRegistry.register(_EVENTS, take_events, HookType.AROUND)
-        for source in _UPDATES:
-            name = f"{_UPDATER}.update_weights_from_{source}"
-            HookRegistry.register(name, update_weights, HookType.AROUND)
+        for name in _UPDATES:
+            HookRegistry.register(f"{_UPDATER}.{name}", update_weights, HookType.AROUND)
+        HookRegistry.register(_RELEASE, release_memory, HookType.AROUND)
         HookRegistry.apply_hooks()
     _sides.append(side)
 
@@ -73,13 +86,10 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     made = _schedule_ready(side, original, scheduler, *args, **kwargs)
     batch, _ = made
     requests = () if batch is None else batch.reqs
-    if requests:
-        with _edge.guard("counting a batch", "its queries are not counted"):
-            waiting = [each.rid for each in scheduler.waiting_queue]
-            side.scheduled([each.rid for each in requests], waiting)
-    if side.records:
-        with _edge.guard("recording a batch", "its requests are not in the trace"):
-            side.record_batch(requests)
+    if side.leads:
+        with _edge.guard("following a batch", "its requests are not counted or recorded"):
+            tree = scheduler.tree_cache
+            side.scheduled(requests, scheduler.waiting_queue, partial(_own_hashes, tree))
     if scheduler.device == "cpu":
         # On other devices, SGLang prepares the next step before this one ends, so its time is
         # unknown.
@@ -142,11 +152,29 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
 def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook of SGLang's updates of weights. Afterwards no stored block is found, even if the update
     fails, because it may have changed some weights."""
+    before = [side.epoch.flushes for side in _sides]
     try:
         return original(updater, *args, **kwargs)
     finally:
-        for side in _sides:
-            side.weights_changed()
+        for side, flushes in zip(_sides, before, strict=True):
+            side.weights_changed(flushed=side.epoch.flushes > flushes)
+
+
+def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook of SGLang's release of its memory. Lets all copies end first: SGLang unmaps its pages
+    before it flushes its cache, and does not count offloads as work under way."""
+    for side in _sides:
+        side.await_copies()
+    return original(updater, *args, **kwargs)
+
+
+def _own_hashes(tree: Any, request: Any) -> Sequence[str]:
+    """The hashes of the pages of a request's prompt that SGLang's tree has. A streaming session
+    keeps its pages outside the tree."""
+    if request.session is not None:
+        return ()
+    node = request.last_node
+    return [*tree.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
 
 
 def _look_ahead(side: RankSide, scheduler: Any) -> None:

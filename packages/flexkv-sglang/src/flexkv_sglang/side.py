@@ -8,9 +8,8 @@ decides. It sends each decision to the others within the same call, so that all 
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexkv import KVCache
@@ -25,19 +24,19 @@ from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad
+from flexkv_sglang.following import FollowedRequests
+from flexkv_sglang.key_epoch import KeyEpoch
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
-from flexkv_sglang.recording import BatchRecorder
+from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.tier_events import TierEvents
 
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
-_EPOCH_BYTES = 16
 
 
 class RankSide:
-    """All that SGLang calls on one rank. Single-threaded. Errors of single requests end at
-    `edge`.
+    """All that SGLang calls on one rank. Single-threaded.
 
     Args:
         worker: copies this rank's shard.
@@ -47,11 +46,12 @@ class RankSide:
         chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for what a lower tier reads.
         edge: where errors of single requests end.
-        recorder: of the batches; None if nothing is recorded here. Owned.
+        recorder: of the requests; None if nothing is recorded here. Owned.
 
     Attributes:
         may_wait: as given; the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks that do not decide.
+        epoch: of the keys.
     """
 
     def __init__(
@@ -64,19 +64,17 @@ class RankSide:
         chooser: LoadChooser,
         may_wait: bool,
         edge: Edge,
-        recorder: BatchRecorder | None = None,
+        recorder: RequestRecorder | None = None,
     ) -> None:
         self.may_wait = may_wait
         self.events: TierEvents | None = None
+        self.epoch = KeyEpoch()
         self._worker = worker
         self._ranks = ranks
         self._cache = cache
         self._page_size = page_size
         self._chooser = chooser
         self._edge = edge
-        self._recorder = recorder
-        self._loaded: dict[str, int] = {}
-        self._epoch = b""
         self._before: str | None = None
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
@@ -84,13 +82,16 @@ class RankSide:
         self._batch = _NO_BATCH
         self._step = 0
         self._awaited = None if cache is None else AwaitedPrefixes(cache, chooser, page_size)
-        # The worker's figures count this rank's errors, which must not count twice.
-        self._figures = figures = (
-            None
-            if cache is None
-            else CacheFigures(cache, Edge(), lambda: 0, lambda: chooser.prefill_cost)
-        )
-        self._queries = None if figures is None else Queries(figures, page_size)
+        self._followed: FollowedRequests | None = None
+        self._figures: CacheFigures | None = None
+        self._queries: Queries | None = None
+        if cache is not None:
+            followed = FollowedRequests(cache, page_size, self.keys_of, recorder)
+            # The worker's figures count this rank's errors, which must not count twice.
+            self._figures = CacheFigures(
+                cache, Edge(), lambda: followed.ignored_parameters, lambda: chooser.prefill_cost
+            )
+            self._followed, self._queries = followed, Queries(self._figures, page_size)
 
     @property
     def leads(self) -> bool:
@@ -99,7 +100,7 @@ class RankSide:
 
     def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
         """The keys of blocks for SGLang's hashes in hex, which cover prefix, tenant and adapter."""
-        epoch = self._epoch
+        epoch = self.epoch.end
         return [bytes.fromhex(each) + epoch for each in hashes]
 
     def watch(self) -> None:
@@ -122,8 +123,9 @@ class RankSide:
         with self._edge.guard("lookup", "it is a miss"):
             keys = self.keys_of(hashes)
             found = self._cache.lookup(keys)
-            if self._awaited is not None:
+            if self._awaited is not None and self._followed is not None:
                 self._awaited.begin(rid, keys, found)
+                self._followed.looked_up(rid, keys)
             return list(range(1, self._worth_loading(rid, len(hashes), found) + 1))
         return []
 
@@ -147,14 +149,15 @@ class RankSide:
         if not number:
             return False
         self._queued[rid] = QueuedLoad(CopyOrder(number, cell, list(pages), slots), transfer)
-        if self._recorder is not None:
-            self._loaded[rid] = len(pages) * self._page_size
+        if self._followed is not None:
+            self._followed.loads(rid, len(pages))
         return True
 
     def cancel(self, rid: str) -> bool:
         """Drop a queued load. Returns False if the request has none."""
         queued = self._queued.pop(rid, None)
-        self._loaded.pop(rid, None)
+        if self._followed is not None:
+            self._followed.cancelled(rid)
         if queued is None:
             return False
         if self._cache is not None and queued.transfer is not None:
@@ -186,26 +189,24 @@ class RankSide:
 
     # The batch that needs them.
 
-    def scheduled(self, rids: Sequence[str], waiting: Sequence[str]) -> None:
-        """SGLang computes `rids` next, and `waiting` stay in its queue. See `Queries`."""
-        if self._queries is not None:
-            self._queries.scheduled(rids, waiting)
+    def scheduled(
+        self,
+        requests: Sequence[Any],
+        waiting: Sequence[Any],
+        own_hashes: Callable[[Any], Sequence[str]],
+    ) -> None:
+        """Note the requests, objects of SGLang, that it computes next. Called in each step, also if
+        there are none; see `FollowedRequests.batch` for the arguments."""
+        if self._queries is not None and requests:
+            self._queries.scheduled([each.rid for each in requests], [each.rid for each in waiting])
+        if self._followed is not None:
+            self._followed.batch(requests, waiting, own_hashes)
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
         """Note that SGLang computes these parts of prompts next. The step counts as ended at the
         next call of `ended_offloads`; the caller ensures that it has ended by then."""
         self._chooser.step_ended(0)
         self._step = self._chooser.step_begins(spans)
-
-    @property
-    def records(self) -> bool:
-        """Whether batches are recorded."""
-        return self._recorder is not None
-
-    def record_batch(self, requests: Sequence[Any]) -> None:
-        """Record the requests, objects of SGLang, that it computes next."""
-        if self._recorder is not None:
-            self._recorder.batch(requests, self._loaded)
 
     def start_batch(self) -> int:
         """Begin all queued loads. Returns the number of the batch, or -1 if nothing is queued."""
@@ -294,11 +295,17 @@ class RankSide:
     # The engine.
 
     def reset(self) -> None:
-        """SGLang frees all pages. Waits until no copy reads or writes them. Stored blocks
-        stay, also those of copies that end here."""
+        """SGLang frees all pages. Waits until no copy reads or writes them. Stored blocks stay, and
+        those of copies that end here too, unless the epoch is mixed."""
+        if self.epoch.flushed():
+            self.weights_changed(flushed=True)
         for rid in list(self._queued):
             self.cancel(rid)
         self._pending.clear()
+        self.await_copies()
+
+    def await_copies(self) -> None:
+        """Wait until no copy reads or writes SGLang's pages. SGLang may wait for no load."""
         with self._edge.guard("ending copies", "copies end, now and for good"):
             self._worker.drain()
             self._worker.take_bad_blocks()
@@ -306,26 +313,22 @@ class RankSide:
             return
         self._worker.stop_copying()
 
-    def weights_changed(self) -> None:
-        """The weights in memory differ from the model's files now. No block stored before is found
-        any more, and no later process finds what this one stores from here on."""
-        self._epoch = secrets.token_bytes(_EPOCH_BYTES)
+    def weights_changed(self, *, flushed: bool) -> None:
+        """The weights in memory differ from the model's files now; see `KeyEpoch.renew`. `flushed`:
+        whether SGLang has flushed its own cache since the change."""
+        self.epoch.renew(mixed=not flushed)
         if self.events is not None:
-            self.events.forget_all(self._epoch)
+            self.events.forget_all(self.epoch.end)
 
     def close(self, flush_seconds: float) -> None:
-        """End all copies and close the cache. Idempotent.
-
-        Args:
-            flush_seconds: how long blocks that wait may be written to lower tiers.
-        """
+        """End all copies and close the cache. Idempotent. Blocks that wait may be written to lower
+        tiers for `flush_seconds`."""
         self.reset()
         if self._awaited is not None:
             self._awaited.end_all()
-        if self._recorder is not None:
-            self._recorder.close()
-        unused = self._cache is None or self._cache.close(flush_seconds)
-        if unused:
+        if self._followed is not None:
+            self._followed.close()
+        if self._cache is None or self._cache.close(flush_seconds):
             self._worker.close()
 
     @property
@@ -370,10 +373,8 @@ class RankSide:
         transfer = self._cache.load(keys)
         # By itself: a lease that is not handed on would never end.
         with self._edge.guard("counting a hit", "it is not counted"):
-            if transfer is not None:
-                self._cache.record(keys)
-                if self._queries is not None:
-                    self._queries.loaded(rid, len(keys), self._awaited.count(rid, keys))
+            if transfer is not None and self._queries is not None:
+                self._queries.loaded(rid, len(keys), self._awaited.count(rid, keys))
             self._awaited.end(rid)
         return transfer
 

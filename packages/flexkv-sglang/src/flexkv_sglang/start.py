@@ -24,7 +24,7 @@ from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process
 from flexkv_sglang.pages import Pages
 from flexkv_sglang.ranks import Ranks
-from flexkv_sglang.recording import BatchRecorder
+from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.side import RankSide
 
 logger = logging.getLogger("flexkv.sglang")
@@ -94,7 +94,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         keeps = config.names_lower_tier and outlives_process(engine.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(worker.close)
-            cache = make_cache(config, worker.session, keeps_blocks=keeps)
+            cache = make_cache(config, worker.session, keeps_blocks=keeps, follows_requests=True)
             undo.pop_all()
         _log_start(worker.session, engine.page_size)
     (waits,) = ranks.agree([int(cache is not None and cache.has_lower_tiers)], 1)
@@ -113,10 +113,10 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
 
 def _make_recorder(
     config: CacheConfig, engine: Engine, cache: KVCache, chooser: LoadChooser
-) -> BatchRecorder | None:
+) -> RequestRecorder | None:
     size = engine.page_size
     recorder = make_recorder(config, "sglang", size, cache.slot_bytes, chooser)
-    return None if recorder is None else BatchRecorder(recorder, size)
+    return None if recorder is None else RequestRecorder(recorder, size)
 
 
 def _make_chooser(

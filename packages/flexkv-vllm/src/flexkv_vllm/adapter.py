@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,13 +154,11 @@ class Adapter:
         return self._scheduler.forget(request.request_id)
 
     def reset(self) -> bool:
+        return self._scheduler is None or self._reset_by(self._scheduler.reset)
+
+    def weights_changed(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.suspend()
-            with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
-                self._scheduler.reset()
-                return True
-            return False
-        return True
+            self._reset_by(self._scheduler.weights_changed)
 
     def loaded_groups(self) -> tuple[int, ...]:
         return () if self._scheduler is None else self._scheduler.loaded_groups
@@ -181,6 +179,14 @@ class Adapter:
     @property
     def wants_step(self) -> bool:
         return self._scheduler is not None and self._scheduler.wants_step
+
+    def _reset_by(self, reset: Callable[[], None]) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.suspend()
+        with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
+            reset()
+            return True
+        return False
 
     # Both sides.
 

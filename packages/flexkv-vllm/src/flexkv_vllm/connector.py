@@ -52,7 +52,7 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
         time = StoreTime.STEP if fences_get_through() else StoreTime.FINISH
         self._adapter = Adapter(vllm_config, time, FlexKVConnectorV1)
         if role is KVConnectorRole.SCHEDULER:
-            self._adapter.start_scheduler(kv_cache_config)
+            self._start_scheduler(kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

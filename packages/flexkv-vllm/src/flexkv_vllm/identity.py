@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import secrets
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,14 @@ from vllm.v1.core import kv_cache_utils
 
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.keys import BlockKeys
-from flexkv.adapter.weights import digest, file_stamps, weight_files, weights_in
+from flexkv.adapter.weights import (
+    digest,
+    file_digests,
+    file_stamps,
+    processor_files,
+    weight_files,
+    weights_in,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +35,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
+
+_STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+"""Fields of vLLM's cache configuration that determine a page of a model with recurrent layers."""
+
+_MEDIA_SETTINGS = (
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""Fields of vLLM's multimodal configuration that determine what the model sees of images, video and
+sound. vLLM names these by their content before it is processed, and by options of the request."""
 
 
 def model_identity(vllm_config: VllmConfig) -> list[str]:
@@ -44,10 +66,13 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
         str(model.dtype),
         str(model.quantization),
         digest([model.hf_config.to_json_string()]),
+        *_length_traits(vllm_config),
+        *_media_traits(vllm_config),
         _weights(vllm_config),
         str(cache.cache_dtype),
         str(cache.block_size),
         str(cache.prefix_caching_hash_algo),
+        *(str(getattr(cache, name, None)) for name in _STATE_SETTINGS),
     ]
 
 
@@ -60,6 +85,13 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
             "Hugging Face cache, and cannot notice when they change; no blocks are kept on disk "
             "or shared",
             model.model,
+        )
+        return False
+    if _counts_media(vllm_config):
+        logger.warning(
+            "vLLM numbers images, video and sound anew in each process, because its prefix cache "
+            "and its processor cache are off; no blocks are kept on disk or shared; turn on "
+            "--enable-prefix-caching, or set --mm-processor-cache-gb above 0"
         )
         return False
     if not _has_stable_hashes(vllm_config):
@@ -79,8 +111,13 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
     return fixed_seed and not vllm_config.cache_config.prefix_caching_hash_algo.startswith("xxhash")
 
 
+_loads: Counter[tuple[str, str]] = Counter()
+"""Loads of LoRA adapters after the first, by name and path."""
+
+
 @functools.lru_cache(maxsize=1024)
-def _stamp(name: str, path: str) -> bytes:
+def _stamp(name: str, path: str, load: int) -> bytes:
+    """The stamp of an adapter's files as they are at the first call for a load."""
     # Without local files, FlexKV cannot know whether the next process has the same weights.
     files = weights_in(Path(path)) if Path(path).exists() else []
     known = file_stamps(files) or [secrets.token_hex()]
@@ -92,7 +129,23 @@ def adapter_stamp(adapter: LoRARequest) -> bytes:
 
     vLLM's hashes contain only name and path. After a restart, they may stand for other weights.
     """
-    return _stamp(adapter.lora_name, adapter.lora_path)
+    name, path = adapter.lora_name, adapter.lora_path
+    return _stamp(name, path, _loads[name, path])
+
+
+def adapter_loaded(adapter: LoRARequest) -> bool:
+    """Note that vLLM has loaded an adapter, perhaps in place of another one of its name and path.
+
+    Returns:
+        Whether it may have other weights than before. vLLM's hashes do not show that.
+
+    Raises:
+        OSError: a file cannot be examined.
+    """
+    before = adapter_stamp(adapter)
+    if Path(adapter.lora_path).exists() or getattr(adapter, "load_inplace", False):
+        _loads[adapter.lora_name, adapter.lora_path] += 1
+    return adapter_stamp(adapter) != before
 
 
 def request_stamp(request: Request) -> bytes:
@@ -112,6 +165,33 @@ def _weights(vllm_config: VllmConfig) -> str:
     stamps = file_stamps(weight_files(model.model, model.revision))
     seed = [str(model.seed)] if _is_dummy(vllm_config) else []
     return digest([str(load.load_format), *seed, *stamps])
+
+
+def _length_traits(vllm_config: VllmConfig) -> list[str]:
+    """With LongRoPE, vLLM chooses the factors of all positions by the longest context."""
+    model = vllm_config.model_config
+    is_longrope = '"longrope"' in model.hf_config.to_json_string()
+    return [f"context {model.max_model_len}"] if is_longrope else []
+
+
+def _media_traits(vllm_config: VllmConfig) -> list[str]:
+    """The processing of images, video and sound; empty for a model of text alone."""
+    model = vllm_config.model_config
+    media = model.multimodal_config
+    if media is None:
+        return []
+    settings = [f"{name} {getattr(media, name, None)}" for name in _MEDIA_SETTINGS]
+    files = processor_files(model.model, model.revision)
+    return [digest([*settings, *file_digests(files)])]
+
+
+def _counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names images, video and sound by a count instead of their content. Another
+    process has the same names for other content."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None or vllm_config.cache_config.enable_prefix_caching:
+        return False
+    return bool(media.mm_processor_cache_gb == 0)
 
 
 def _is_dummy(vllm_config: VllmConfig) -> bool:

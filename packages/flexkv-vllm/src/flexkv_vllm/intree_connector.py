@@ -25,6 +25,7 @@ from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.patches import (
     connectors_here,
+    deliver_nothing,
     implementation_of,
     kv_cache_config_of,
     step_metadata,
@@ -47,7 +48,8 @@ class FlexKVConnectorV1Impl(SchedulerCalls):
         self._adapter = Adapter(vllm_config, StoreTime.FINISH, FlexKVConnectorV1Impl)
         self._connector: KVConnectorBase_V1 | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._adapter.start_scheduler(None)
+            deliver_nothing()
+            self._start_scheduler(None)
             logger.warning(
                 "FlexKV runs behind vLLM's own connector, which passes on no resets: lookups still "
                 "find old blocks after /reset_prefix_cache?reset_external=true. To make resets "

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 class Pool:
     """An `EnginePool` over vLLM's block pool, which it borrows."""
 
-    __slots__ = ("_blocks",)
+    __slots__ = ("_blocks", "_old_blocks")
 
     def __init__(self, blocks: BlockPool) -> None:
         self._blocks = blocks
+        self._old_blocks: object = None
 
     def has(self, block_hash: Any, group: int) -> bool:
         """See `EnginePool.has`."""
@@ -24,3 +25,15 @@ class Pool:
     def forget(self, engine_blocks: set[int]) -> None:
         """See `EnginePool.forget`."""
         self._blocks.evict_blocks(engine_blocks)
+
+    def weights_changed(self, in_use: bool) -> None:
+        """The engine's weights have changed: the blocks that it has now are not what it computes
+        from here on. `in_use`: whether requests have blocks, which the engine may find later."""
+        found_by = self._blocks.cached_block_hash_to_block
+        self._old_blocks = found_by if in_use or len(found_by) else None
+
+    @property
+    def may_find_old_blocks(self) -> bool:
+        """Whether the engine has not reset its prefix cache since its weights changed. vLLM makes
+        a new map of its blocks when it does."""
+        return self._old_blocks is self._blocks.cached_block_hash_to_block

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.weights import watch_weights
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -21,6 +23,12 @@ class SchedulerCalls:
     """Base class of the connectors. They set `_adapter`, which receives the calls."""
 
     _adapter: Adapter
+
+    def _start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
+        """Start the adapter in the scheduler's process. See `Adapter.start_scheduler`."""
+        self._adapter.start_scheduler(kv_cache_config)
+        if self._adapter.enabled:
+            watch_weights(self._adapter.weights_changed)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -16,7 +16,7 @@ from flexkv.adapter.fills import StepStores, StoreTime
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
-from flexkv.adapter.request import HitTokens, Requests, TrackedRequest
+from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -77,6 +77,7 @@ class SchedulerSide:
             self._groups, self._stores, self._requests.by_id, self._fills.scheduled
         )
         self._idle_steps = IdleSteps()
+        self._pool: Pool | None = None
 
     @property
     def tracked_requests(self) -> int:
@@ -90,7 +91,8 @@ class SchedulerSide:
     def bind_pool(self, pool: BlockPool) -> None:
         """Set vLLM's block pool with its own prefix cache."""
         self._keys.hash_tokens = getattr(pool, "hash_block_size", self._keys.hash_tokens)
-        self._loads.bind_pool(Pool(pool))
+        self._pool = Pool(pool)
+        self._loads.bind_pool(self._pool)
 
     def queued(self, request: Request) -> None:
         """vLLM has queued `request`: begin to fetch blocks that only lower tiers have."""
@@ -123,7 +125,10 @@ class SchedulerSide:
         match = tracked.match
         self._tables.fence(tables, 0 if match is None else match.local_tokens, self._orders)
         self._tables.begun.add(tracked.id)
-        tracked.begin(self._tables.of_cached(tables), self._stores.first_fill(tracked.options))
+        # What is computed behind blocks of old weights belongs to neither weights.
+        old = (match is None or match.local_tokens > 0) and self._finds_old_blocks()
+        first_fill = NEVER if old else self._stores.first_fill(tracked.options)
+        tracked.begin(self._tables.of_cached(tables), first_fill)
         self._loads.begin(tracked, tokens, self._orders)
 
     def hit_tokens(self, request: Request, tokens: int) -> HitTokens:
@@ -222,6 +227,16 @@ class SchedulerSide:
         self._cache.clear()
         self.figures.note_activity()
 
+    def weights_changed(self) -> None:
+        """The engine has other weights: discard every block.
+
+        vLLM's own prefix cache may keep blocks of the old weights. Until vLLM resets it, nothing
+        is stored of the requests that vLLM finds a prefix for.
+        """
+        if self._pool is not None:
+            self._pool.weights_changed(in_use=bool(self._requests.by_id))
+        self.reset()
+
     @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
@@ -258,6 +273,9 @@ class SchedulerSide:
         for transfer in self._cache.poll():
             self._stores.ended(transfer)
             self._loads.ended(transfer)
+
+    def _finds_old_blocks(self) -> bool:
+        return self._pool is not None and self._pool.may_find_old_blocks
 
     def _abandon(self, tracked: TrackedRequest) -> None:
         self._loads.abandon(tracked, self._orders)

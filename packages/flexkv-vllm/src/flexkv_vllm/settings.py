@@ -11,7 +11,7 @@ from flexkv import CacheConfig, LayoutError, load_config
 from flexkv.config import configure_logging
 from flexkv.config_sources import log_ignored_variables
 from flexkv_vllm.compat.core import check_version
-from flexkv_vllm.support import check_attention, check_parallelism
+from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +35,7 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
     if config.enable:
         check_parallelism(vllm_config)
         check_attention(vllm_config)
+        check_pooling(vllm_config)
     return config
 
 

@@ -14,7 +14,7 @@ from flexkv import CacheConfig
 from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.start import attach_cache, make_recorder
+from flexkv.adapter.start import attach_session, make_cache, make_recorder
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process
@@ -56,15 +56,17 @@ def make_scheduler_side(
     """
     transfer = vllm_config.kv_transfer_config
     with contextlib.ExitStack() as undo:
-        session, cache = attach_cache(
-            config,
-            engine_id_of(vllm_config),
-            lambda _: config.names_lower_tier and outlives_process(vllm_config),
-        )
+        session = attach_session(config, engine_id_of(vllm_config))
         undo.callback(session.close)
-        undo.callback(cache.close)
         spec = session.arena.spec
         groups = groups_of(vllm_config, kv_cache_config, spec.format.engine_blocks)
+        cache = make_cache(
+            config,
+            session,
+            keeps_blocks=config.names_lower_tier and outlives_process(vllm_config),
+            follows_requests=len(groups.members) == 1,  # the policy sees the prompts of one
+        )
+        undo.callback(cache.close)
         mode = load_mode_of(config, vllm_config, groups, store_time)
         keys = block_keys(groups)
         events = make_events(vllm_config, kv_cache_config, cache, keys)

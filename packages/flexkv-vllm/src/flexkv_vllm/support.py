@@ -92,3 +92,23 @@ def check_attention(vllm_config: VllmConfig) -> None:
             "vLLM computes wrong tokens behind a cached prefix of a model with latent attention "
             "(MLA) on this processor; allowed: a GPU, or a CPU with AMX instructions"
         )
+
+
+def check_pooling(vllm_config: VllmConfig) -> None:
+    """Refuse a model whose pooling needs all tokens of a prompt in one step.
+
+    Raises:
+        LayoutError: it does. vLLM turns its own prefix cache off for such a model, but not those of
+            connectors: a worker ends with the first request that has a hit.
+    """
+    model = vllm_config.model_config
+    pooler = model.pooler_config
+    if pooler is None or getattr(model, "is_prefix_caching_supported", True):
+        return
+    names = ("seq_pooling_type", "tok_pooling_type", "pooling_type")
+    kinds = [f"{name} {value}" for name in names if (value := getattr(pooler, name, None))]
+    raise LayoutError(
+        f"vLLM pools all tokens of a prompt in one step for this model ({', '.join(kinds)}), so "
+        f"none may come from a cache; allowed: models that generate, or pooling with which vLLM's "
+        f"own prefix cache works, such as LAST"
+    )

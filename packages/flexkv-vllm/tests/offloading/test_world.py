@@ -5,6 +5,7 @@ request computes on is checked."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from engine_world import random_prompt
@@ -51,6 +52,7 @@ def test_a_scheduled_request_hits_each_block_once(
     policy = CheckedPolicy(S3FIFOPolicy())
     monkeypatch.setitem(POLICIES, "lru", lambda slots: policy)
     world = make_offloading_world()
+    touch_often(world)
     rng = random.Random(31)
     stem = random_prompt(rng, 4 * BLOCK_TOKENS)
     world.generate(stem + random_prompt(rng, 5))
@@ -62,6 +64,32 @@ def test_a_scheduled_request_hits_each_block_once(
     world.settle()
     assert len(stored) == 4
     assert {key: policy.hits[key] for key in stored} == {key: [UNKNOWN_REQUEST] for key in stored}
+
+
+def touch_often(world: OffloadingWorld) -> None:
+    """As vLLM 0.26 to 0.30: its connector touches a request's blocks at each lookup and each store,
+    and so before the request runs, too. Later ones touch none."""
+    manager = world.manager
+    lookup, prepare_store = manager.lookup, manager.prepare_store
+
+    def touch_and_lookup(key: Any, context: Any) -> Any:
+        manager.touch([key], context)
+        return lookup(key, context)
+
+    def touch_and_store(keys: Any, context: Any) -> Any:
+        manager.touch(keys, context)
+        return prepare_store(keys, context)
+
+    manager.lookup, manager.prepare_store = touch_and_lookup, touch_and_store
+
+
+def test_auto_needs_requests(
+    make_offloading_world: MakeOffloadingWorld, made_policies: list[str]
+) -> None:
+    """vLLM's connector reports hits alone."""
+    make_offloading_world(settings={"eviction_policy": "auto"})
+    make_offloading_world(settings={"eviction_policy": "arc"})
+    assert made_policies == ["lru", "arc"]
 
 
 def test_several_groups_are_refused_where_none_hears_of_their_failed_loads(

@@ -36,22 +36,9 @@ def test_after_an_error_all_is_as_without_flexkv(
         world.slow_down(rng)
         if disk_slots:
             delay_reads(world, rng)
-        if "counting a use" in guarded.place:
-            count_uses(world)
         return world
 
     hit_all(guarded, make, rng, restart_rate=0.0)
-
-
-def count_uses(world: OffloadingWorld) -> None:
-    """vLLM's own tiers are told of uses; none of its connectors from 0.26 on tells a manager."""
-    prepare_load = world.manager.prepare_load
-
-    def used(keys: Any, context: Any) -> Any:
-        world.manager.touch(keys, context)
-        return prepare_load(keys, context)
-
-    world.manager.prepare_load = used
 
 
 def test_a_load_that_cannot_be_ordered_is_not_tried_again(

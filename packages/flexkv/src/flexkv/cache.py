@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters, Latencies, TierCounters
@@ -47,9 +47,11 @@ class KVCache:
             process must have only one KVCache on it.
         policy: decides which block is evicted when the arena is full.
         tiers: lower tiers, the fastest first; owned.
+        policy_name: name of the policy, for the metrics; empty for none.
         pin_seconds: how long a pin lasts if `pin` is not given a time.
 
     Attributes:
+        policy_name: as given.
         latencies: latencies of the loads, stores and fetches that have ended.
     """
 
@@ -59,6 +61,7 @@ class KVCache:
         policy: AnyPolicy,
         tiers: Sequence[AttachedTier] = (),
         *,
+        policy_name: str = "",
         pin_seconds: float = 3600.0,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
@@ -67,9 +70,9 @@ class KVCache:
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         self._counters = Counters()
+        self.policy_name = policy_name
         self.latencies = Latencies()
-        self._off = False
-        self._stopped = False
+        self._off = self._stopped = False
         self._device = DeviceLink(arena.board, self.latencies)
         self._below = LowerTiers(self._index, arena.slot_view, tiers, self.latencies)
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
@@ -115,7 +118,7 @@ class KVCache:
     @property
     def tier_figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
         """For each lower tier its medium, its figures, and the counts of fetches and demotions."""
-        return self._below.figures
+        return self._below.figures(self.slot_bytes)
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -147,10 +150,15 @@ class KVCache:
         below = iter(self._below.look(absent) if absent else ())
         return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
-    def ask(self, keys: Sequence[bytes]) -> bool:
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> bool:
         """Query the lower tiers that do not know which of these blocks they have. Returns whether
-        an answer is awaited; it arrives within each tier's deadline."""
-        return not self._off and self._below.fetcher.ask(keys)
+        an answer is awaited; it arrives within each tier's deadline.
+
+        Args:
+            keys: keys of a prefix, first block first.
+            behind: keys of further blocks, with gaps; of no use without the first of `keys`.
+        """
+        return not self._off and self._below.fetcher.ask(keys, behind)
 
     def record(
         self,
@@ -226,10 +234,11 @@ class KVCache:
         return self._below.is_demoting(key)
 
     def store(
-        self, keys: Sequence[bytes], positions: Sequence[int], begins: Iterable[int] = (0,)
+        self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int] = (0,)
     ) -> Transfer | None:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
-        is evicted to make room. A block whose predecessor is not in the arena is not stored.
+        is evicted to make room. A block whose predecessor is not in the arena is not stored, nor is
+        a block that the policy refuses and no lower tier would write.
 
         Args:
             keys: keys of blocks, each of which builds on the one before. They may begin anywhere in
@@ -245,10 +254,9 @@ class KVCache:
         if self._off:
             return None
         self._pins.expire(time.monotonic())
-        index = self._index
-        blocks = index.reserve_all(keys, positions, begins)
+        blocks = self._below.reserve(keys, positions, begins)
         if len(blocks) < len(positions):
-            refused = {keys[i] for i in positions if keys[i] not in index}
+            refused = {keys[i] for i in positions if keys[i] not in self._index}
             self._counters.refused_blocks += len(refused)
         if not blocks:
             return None
@@ -323,10 +331,9 @@ class KVCache:
     def take_changes(self) -> list[Change]:
         """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
         without `watch`. Many changes take several calls, the latest first."""
-        index = self._index
         changes = [
-            Change(Medium.HOST, key, index.lookup((key,)) == 1)
-            for key in take_newest(index.changed, _CHANGES)
+            Change(Medium.HOST, key, self._index.lookup((key,)) == 1)
+            for key in take_newest(self._index.changed, _CHANGES)
         ]
         changes += self._below.take_changes(_CHANGES)
         return changes

@@ -44,6 +44,7 @@ _PARSE_ERRORS = (
     # PyYAML on a value that does not fit its tag, such as `!!int ""`.
     LookupError,
     AttributeError,
+    ArithmeticError,
 )
 
 _SECRETS = re.compile(r"(?<=://)[^/@\s]*(?=@)|(?<=[?#])[^\s'\"]+")
@@ -137,8 +138,9 @@ def _from_mapping(mapping: Mapping[Any, object], source: str) -> dict[str, Any]:
     values = {}
     for key, value in mapping.items():
         if key not in by_name:
+            name = key if isinstance(key, str) else _show(key)
             raise ConfigError(
-                f"unknown key {_shorten(repr(key))} in {source}{_nearest(str(key), by_name)}; "
+                f"unknown key {_show(key)} in {source}{_nearest(name, by_name)}; "
                 f"allowed: {', '.join(sorted(by_name))}"
             )
         if value is not None:
@@ -248,7 +250,18 @@ def _without_duplicates(pairs: Iterable[tuple[Hashable, object]]) -> dict[Any, o
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """Refuses a mapping with equal keys: YAML forbids them, and PyYAML takes the last."""
+    """Refuses a mapping with equal keys: YAML forbids them, and PyYAML takes the last.
+
+    Refuses an alias of a list or mapping, too: a few lines of them, each of the line before, are a
+    value that no memory has room for once it is printed.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise ValueError("an alias stands for a list or a mapping")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, object]:
         self.flatten_mapping(node)

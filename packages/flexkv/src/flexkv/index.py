@@ -69,6 +69,7 @@ class BlockIndex(Protocol):
     Attributes:
         num_slots: slots of the tier.
         free_slots: those without a block.
+        has_room: whether a slot is free or a block may be evicted.
         blocks: all blocks that are ready or being written, by slot.
         evictions: blocks evicted so far.
         pinned_blocks: blocks that are pinned.
@@ -80,6 +81,8 @@ class BlockIndex(Protocol):
     def num_slots(self) -> int: ...
     @property
     def free_slots(self) -> int: ...
+    @property
+    def has_room(self) -> bool: ...
     @property
     def blocks(self) -> list[Block]: ...
     @property
@@ -129,7 +132,8 @@ class BlockIndex(Protocol):
         ...
 
     def reserve(self, key: bytes, after: bytes | None, /) -> Block | None:
-        """Give `key` a slot to write, and evict a block if no slot is free.
+        """Give `key` a slot to write, and evict a block if no slot is free, whatever the new block
+        is worth.
 
         Args:
             key: key of the new block.
@@ -142,12 +146,24 @@ class BlockIndex(Protocol):
         ...
 
     def reserve_all(
-        self, keys: Sequence[bytes], positions: Iterable[int], begins: Iterable[int], /
+        self,
+        keys: Sequence[bytes],
+        positions: Iterable[int],
+        begins: Iterable[int],
+        must: bool = False,
+        /,
     ) -> list[Block]:
-        """Reserve slots for the keys at `positions`, each behind the key before it in `keys`.
+        """Reserve slots for blocks of one prefix, or of several prefixes in a row.
 
-        Keys at the positions `begins` are the first of their prefix. Returns the blocks that got a
-        slot.
+        Args:
+            keys: keys of blocks, each of which builds on the one before.
+            positions: positions in `keys` of the blocks that need a slot.
+            begins: positions of the first blocks of prefixes.
+            must: whether blocks are evicted whatever the new ones are worth; else the policy may
+                refuse new blocks.
+
+        Returns:
+            The blocks that got a slot.
         """
         ...
 

@@ -27,8 +27,10 @@ _BUCKET = re.compile(
     rf"(?:(?:s3|gs|az)://{_NAME}|abfss?://{_NAME}@{_NAME})(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._-]+)*/?"
 )
 
-_HOST_PORT = re.compile(rf"{_NAME}:[0-9]{{1,5}}")
-_HTTP_URL = re.compile(rf"http://{_NAME}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
+_HOST = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
+"""Labels of a machine's name have 1 to 63 characters; no resolver takes others."""
+_HOST_PORT = re.compile(rf"{_HOST}:[0-9]{{1,5}}")
+_HTTP_URL = re.compile(rf"http://{_HOST}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
 
 _COMPARE_SECONDS = 1.0

@@ -75,7 +75,7 @@ def open_cache(
     session, mover = open_rank(config, None, shard, 1, start)
     with closed_on_error(session):
         try:
-            cache = make_cache(config, session, keeps_blocks=True)
+            cache = make_cache(config, session, keeps_blocks=True, follows_requests=False)
         except BaseException:
             mover.close()
             raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexkv.admission import ADMISSIONS
-from flexkv.eviction import POLICIES
+from flexkv.eviction import AUTO, POLICIES
 from flexkv.setting_field import DAY_SECONDS, LEAST_GIB, MOST_GIB, SIZE, setting
 from flexkv.setting_values import (
     parse_bool,
@@ -60,10 +60,12 @@ class HostSettings:
             "ago. `s3fifo`: those that no other request has found, so that many prompts used once "
             "do not evict prompts used often. `arc`: a balance of the two, which it finds itself. "
             "`hazard`: those with the fewest hits to expect for the time of keeping them, which it "
-            "learns from the requests: the turn of a conversation, its length, its age."
+            "learns from the requests: the turn of a conversation, its length, its age. `auto`: "
+            "`hazard` under vLLM's connector, for models with one KV cache group, and under "
+            "SGLang's linker; else `lru`. The log and the metrics name the choice."
         ),
-        parse=parse_name(POLICIES),
-        allowed=", ".join(sorted(POLICIES)),
+        parse=parse_name((AUTO, *POLICIES)),
+        allowed=", ".join(sorted((AUTO, *POLICIES))),
     )
 
 

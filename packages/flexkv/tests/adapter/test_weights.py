@@ -4,7 +4,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flexkv.adapter.weights import digest, file_stamps, weight_files
+from flexkv.adapter.weights import (
+    digest,
+    file_digests,
+    file_stamps,
+    processor_files,
+    weight_files,
+)
 
 
 def test_parts_of_a_digest_do_not_run_together() -> None:
@@ -49,3 +55,19 @@ def test_nodes_that_downloaded_the_same_weights_agree(tmp_path: Path) -> None:
 
 def test_a_model_that_is_nowhere_has_no_files() -> None:
     assert weight_files("nobody/nothing", None) == []
+    assert processor_files("nobody/nothing", None) == []
+
+
+def test_the_files_of_a_processor_count_by_their_bytes(tmp_path: Path) -> None:
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    files = [tmp_path / name for name in names]
+    for file in (*files, tmp_path / "config.json", tmp_path / "a.safetensors"):
+        file.write_text("{}")
+    assert processor_files(str(tmp_path), None) == files
+    assert processor_files(str(files[0]), None) == []
+    before = file_digests(files)
+    os.utime(files[0], ns=(1, 1))
+    assert file_digests(files) == before
+    files[0].write_text("[]")
+    assert file_digests(files) != before
+    assert file_digests(files)[1:] == before[1:]

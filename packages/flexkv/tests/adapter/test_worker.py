@@ -36,6 +36,7 @@ class RecordingMover:
         self.submitted: list[Submitted] = []
         self.held: list[tuple[int, int]] = []
         self.marked: list[int] = []
+        self.waited: list[int] = []
 
     def submit(
         self,
@@ -65,6 +66,7 @@ class RecordingMover:
         return Status.DONE
 
     def wait(self, ticket: int, timeout: float) -> Status:
+        self.waited.append(ticket)
         return Status.DONE
 
     def copy_seconds(self, ticket: int) -> float | None:
@@ -201,3 +203,14 @@ def test_without_marks_loads_follow_everything(
     side.start_loads(StepOrders(loads={"one": CopyOrder(1, 0, [5], [0], follows=0)}))
     assert mover.marked == []
     assert mover.submitted == [Submitted(Direction.LOAD, [5], stream, None)]
+
+
+def test_a_step_without_work_waits_for_the_last_part_of_a_load(arena: Arena) -> None:
+    """The engine computes the request in the next step, if the load has ended in this one."""
+    mover = RecordingMover()
+    side = make_side(arena, mover, lambda: 0)
+    side.start_loads(StepOrders(loads={"one": CopyOrder(1, 0, [5], [0], last=False)}))
+    orders = StepOrders(loads={"one": CopyOrder(2, 1, [6], [1])})
+    side.start_loads(orders)
+    assert side.finished(orders) == (set(), {"one"})
+    assert mover.waited == [2]

@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
 
+import obstore
 from shared_node import FINGERPRINT, Remote
 
+from flexkv.tiers.objects.open import connect
 from integration.harness.s3_server import BUCKET, S3Server
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import Cache, Flexkv
@@ -78,6 +80,16 @@ def test_other_fingerprints_are_left_alone_if_one_is_given(start: Start, flexkv:
     ended = flexkv("clear", "--yes", "--fingerprint", "0" * 32)
     assert ended.out == f"nothing to clear in {URL}, fingerprint {'0' * 32}\n"
     assert start().do("fetch", "ghi") == "ghi"
+
+
+def test_what_is_no_record_of_ours_is_left_alone(start: Start, flexkv: Flexkv) -> None:
+    start()
+    store = connect(URL, PATIENCE_SECONDS)
+    obstore.put(store, "epochs/readme", b"mine")
+    ended = flexkv("clear", "--yes")
+    assert (ended.code, ended.out) == (0, f"cleared {URL}, fingerprint {FINGERPRINT}\n")
+    assert bytes(obstore.get(store, "epochs/readme").bytes()) == b"mine"
+    obstore.delete(store, "epochs/readme")
 
 
 def test_a_bucket_that_does_not_answer_is_named(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,25 +27,31 @@ Doctor = Callable[..., Ended]
 NOBODY = 65534
 
 
+def started(folder: Path, *arguments: object, **settings: object) -> subprocess.Popen[str]:
+    """The command with settings in its environment, and a runtime directory below `folder`."""
+    environment = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
+    environment["FLEXKV_RUNTIME_DIR"] = str(folder / "run")
+    environment |= {name: str(value) for name, value in settings.items()}
+    command = [sys.executable, "-m", "flexkv", "doctor", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def end_of(process: subprocess.Popen[str]) -> Ended:
+    try:
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        process.kill()
+    assert "Traceback" not in err, err
+    return Ended(process.returncode, out, err)
+
+
 @pytest.fixture
 def doctor(tmp_path: Path) -> Doctor:
-    """Runs the command with settings in its environment, and a runtime directory of its own."""
+    """Runs the command, see `started`."""
 
     def run(*arguments: object, **settings: object) -> Ended:
-        environment = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
-        environment["FLEXKV_RUNTIME_DIR"] = str(tmp_path / "run")
-        environment |= {name: str(value) for name, value in settings.items()}
-        command = [sys.executable, "-m", "flexkv", "doctor", *map(str, arguments)]
-        ended = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert "Traceback" not in ended.stderr, ended.stderr
-        return Ended(ended.returncode, ended.stdout, ended.stderr)
+        return end_of(started(tmp_path, *arguments, **settings))
 
     return run
 
@@ -261,27 +269,59 @@ def test_what_hangs_is_a_finding_and_hides_nothing(monkeypatch: pytest.MonkeyPat
     assert "oops" in found[1].text
 
 
-@pytest.mark.parametrize("drives", [1, 2])
-def test_a_mount_that_hangs_is_a_problem_and_hides_nothing(
-    doctor: Doctor, tmp_path: Path, drives: int
-) -> None:
-    folders = [tmp_path / str(number) for number in range(drives)]
-    for folder in folders:
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Commands under way on what hangs. Each waits 15 s for an answer.
+
+    Attributes:
+        folder: a directory that hangs.
+        on_drives: the command with `folder` alone, and with `folder` and a good one, by their
+            number.
+        on_file: the command with a file of settings in a directory that hangs.
+    """
+
+    folder: Path
+    on_drives: Mapping[int, subprocess.Popen[str]]
+    on_file: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
+    """All commands wait at the same time, so that the tests together take little more than 15 s."""
+    root = tmp_path_factory.mktemp("waiting")
+    drives, config = [root / "1", root / "2"], root / "config"
+    for folder in (*drives, config):
         folder.mkdir()
-    settings = {
-        "FLEXKV_SSD_CACHE_DIR": ";".join(map(str, folders)),
-        "FLEXKV_SSD_CACHE_GB": 0.01,
-    }
-    with hung(folders[0]):
-        ended = doctor("--seconds", "0", **settings)
+    with contextlib.ExitStack() as stack:
+
+        def start(**settings: object) -> subprocess.Popen[str]:
+            process = started(root, "--seconds", "0", **settings)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        stack.enter_context(hung(drives[0]))
+        stack.enter_context(hung(config))
+        on_drives = {
+            number: start(
+                FLEXKV_SSD_CACHE_DIR=";".join(map(str, drives[:number])), FLEXKV_SSD_CACHE_GB=0.01
+            )
+            for number in (1, 2)
+        }
+        on_file = start(FLEXKV_CONFIG_PATH=config / "flexkv.yaml")
+        yield Waiting(drives[0], on_drives, on_file)
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_mount_that_hangs_is_a_problem_and_hides_nothing(waiting: Waiting, drives: int) -> None:
+    ended = end_of(waiting.on_drives[drives])
     assert ended.code == 1
     assert re.search(r"(ok|advice) +kernel: ", ended.out)
-    assert f"problem  disk {folders[0]}: no answer within 15 s" in ended.out
+    assert f"problem  disk {waiting.folder}: no answer within 15 s" in ended.out
 
 
-def test_a_file_of_settings_that_hangs_hides_nothing(doctor: Doctor, tmp_path: Path) -> None:
-    with hung(tmp_path):
-        ended = doctor("--seconds", "0", FLEXKV_CONFIG_PATH=str(tmp_path / "flexkv.yaml"))
+def test_a_file_of_settings_that_hangs_hides_nothing(waiting: Waiting) -> None:
+    ended = end_of(waiting.on_file)
     assert ended.code == 1
     assert "problem  settings: no answer within 15 s" in ended.out
     assert re.search(r"(ok|advice) +kernel: ", ended.out)

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,16 @@ from flexkv import deadline
 from flexkv.deadline import HungError, call_beside, call_within
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
-from packages.flexkv.tests.cli.screen import on_terminal
+from packages.flexkv.tests.cli.screen import Screen, on_terminal
 from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Ended
 
 COMMANDS = (("stat",), ("stat", "--json"), ("verify",), ("clear", "--yes"))
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def started(*arguments: str, **settings: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "flexkv", *arguments]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=null, stdout=pipe, stderr=pipe, text=True)
+    pipe, null, environ = subprocess.PIPE, subprocess.DEVNULL, {**os.environ, **settings}
+    return subprocess.Popen(command, stdin=null, stdout=pipe, stderr=pipe, text=True, env=environ)
 
 
 def end_of(process: subprocess.Popen[str]) -> Ended:
@@ -41,54 +42,125 @@ def end_of(process: subprocess.Popen[str]) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-@contextlib.contextmanager
-def beside_a_good_one(cache: Cache) -> Iterator[Mapping[str, Ended]]:
-    """How the commands end on a directory that hangs and a good one; all wait at the same time."""
-    cache.fill(3)
-    cleared = shutil.copytree(cache.root, cache.root.parent / "cleared")
-    folder = cache.root.parent / "hung"
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Commands under way on directories that hang. Each waits 15 s for its answer.
+
+    Attributes:
+        good: a cache of three blocks.
+        cleared: a copy of it.
+        folder: a directory that hangs.
+        beside: commands on `folder` and a good one, which is `cleared` for `clear`, else `good`.
+        alone: commands on nothing but a directory that hangs.
+        file: in `folder`.
+        on_file: commands that need `file`.
+        late: a cache of two blocks; it hangs since the user has answered the question of `clear`.
+        screen: of that command.
+        hang: ends the hang of `late`.
+    """
+
+    good: Cache
+    cleared: Path
+    folder: Path
+    beside: Mapping[str, subprocess.Popen[str]]
+    alone: Mapping[str, subprocess.Popen[str]]
+    file: str
+    on_file: Sequence[subprocess.Popen[str]]
+    late: Cache
+    screen: Screen
+    hang: contextlib.ExitStack
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
+    """All commands wait at the same time, so that the tests together take little more than 15 s."""
+    root = tmp_path_factory.mktemp("waiting")
+    good, late = Cache(root / "cache"), Cache(root / "late")
+    good.fill(3)
+    late.fill(2)
+    cleared = shutil.copytree(good.root, root / "cleared")
+    folder, lonely = root / "hung", root / "lonely"
     folder.mkdir()
-    with hung(folder):
-        running = {
-            " ".join(command): started(
-                command[0],
-                f"{folder};{cleared if 'clear' in command else cache.root}",
-                *command[1:],
-            )
-            for command in COMMANDS
+    lonely.mkdir()
+    file, trace = str(folder / "file"), str(root / "trace.jsonl")
+    line = '{"timestamp": 0, "input_length": 512, "output_length": 5, "hash_ids": [0]}'
+    Path(trace).write_text(f"{line}\n", encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, **settings: str) -> subprocess.Popen[str]:
+            process = started(*arguments, **settings)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        screen = stack.enter_context(on_terminal("clear", str(late.root)))
+        screen.wait_for("Remove 1 folder")
+        stack.enter_context(hung(folder))
+        stack.enter_context(hung(lonely))
+        hang = stack.enter_context(contextlib.ExitStack())
+        hang.enter_context(hung(late.root))
+        screen.press("y\n")
+        beside = {}
+        for name, *options in COMMANDS:
+            other = cleared if name == "clear" else good.root
+            beside[" ".join((name, *options))] = start(name, f"{folder};{other}", *options)
+        alone = {
+            " ".join((name, *options)): start(name, str(lonely), *options)
+            for name, *options in COMMANDS
         }
-        yield {name: end_of(process) for name, process in running.items()}
+        on_file = [
+            *(start(*each, FLEXKV_CONFIG_PATH=file) for each in COMMANDS),
+            start("stat", FLEXKV_RUNTIME_DIR=file, FLEXKV_OBJECTS_URL="s3://bucket"),
+            start("plan", file, "--token-bytes", "1"),
+            start("plan", trace, "--model", file),
+            start("plan", trace, "--token-bytes", "1", "--plot", f"{file}.svg"),
+        ]
+        yield Waiting(good, cleared, folder, beside, alone, file, on_file, late, screen, hang)
 
 
-def test_a_hung_directory_is_named_and_a_good_one_served(cache: Cache) -> None:
-    with beside_a_good_one(cache) as ended:
-        pass
+def test_a_hung_directory_is_named_and_a_good_one_served(waiting: Waiting) -> None:
+    ended = {name: end_of(process) for name, process in waiting.beside.items()}
+    good, cleared = waiting.good, waiting.cleared
     for name, each in ended.items():
         assert each.code == 1, (name, each)
         assert "hung' from DIR on the command line has not answered for 15 s" in each.err, name
         assert each.err.count("\n") == 1, (name, each)
-    assert f"{cache.folder}\n" in ended["stat"].out
+    assert f"{good.folder}\n" in ended["stat"].out
     assert ended["stat --json"].json["totals"]["used_slots"] == 3
-    assert f"{cache.folder}: 3 blocks" in ended["verify"].out
-    assert f"0 bad, no answer from {cache.root.parent / 'hung'}; read" in ended["verify"].out
-    assert f"removed {cache.root.parent / 'cleared' / FINGERPRINT}, " in ended["clear --yes"].out
-    assert not (cache.root.parent / "cleared" / FINGERPRINT).exists()
+    assert f"{good.folder}: 3 blocks" in ended["verify"].out
+    assert f"0 bad, no answer from {waiting.folder}; read" in ended["verify"].out
+    assert f"removed {cleared / FINGERPRINT}, " in ended["clear --yes"].out
+    assert not (cleared / FINGERPRINT).exists()
 
 
-def test_a_hung_directory_alone_is_one_error(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    folder.mkdir()
-    with hung(folder):
-        running = {command: started(*command, str(folder)) for command in COMMANDS}
-        ended = {command: end_of(process) for command, process in running.items()}
-    for command, each in ended.items():
-        assert each.code == 1, (command, each)
-        assert each.err.count("\n") == 1, (command, each)
-        assert str(folder) in each.err
-        if "--json" in command:
+def test_a_hung_directory_alone_is_one_error(waiting: Waiting) -> None:
+    for name, process in waiting.alone.items():
+        each = end_of(process)
+        assert each.code == 1, (name, each)
+        assert each.err.count("\n") == 1, (name, each)
+        assert "lonely" in each.err
+        if "--json" in name:
             assert json.loads(each.out)["folders"] == []
         else:
-            assert each.out == "", command
+            assert each.out == "", name
+
+
+def test_a_directory_that_begins_to_hang_is_named(waiting: Waiting) -> None:
+    """Between the question of `clear` and its answer."""
+    folder = waiting.late.folder
+    waiting.screen.wait_for(f"skipped {folder}: {folder} has not answered for 15 s")
+    assert waiting.screen.end_by_key("") == 1
+    waiting.hang.close()
+    assert len(waiting.late.records()) == 2
+
+
+def test_a_file_that_hangs_is_one_error(waiting: Waiting) -> None:
+    """Settings, a trace, a model's configuration, a picture, files of running engines."""
+    for process in waiting.on_file:
+        each = end_of(process)
+        assert (each.code, each.out, each.err.count("\n")) == (2, "", 1), each
+        assert waiting.file in each.err
+        assert "has not answered for 15 s: the drive, the network or the driver" in each.err
 
 
 @pytest.mark.parametrize("command", ["stat", "verify", "clear"])
@@ -122,18 +194,6 @@ def wait_until_it_sleeps(process: subprocess.Popen[str]) -> None:
     pytest.fail("the command does not hang")
 
 
-def test_a_directory_that_begins_to_hang_is_named(cache: Cache) -> None:
-    """Between the question of `clear` and its answer."""
-    cache.fill(2)
-    with on_terminal("clear", str(cache.root)) as screen:
-        screen.wait_for("Remove 1 folder")
-        with hung(cache.root):
-            screen.press("y\n")
-            screen.wait_for(f"skipped {cache.folder}: {cache.folder} has not answered for 15 s")
-            assert screen.end_by_key("") == 1
-    assert len(cache.records()) == 2
-
-
 def test_long_work_in_a_directory_that_answers_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,11 +201,12 @@ def test_long_work_in_a_directory_that_answers_is_waited_for(
     monkeypatch.setattr(
         deadline, "call_within", lambda calls, _: call_within(calls, PATIENCE_SECONDS)
     )
+    monkeypatch.setattr(deadline, "_LOOK_SECONDS", 0.1)
     seconds = 0.2
     over = threading.Event()
 
     def work() -> str:
-        over.wait(15 * seconds)
+        over.wait(5 * seconds)
         return "done"
 
     assert call_beside(str(tmp_path), work, seconds) == "done"

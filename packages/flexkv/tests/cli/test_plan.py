@@ -62,6 +62,19 @@ def test_the_tables_are_for_people(flexkv: Flexkv, trace: Path) -> None:
     assert "saved" in ended.out
 
 
+def test_auto_is_advised_where_hazard_hits_most(flexkv: Flexkv, trace: Path) -> None:
+    """Memory for the hot prompt alone, of which `hazard` gives the scan a part."""
+    memory = ["--max-memory-gb", 4 * 512 * 4096 / (1 << 30), "--max-disk-gb", "0"]
+    ended = flexkv("plan", trace, *TOKEN, *memory)
+    assert "  eviction_policy: auto\n  (auto is hazard under vLLM's connector" in ended.out
+    (marked,) = (line.split()[0] for line in ended.out.splitlines() if line.endswith("  auto"))
+    assert marked == "hazard"
+    found = flexkv("plan", trace, *TOKEN, *memory, "--json").json
+    assert found["settings"]["eviction_policy"] == "auto"
+    found = flexkv("plan", trace, *TOKEN, *memory, "--policies", "arc,lru", "--json").json
+    assert found["settings"]["eviction_policy"] == "lru"
+
+
 def test_limits_of_the_machine_are_kept(flexkv: Flexkv, trace: Path) -> None:
     gib = 2 * 512 * 4096 / (1 << 30)
     found = flexkv(
@@ -105,6 +118,15 @@ def test_an_engine_that_keeps_all_itself_is_not_said_to_see_no_prefix_again(
     assert ended.code == 0
     assert "own cache hits all that comes back" in ended.out
     assert "No prefix comes back" not in ended.out
+
+
+def test_a_model_says_nothing_to_the_terminal(flexkv: Flexkv, trace: Path, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"model_type": "\x1b]0;owned\x07"}))
+    ended = flexkv("plan", trace, "--model", file)
+    assert ended.code == 0
+    assert "(?]0;owned?)" in ended.out
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

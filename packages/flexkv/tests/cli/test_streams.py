@@ -56,6 +56,22 @@ def test_a_stream_that_is_closed_changes_nothing(cache: Cache, name: str, closed
     assert cache.folder.exists() == (name != "clear")
 
 
+def test_a_path_that_is_no_text_is_printed(cache: Cache) -> None:
+    cache.fill(2)
+    odd = os.fsencode(cache.root.parent) + b"/kv-\xff"
+    os.rename(cache.root, odd)
+    ended = shell(f"$flexkv stat {os.fsdecode(odd)}", cache)
+    assert ended.returncode == 0
+    assert f"{cache.root.parent}/kv-\\udcff/" in ended.stdout
+    assert shell(f"$flexkv verify {os.fsdecode(odd)}", cache).returncode == 0
+
+
+def test_a_terminal_without_the_characters_gets_escapes(cache: Cache) -> None:
+    ended = shell(f"PYTHONIOENCODING=ascii $flexkv plan {ARGUMENTS['plan']}", cache)
+    assert ended.returncode == 0
+    assert "\\u2588" in ended.stdout
+
+
 def test_clear_without_an_input_needs_yes(cache: Cache) -> None:
     cache.fill(1)
     ended = shell("$flexkv clear $DIR <&-", cache)

@@ -9,6 +9,7 @@ from threading import Thread
 
 import pytest
 
+from flexkv.version import __version__
 from integration.harness.ports import hold_port
 from packages.flexkv.tests.cli.screen import on_terminal
 from packages.flexkv.tests.cli.served import Served, served
@@ -22,6 +23,7 @@ def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> N
     assert "vllm, chat" in ended.out
     assert "50.0 % since its start" in ended.out
     assert "prefill saved 2.5 s" in ended.out
+    assert f"FlexKV {__version__}, evicts by hazard " in ended.out
     assert "2 x stalled of objects" in ended.out
     (host,) = re.findall(r"│ host .*", ended.out)
     assert host.split()[2:4] == ["25.0", "%"]

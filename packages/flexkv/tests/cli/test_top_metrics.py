@@ -43,6 +43,16 @@ def test_an_engine_without_flexkv_has_no_figures() -> None:
     assert read_metrics("# TYPE vllm:x gauge\nvllm:x 1\n", 1.0) is None
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e300"])
+@pytest.mark.parametrize("name", ["bytes", "load_seconds_bucket"])
+def test_values_that_no_engine_has_are_no_metrics(name: str, value: str) -> None:
+    kind = "gauge" if name == "bytes" else "histogram"
+    metric = name.removesuffix("_bucket")
+    text = f'# TYPE vllm:flexkv_{metric} {kind}\nvllm:flexkv_{name}{{tier="host",le="1"}} {value}\n'
+    with pytest.raises(ValueError, match=f"flexkv_{name} is "):
+        read_metrics(text, 1.0)
+
+
 def test_a_rate_is_of_the_time_between() -> None:
     change = Change(reading(10, 100), reading(14, 300))
     assert change.rate("hit_tokens", "host") == 50

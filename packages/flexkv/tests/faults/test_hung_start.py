@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ SILENT = "has not answered for 15 s"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory that hangs. A start waits no longer for it than for the others."""
-    wait_for_all_but_one(monkeypatch)
+    wait_for_all_but_one(monkeypatch, alone=False)
     folder = tmp_path / "hung"
     folder.mkdir()
     with hung(folder):
@@ -59,8 +60,59 @@ def test_a_hung_drive_costs_a_start_that_drive(
     faults(1)
 
 
-def test_a_start_with_nothing_but_hung_drives_is_one_error(folder: Path) -> None:
-    with pytest.raises(DiskError, match=rf"{folder} from ssd_cache_dir {SILENT}.*; allowed: "):
+def begins_to_hang(
+    monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, seconds: float | None = None
+) -> list[Folder]:
+    """Let the first directory of a start hang once it is claimed, and be waited for so many
+    seconds. Returns its folder then."""
+    folders: list[Folder] = []
+
+    def claim_before_the_hang(roots: Sequence[str], *args: Any) -> dict[str, Folder]:
+        claimed = claims.claim_all(roots, *args)
+        if seconds is not None:
+            monkeypatch.setattr(claims, "ANSWER_SECONDS", seconds)
+        folders.append(claimed[roots[0]])
+        stack.enter_context(hung(Path(roots[0])))
+        return claimed
+
+    monkeypatch.setattr("flexkv.tiers.disk.claim_all", claim_before_the_hang)
+    return folders
+
+
+def test_a_drive_that_begins_to_hang_during_a_start_costs_that_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    with contextlib.ExitStack() as stack:
+        folders = begins_to_hang(monkeypatch, stack)
+        with opened(bad, good, slots=SLOTS) as client:
+            assert client.write(KEYS) == [Outcome.DONE] * SLOTS
+            assert [drive.path for drive in client.tier.drives] == [str(good / FINGERPRINT)]
+        assert folders[0].fd >= 0  # its thread may still use it
+    folders[0].release()
+    (error,) = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+    assert f"{bad} from ssd_cache_dir {SILENT}; FlexKV starts without it" in error
+
+
+def test_a_start_whose_only_drive_begins_to_hang_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        folders = begins_to_hang(monkeypatch, stack, 0.2)
+        silent = "has not answered for 0.2 s"
+        with pytest.raises(
+            DiskError, match=rf"{tmp_path} from ssd_cache_dir {silent}.*; allowed: "
+        ):
+            open_disk_tier([str(tmp_path)], FINGERPRINT, 8192, capacity_of(SLOTS))
+    folders[0].release()
+
+
+def test_a_start_with_nothing_but_hung_drives_is_one_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "ANSWER_SECONDS", 0.2)
+    silent = "has not answered for 0.2 s"
+    with pytest.raises(DiskError, match=rf"{folder} from ssd_cache_dir {silent}.*; allowed: "):
         open_disk_tier([str(folder)], FINGERPRINT, 8192, capacity_of(SLOTS))
 
 
@@ -105,7 +157,7 @@ def test_a_directory_that_answers_too_late_is_free_for_others(
             claimed.append(folder)
         return folder
 
-    wait_for_all_but_one(monkeypatch)
+    wait_for_all_but_one(monkeypatch, alone=False)
     monkeypatch.setattr(claims, "claim", slow_claim)
     with opened(good, late, slots=SLOTS) as client:
         assert [drive.path for drive in client.tier.drives] == [str(good / FINGERPRINT)]

@@ -28,7 +28,7 @@ class Machine:
     def write(self, name: str, text: str) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(os.fsencode(text))
 
     def mount(self, cgroup: str, *mounts: str) -> None:
         """What /proc/self has of control groups."""
@@ -120,6 +120,16 @@ def test_a_container_sees_its_limit_where_its_group_is_mounted(
     machine.mount(cgroup, V2.format(root=mounted, point="/sys/fs/cgroup"))
     machine.limit2("sys/fs/cgroup", "1000", used=400)
     machine.limit2("sys/fs/beside", "10", used=10)
+    assert available.available_memory(machine.root) == 600
+
+
+@pytest.mark.parametrize("name", [b"Se\xf1or", "a\u2028b".encode(), b"a\rb", b"a\x0bb"])
+def test_mounts_with_names_of_other_users_change_nothing(machine: Machine, name: bytes) -> None:
+    """Any user with FUSE can make one."""
+    odd = f"40 22 0:50 / /home/x/{os.fsdecode(name)} rw - fuse.x x rw"
+    group = f"/pod {os.fsdecode(name)}"
+    machine.mount(f"0::{group}\n", odd, V2.format(root="/", point="/sys/fs/cgroup"), odd)
+    machine.limit2(f"sys/fs/cgroup{group}", "1000", used=400)
     assert available.available_memory(machine.root) == 600
 
 

@@ -73,6 +73,17 @@ def test_mappings_are_told_by_node(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert numa.bytes_by_node(0x7FBCE7C00000) == {}
 
 
+@pytest.mark.parametrize("name", [b"\xf1", b"a\rb", b"a b"])
+def test_names_of_mapped_files_change_nothing(tmp_path: Path, name: bytes) -> None:
+    """Weights, for instance."""
+    file = os.path.join(os.fsencode(tmp_path), name)
+    with open(file, "wb+") as opened:
+        opened.write(bytes(4096))
+        opened.flush()
+        with mmap.mmap(opened.fileno(), 4096):
+            assert numa.bytes_by_node(1) == {}
+
+
 def test_a_real_mapping_is_told_too() -> None:
     mapped = mmap.mmap(-1, 64 * mmap.PAGESIZE)
     mapped[:] = b"x" * len(mapped)

@@ -185,7 +185,54 @@ def test_what_another_user_has_left_open_to_everybody_is_refused(tmp_path: Path,
         with pytest.raises(DiskError, match=rf"^{path} .* belongs to user {NOBODY}, .*0777"):
             claim(str(tmp_path), OURS, False)
     path.chmod(0o755)
+    if not name:
+        claim(str(tmp_path), OURS, False).release()
+        os.chown(tmp_path / OURS, NOBODY, NOBODY)  # as on NFS, whose server maps root to nobody
+        claim(str(tmp_path), OURS, False).release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("root_mode", [0o755, 0o1777])
+def test_a_folder_that_another_user_has_planted_is_refused(tmp_path: Path, root_mode: int) -> None:
+    """Its files are there, writable for all: its owner would read and change what is written."""
     claim(str(tmp_path), OURS, False).release()
+    os.chown(tmp_path / OURS, NOBODY, NOBODY)
+    (tmp_path / OURS).chmod(0o755)
+    tmp_path.chmod(root_mode)
+    for _ in range(2):
+        with pytest.raises(DiskError, match=rf"^{tmp_path / OURS} .* belongs to user {NOBODY}, "):
+            claim(str(tmp_path), OURS, False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_cache_directory_that_another_user_has_planted_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "tmp" / "kv"
+    root.mkdir(parents=True)
+    os.chown(root, NOBODY, NOBODY)
+    claim(str(root), OURS, False).release()  # an administrator has made it
+    (tmp_path / "tmp").chmod(0o1777)
+    refusal = rf" .* belongs to user {NOBODY}, and every user"
+    with pytest.raises(DiskError, match=rf"^{root}{refusal}"):
+        claim(str(root), OURS, False)
+    link = tmp_path / "tmp" / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    # With fs.protected_symlinks, the kernel itself refuses it.
+    with pytest.raises(DiskError, match=rf"^{link}{refusal}|{link}: Permission denied"):
+        claim(str(link), OURS, False)
+    os.chown(root, 0, 0)
+    claim(str(root), OURS, False).release()
+
+
+def test_with_an_open_umask_nobody_else_can_write_above_a_cache(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        claim(str(tmp_path / "a" / "b" / "c"), OURS, False).release()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")]
+    assert modes == [0o755, 0o755, 0o700]
 
 
 def test_a_directory_of_ones_own_may_be_open_to_everybody(tmp_path: Path) -> None:

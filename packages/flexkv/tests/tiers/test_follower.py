@@ -189,6 +189,21 @@ def test_a_folder_that_is_made_anew_is_followed(tmp_path: Path) -> None:
             until(lambda: tier.contains(names(3)) == [False, False, True])
 
 
+def test_room_of_a_folder_that_is_removed_is_free_at_once(tmp_path: Path) -> None:
+    """Also while the follower is idle, and does not look."""
+    keys = names(3)
+    with following(tmp_path) as tier:
+        with opened(tmp_path) as owner:
+            owner.write(keys)
+            assert tier.contains(keys) == [True] * 3
+            assert read(tier, keys) == [Outcome.DONE] * 3
+        shutil.rmtree(folder_of(tmp_path))
+        open_files = [
+            os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        ]
+        assert not [name for name in open_files if f"{tmp_path}/" in name and "slab" in name]
+
+
 def test_blocks_of_another_size_are_not_found(tmp_path: Path) -> None:
     with opened(tmp_path) as owner, following(tmp_path, slot_bytes=2 * SLOT) as tier:
         owner.write(names(2))

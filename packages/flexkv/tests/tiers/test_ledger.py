@@ -82,7 +82,7 @@ def test_no_24_hours_see_more_than_the_budget(
     written: list[tuple[float, int]] = []
     for seconds, size in steps:
         clock.skip(seconds)
-        if counted.may_write(size, day_bytes):
+        if counted.left(day_bytes) >= size:
             counted.book_write(size)
             written.append((clock.now, size))
     for end, _ in written:
@@ -92,13 +92,13 @@ def test_no_24_hours_see_more_than_the_budget(
 def test_the_budget_returns_after_a_day_and_the_rest_of_its_hour(clock: Clock) -> None:
     counted = Ledger()
     counted.book_write(10)
-    assert not counted.may_write(1, 10)
-    assert counted.may_write(1, None)
+    assert counted.left(10) < 1
+    assert counted.left(None) >= 1
     clock.skip(DAY)
-    assert not counted.may_write(1, 10)
+    assert counted.left(10) < 1
     assert counted.day_bytes == 10
     clock.skip(3600)
-    assert counted.may_write(10, 10)
+    assert counted.left(10) >= 10
     assert counted.day_bytes == 0
 
 
@@ -106,13 +106,13 @@ def test_what_was_not_written_after_all_does_not_count(clock: Clock) -> None:
     counted = Ledger()
     counted.book_write(10)
     counted.book_write(-10)
-    assert counted.may_write(10, 10)
+    assert counted.left(10) >= 10
     counted.book_write(10)
     clock.skip(3600)
     counted.book_write(-10)
     clock.skip(DAY)
     counted.book_write(10)
-    assert not counted.may_write(1, 10)
+    assert counted.left(10) < 1
 
 
 def test_hours_that_are_over_are_forgotten(clock: Clock) -> None:
@@ -135,14 +135,14 @@ def test_a_clock_that_is_set_makes_what_was_written_neither_older_nor_younger(
     if restart:
         counted = restarted(folder, counted)
     assert counted.day_bytes == 20
-    assert not counted.may_write(1, 20)
+    assert counted.left(20) < 1
     clock.now -= jump
     if restart:
         counted = restarted(folder, counted)
     clock.skip(DAY - 3600)
-    assert not counted.may_write(1, 20)
+    assert counted.left(20) < 1
     clock.skip(2 * 3600)
-    assert counted.may_write(20, 20)
+    assert counted.left(20) >= 20
 
 
 def test_a_clock_that_was_put_back_between_processes_does_not_use_up_the_budget_for_ever(
@@ -153,9 +153,9 @@ def test_a_clock_that_was_put_back_between_processes_does_not_use_up_the_budget_
     save_ledger(folder, counted.dump())
     clock.now -= 1000 * DAY
     counted = load_ledger(folder)
-    assert not counted.may_write(1, 10)
+    assert counted.left(10) < 1
     clock.skip(DAY + 3600)
-    assert counted.may_write(10, 10)
+    assert counted.left(10) >= 10
 
 
 @settings(suppress_health_check=SHARED)

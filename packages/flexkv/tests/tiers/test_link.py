@@ -120,6 +120,18 @@ def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
         ended(link, 4)
 
 
+@pytest.mark.parametrize("priority", [Priority.PREFETCH, Priority.WRITE])
+def test_jobs_that_come_at_once_run_at_once(priority: Priority) -> None:
+    with running(threads=3, write_bytes=3) as link:
+        jobs = [gated(priority) for _ in range(3)]
+        link.submit(*[job for job, _ in jobs])
+        for _, gate in jobs:
+            assert gate.began.wait(PATIENCE)
+        for _, gate in jobs:
+            gate.go.set()
+        ended(link, 3)
+
+
 def test_no_write_begins_while_a_read_runs() -> None:
     with running() as link:
         (read, reading), (write, writing) = gated(Priority.PREFETCH), gated(Priority.WRITE)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +28,9 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome
+from flexkv.tiers.mooncake.open import MooncakeSettings, open_mooncake_tier
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks
+from flexkv.tiers.remote import RemoteLimits
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
 
@@ -105,3 +110,61 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         assert [bytes(view) for view in views] == [bytes([i]) * SLOT for i in range(THREADS)]
         assert slowly.most == transfers
         blocks.close()
+
+
+def test_a_master_whose_name_leads_nowhere_is_one_line_of_the_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = ".".join(["a" * 60] * 6)  # too long to be asked for, so no resolver is
+    settings = MooncakeSettings(f"{name}:50051", f"http://{name}/metadata", "tcp", "", 1 << 24, 1)
+    assert open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(0.1)) is None
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert f"mooncake_master {name}:50051 or " in line
+    assert "cannot be used ([Errno " in line
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_metadata_server_that_drips_is_given_up_and_left_alone() -> None:
+    """Each byte comes in time, and the answer never ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hung_up = threading.Event()
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(ConnectionError):
+                while True:
+                    connection.sendall(b"H")
+                    time.sleep(0.01)
+            hung_up.set()
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/metadata"
+        with pytest.raises(OSError, match=r"metadata server did not answer within 0\.5 s"):
+            MetadataRecord(url, FINGERPRINT, 0.5).read()
+        assert hung_up.wait(PATIENCE_SECONDS)
+        thread.join()
+
+
+def test_a_connection_that_comes_after_the_deadline_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a name server that answers late."""
+    given_up = threading.Event()
+    connect = http.client.HTTPConnection.connect
+
+    def connect_late(connection: http.client.HTTPConnection) -> None:
+        given_up.wait(PATIENCE_SECONDS)
+        connect(connection)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect_late)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_SECONDS)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/metadata"
+        with pytest.raises(OSError, match=r"metadata server did not answer within 0\.2 s"):
+            MetadataRecord(url, FINGERPRINT, 0.2).read()
+        given_up.set()
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(PATIENCE_SECONDS)
+            assert connection.recv(1) == b""

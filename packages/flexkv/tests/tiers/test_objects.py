@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from packages.conftest import PATIENCE_SECONDS, Clock
 
 FINGERPRINT = "f" * 32
 SLOT = 4096
+HUGE = 256 << 20
 DONE, MISSING, DAMAGED = Outcome.DONE, Outcome.MISSING, Outcome.DAMAGED
 
 
@@ -97,11 +101,22 @@ def test_what_one_node_wrote_another_finds_and_reads(start: Callable[..., Node])
     assert other.get("axc") == [DONE, MISSING, DONE]
 
 
-def test_what_is_there_is_not_written_again(start: Callable[..., Node], store: Any) -> None:
+def test_what_is_there_is_not_sent_again(
+    start: Callable[..., Node], store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = start(), start()
     one.put("ab")
     before = obstore.head(store, one.name("a"))["e_tag"]
+    sent: list[str] = []
+    put = other.blocks._requests.put
+
+    async def count(name: str, *args: Any, **options: Any) -> None:
+        sent.append(name)
+        await put(name, *args, **options)
+
+    monkeypatch.setattr(other.blocks._requests, "put", count)
     assert other.put("abc") == [DONE] * 3
+    assert sent == [other.name("c")]
     assert obstore.head(store, one.name("a"))["e_tag"] == before
 
 
@@ -153,13 +168,39 @@ def test_a_block_of_another_length_is_damaged(start: Callable[..., Node]) -> Non
     assert start().get("a") == [DAMAGED]
 
 
-@pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 99, 100])
-def test_few_requests_tell_how_far_a_prefix_is_there(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, there: int
-) -> None:
-    node = start()
-    keys = [bytes([i]) * 32 for i in range(100)]
-    node.blocks.put(node.epoch, keys[:there], node.buffers(there))
+def test_of_a_huge_object_nothing_is_read(tmp_path: Path) -> None:
+    """Whoever can write to the bucket could otherwise take all memory of the engine's machine."""
+    node = Node(LocalStore(tmp_path))
+    try:
+        node.put("ab")
+        os.truncate(tmp_path / node.name("a"), HUGE)
+        Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM counts, see proc(5)
+        before = peak_bytes()
+        assert node.get("ab") == [DAMAGED, DONE]
+        assert peak_bytes() < before + HUGE // 2
+        assert node.put("a") == [DONE]
+        assert node.get("a") == [DONE]
+    finally:
+        node.blocks.close()
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has taken."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024
+
+
+def test_a_record_that_is_too_long_is_no_record(tmp_path: Path) -> None:
+    node = Node(LocalStore(tmp_path))
+    node.blocks.close()
+    with (tmp_path / "epochs" / FINGERPRINT).open("ab") as record:
+        record.truncate(1 << 20)
+    with pytest.raises(OSError, match="the record of the epoch is not one"):
+        Node(LocalStore(tmp_path))
+
+
+def count_questions(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that the node asks about from now on."""
     asked: list[str] = []
     has = node.blocks._requests.has
 
@@ -168,8 +209,68 @@ def test_few_requests_tell_how_far_a_prefix_is_there(
         return await has(name)
 
     monkeypatch.setattr(node.blocks._requests, "has", count)
+    return asked
+
+
+@pytest.mark.parametrize("missed", [False, True], ids=["after a hit", "after a miss"])
+@pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 99, 100])
+def test_few_requests_tell_how_far_a_prefix_is_there(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, there: int, missed: bool
+) -> None:
+    node = start()
+    keys = [bytes([i]) * 32 for i in range(100)]
+    node.blocks.put(node.epoch, keys[:there], node.buffers(there))
+    if missed:
+        assert node.find("x") == [False]
+    asked = count_questions(node, monkeypatch)
     assert node.blocks.find(node.epoch, keys) == [i < there for i in range(100)]
-    assert len(asked) <= 2 * module.PROBES
+    assert len(asked) <= 2 * module.PROBES + missed
+
+
+def test_blocks_with_gaps_are_asked_about_one_by_one_behind_a_prefix_that_is_there(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = start(), start()
+    for text in ("abc", "x", "z"):
+        one.put(text)
+    find = partial(other.blocks.find, other.epoch)
+    assert find(names("abcd"), names("wxyz")) == [True] * 3 + [False, False, True, False, True]
+    assert find([], names("wz")) == [False, True]
+    asked = count_questions(other, monkeypatch)
+    assert find(names("q"), names("xz")) == [False] * 3
+    assert asked == [other.name("q")]
+
+
+def test_misses_in_a_row_take_a_request_each(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start()
+    assert node.find("abcdefgh") == [False] * 8
+    asked = count_questions(node, monkeypatch)
+    for text in ("ijklmnop", "qrstuvwx"):
+        assert node.find(text) == [False] * 8
+    assert len(asked) == 2
+
+
+def test_blocks_are_written_with_one_question_if_the_first_is_not_there(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start()
+    asked = count_questions(node, monkeypatch)
+    assert node.put("abcd") == [DONE] * 4
+    assert len(asked) == 1
+    assert start().get("abcd") == [DONE] * 4
+
+
+def test_a_block_behind_an_absent_one_stays_as_it_is(
+    start: Callable[..., Node], store: Any
+) -> None:
+    one, other = start(), start()
+    one.put("b")
+    before = obstore.head(store, one.name("b"))["e_tag"]
+    assert other.put("ab") == [DONE] * 2
+    assert obstore.head(store, one.name("b"))["e_tag"] == before
+    assert other.get("ab") == [DONE] * 2
 
 
 def test_after_a_reset_elsewhere_those_of_the_epoch_go_on_without_what_was_before(

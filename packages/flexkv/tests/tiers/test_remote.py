@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from memory_store import EPOCH, MemoryStore
@@ -129,6 +131,45 @@ def test_what_one_engine_wrote_another_finds_and_reads(make: Callable[..., Clien
     assert (figures.written_blocks, figures.traffic.written_bytes) == (5, 5 * SLOT)
     assert other.tier.figures.traffic.read_bytes == 3 * SLOT
     assert figures.queued_blocks == figures.queued_bytes == 0
+
+
+def test_an_open_circuit_drops_the_writes_that_wait(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make(threads=1, batch_bytes=SLOT)
+    text = "abcdefghijklmnopqrstuvwxyz"
+    calls, go = itertools.count(), threading.Event()
+
+    def put(*_: object) -> NoReturn:
+        if next(calls) >= FAILURES:
+            go.wait()
+        raise ConnectionError
+
+    monkeypatch.setattr(client.store, "put", put)
+    ticket = client.begin_write(text)
+    results: list[BlockResult] = []
+    # The write that hangs has no result.
+    client.until(lambda: len(results.__iadd__(client.tier.poll())) == len(text) - 1)
+    go.set()
+    assert [each.outcome for each in results[:FAILURES]] == [Outcome.FAILED] * FAILURES
+    assert {each.outcome for each in results[FAILURES:]} == {Outcome.DROPPED}
+    results = []
+    client.until(lambda: bool(results.__iadd__(client.tier.poll())))
+    assert results == [BlockResult(ticket, FAILURES, Outcome.FAILED)]
+    assert client.tier.figures.queued_blocks == 0
+    assert client.tier.figures.writes == {CircuitState.OPEN: 1}
+
+
+def test_writes_that_run_count_as_waiting(make: Callable[..., Client]) -> None:
+    client = make(threads=2, batch_bytes=SLOT, queue_bytes=4 * SLOT)
+    client.store.hanging = {"put"}
+    first = client.begin_write("abcd")
+    client.until(lambda: len(client.tier._link._running) == 2)
+    more = client.tier.write(names("e"), client.buffers[4:5])
+    assert client.tier.poll() == [BlockResult(more, 0, Outcome.DROPPED)]
+    client.store.release()
+    assert client.outcomes(first, 4) == [DONE] * 4
+    assert client.write("efgh") == [DONE] * 4
 
 
 def test_the_first_call_of_a_read_is_short(make: Callable[..., Client]) -> None:

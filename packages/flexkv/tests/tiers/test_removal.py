@@ -91,9 +91,23 @@ def test_a_removal_that_was_cut_off_is_made_up_for(
     assert folders(str(tmp_path)) == []
     mine = claim(str(tmp_path), OURS, False)
     remove_others(str(tmp_path), mine.path, False)
-    # Without its table it is nobody's: an empty lock, in a folder of its own.
-    assert left.exists() == (survives == "lock")
+    assert not left.exists()
     mine.release()
+
+
+def test_what_a_removal_did_not_leave_stays(tmp_path: Path) -> None:
+    """Without a table, and with something else in it."""
+    left = tmp_path / f"{OTHER}.removed-01"
+    left.mkdir()
+    for name in ("lock", "notes"):
+        (left / name).touch()
+    assert folders(str(tmp_path), leftovers=True) == []
+    (left / "notes").unlink()
+    assert folders(str(tmp_path), leftovers=True) == [str(left)]
+    (left / "lock").write_text("my thesis")
+    with pytest.raises(OSError, match="is a file of another program"):
+        remove(str(left))
+    assert (left / "lock").read_text() == "my thesis"
 
 
 def test_only_our_own_files_are_removed(tmp_path: Path) -> None:

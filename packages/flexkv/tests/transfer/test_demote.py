@@ -3,102 +3,15 @@
 
 from __future__ import annotations
 
-from collections import Counter as Count
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 import pytest
-from memory_tier import MemoryTier
+from demote_arena import arena, keys, long_prefix
 
-from flexkv.admission import ADMISSIONS
-from flexkv.eviction import LRUPolicy
-from flexkv.index import Block, block_index
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS, Demoter
-from flexkv.transfer.leaving import Leaving
-from flexkv.transfer.sources import IndexedSource
+from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS
+from flexkv.transfer.leaving import _LEAVING_SHARE
+from flexkv.transfer.room import Room
 from packages.conftest import Clock
 from packages.tier_blocks import ready_blocks
-
-
-def keys(names: str) -> list[bytes]:
-    return [name.encode() for name in names]
-
-
-class Arena:
-    """An index and its demoter over a tier in memory. Blocks have one byte."""
-
-    def __init__(self, slots: int) -> None:
-        self.index = block_index(slots, LRUPolicy())
-        self.tier = MemoryTier()
-        memory = memoryview(bytearray(slots))
-        source = IndexedSource(self.tier, 0, 1.0)
-        self.counters = source.counters
-        on_evict = ADMISSIONS["on_evict"]
-        self.demoter = Demoter(self.index, lambda slot: memory[slot : slot + 1], source, on_evict)
-        self.leaving = Leaving(self.index, [self.demoter])
-
-    def add(self, names: str, parent: str = "") -> list[Block]:
-        """Blocks of a prefix become ready, behind the block `parent`."""
-        blocks = []
-        before = parent.encode() or None
-        for key in keys(names):
-            block = self.index.reserve(key, before)
-            assert block is not None
-            blocks.append(block)
-            before = key
-        self.index.publish(blocks)
-        return blocks
-
-    def poll(self) -> None:
-        for result in self.tier.poll():
-            self.leaving.wrote(self.demoter, self.demoter.take(result))
-
-    def offer(self, names: str) -> str:
-        """What is being written once these were offered."""
-        self.demoter.offer(keys(names))
-        return self.writing()
-
-    def make_room(self) -> str:
-        self.leaving.make_room()
-        return self.writing()
-
-    def writing(self) -> str:
-        return b"".join(task.key for task in self.tier.tasks).decode()
-
-    def finish(self, outcome: Outcome = Outcome.DONE) -> None:
-        self.tier.end_all(outcome)
-        self.poll()
-
-    def order(self) -> str:
-        """What leaves, in that order: all, as if no slot were free."""
-        blocks = dict(ready_blocks(self.index))
-        children = Count(block.parent for block in blocks.values())
-        left = []
-        while blocks:
-            ends = [b for b in blocks.values() if not (children[b] or b.leases)]
-            if not ends:
-                break
-            end = min(ends, key=lambda block: block.used)
-            del blocks[end.key]
-            children[end.parent] -= 1
-            left.append(end.key)
-        return b"".join(left).decode()
-
-    def assert_at_rest(self) -> None:
-        assert not (self.demoter.busy)
-        assert not (self.demoter._writing)
-        assert not (self.leaving._leaving)
-        assert not any(block.leases for block in ready_blocks(self.index).values())
-        assert self.index.free_slots + len(self.index) == self.index.num_slots
-
-
-@contextmanager
-def arena(slots: int = 16) -> Iterator[Arena]:
-    made = Arena(slots)
-    yield made
-    made.poll()
-    made.assert_at_rest()
 
 
 def test_what_is_there_or_on_its_way_is_not_written_again() -> None:
@@ -110,6 +23,30 @@ def test_what_is_there_or_on_its_way_is_not_written_again() -> None:
         node.finish()
         assert sorted(node.tier.blocks) == keys("abcd")
         assert node.counters.demoted_blocks == 3
+
+
+def test_what_passes_through_ends_with_the_last_block_that_the_tier_lacks() -> None:
+    with arena() as node:
+        for has, passing in (("", 4), ("d", 3), ("ab", 4), ("bcd", 1), ("abcd", 0)):
+            node.tier.blocks = dict.fromkeys(keys(has), b"")
+            assert node.demoter.count_passing(keys("-abcd"), range(1, 5)) == passing
+
+
+def test_what_passes_through_waits_in_half_of_the_arena() -> None:
+    with arena(8) as node:
+        node.add("abc")
+        node.offer("abc")
+        assert node.demoter.count_passing(keys("wxyz"), range(4)) == 1
+        node.finish()
+        assert node.demoter.count_passing(keys("wxyz"), range(4)) == 4
+
+
+def test_nothing_passes_through_to_a_tier_that_drops_blocks() -> None:
+    with arena() as node:
+        node.add("a")
+        node.offer("a")
+        node.finish(Outcome.DROPPED)
+        assert node.demoter.count_passing(keys("wx"), range(2)) == 0
 
 
 def test_a_block_is_not_written_without_the_one_before_it() -> None:
@@ -158,17 +95,12 @@ def test_nothing_is_written_behind_what_did_not_arrive(outcome: Outcome) -> None
         assert node.counters.failed_demotions == (outcome is Outcome.FAILED)
 
 
-def long_prefix(parts: int) -> str:
-    """A prefix of so many times the blocks that one poll begins to write."""
-    return "".join(map(chr, range(ord("0"), ord("0") + parts * _BLOCKS)))
-
-
 def test_each_poll_begins_to_write_some_of_a_long_prefix() -> None:
     names = long_prefix(3)
-    with arena(3 * _BLOCKS) as node:
+    with arena(2 * len(names)) as node:
         node.add(names)
         assert node.offer(names) == names[:_BLOCKS]
-        assert node.offer(names[-1]) == names[:_BLOCKS]  # it waits already
+        node.demoter.offer(keys(names[-1]))  # it waits already
         assert all(block.leases for block in ready_blocks(node.index).values())
         assert all(map(node.demoter.is_writing, keys(names)))
         node.demoter.write_waiting()
@@ -182,8 +114,8 @@ def test_each_poll_begins_to_write_some_of_a_long_prefix() -> None:
 
 
 def test_more_of_a_long_backlog_begins_in_each_poll() -> None:
-    names = long_prefix(32)
-    with arena(len(names)) as node:
+    names = long_prefix(128)
+    with arena(2 * len(names)) as node:
         node.add(names)
         node.offer(names)
         before = len(node.writing())
@@ -191,6 +123,16 @@ def test_more_of_a_long_backlog_begins_in_each_poll() -> None:
         assert len(node.writing()) - before == (len(names) - before) // _BACKLOG_SHARE > _BLOCKS
         node.demoter.write_waiting(all_blocks=True)
         assert node.writing() == names
+        node.finish()
+
+
+def test_at_most_half_of_the_arena_waits() -> None:
+    names = long_prefix(6)
+    with arena(8 * _BLOCKS) as node:
+        node.add(names)
+        assert node.offer(names) == names[: 2 * _BLOCKS]
+        assert node.write() == names[: 3 * _BLOCKS]
+        node.demoter.write_waiting(all_blocks=True)
         node.finish()
 
 
@@ -212,19 +154,16 @@ def test_blocks_that_wait_when_the_arena_is_cleared_are_not_written() -> None:
     with arena(2 * _BLOCKS) as node:
         node.add(names)
         node.offer(names)
-        node.index.clear()
-        node.demoter.clear()
+        node.clear()
         node.demoter.write_waiting()
         assert node.writing() == names[:_BLOCKS]
-        node.tier.clear()
         node.finish()
 
 
 def test_a_gap_in_the_arena_ends_what_is_written() -> None:
     with arena() as node:
-        blocks = node.add("abcd")
-        node.index.drop(node.index.lease([b"b"]) or [])
-        node.index.release([blocks[1]])
+        node.add("abcd")
+        node.lose("b")
         assert node.offer("abcd") == "a"
         node.finish()
 
@@ -257,6 +196,60 @@ def test_before_a_block_leaves_its_whole_prefix_is_written() -> None:
         node.poll()
         assert node.order() == "dcbazyxwvutsmn"
         assert node.counters.dropped_demotions == 0
+
+
+def test_each_poll_chooses_some_of_many_blocks_that_leave() -> None:
+    names = long_prefix(3 * _LEAVING_SHARE)
+    with arena(len(names)) as node:
+        for name in names:
+            node.add(name)
+        for parts in (1, 2, 3, 3):
+            assert sorted(node.make_room()) == sorted(names[: parts * _BLOCKS])
+        node.finish()
+        assert node.index.evictions == 3 * _BLOCKS
+
+
+def test_more_of_many_blocks_leave_in_each_poll() -> None:
+    names = long_prefix(2 * _BACKLOG_SHARE * _LEAVING_SHARE)
+    with arena(len(names)) as node:
+        for name in names:
+            node.add(name)
+        goal = len(names) // _LEAVING_SHARE
+        node.make_room()
+        assert len(node.leaving._leaving) == goal // _BACKLOG_SHARE > _BLOCKS
+        node.demoter.write_waiting(all_blocks=True)
+        node.finish()
+
+
+def test_each_poll_looks_for_some_of_the_blocks_before_one_that_leaves() -> None:
+    names = long_prefix(3)
+    with arena(len(names) * _LEAVING_SHARE) as node:
+        node.add(names)
+        node.fill()
+        assert node.make_room() == ""
+        assert node.demoter.busy
+        leased = {block.key.decode() for block in ready_blocks(node.index).values() if block.leases}
+        assert leased == set(names[-_BLOCKS:])
+        assert node.write() == ""
+        for parts in (1, 2, 3):
+            assert node.write() == names[: parts * _BLOCKS]
+        node.finish()
+        assert node.index.evictions == 1
+
+
+@pytest.mark.parametrize("polls", [0, 1, 3])
+def test_blocks_that_leave_when_the_arena_is_cleared_are_not_written(polls: int) -> None:
+    names = long_prefix(2)
+    with arena(len(names) * _LEAVING_SHARE) as node:
+        node.add(names)
+        node.fill()
+        node.leaving.make_room()
+        for _ in range(polls):
+            node.write()
+        begun = len(node.writing())
+        node.clear()
+        assert len(node.write()) == begun
+        node.finish()
 
 
 def test_two_ends_that_leave_share_the_beginning_that_is_written() -> None:
@@ -302,10 +295,10 @@ def test_after_a_drop_nothing_is_looked_for_for_a_while(still_clock: Clock) -> N
         node.add("m")
         assert node.make_room() == ""
         node.demoter.complete(keys("ab"))
-        assert node.writing() == ""
+        assert node.write() == ""
         still_clock.skip(1.1)
         node.demoter.complete(keys("ab"))
-        assert node.writing() == "ab"
+        assert node.write() == "ab"
         node.finish()
         assert node.offer("vwxyz") == "vwxyz"
         node.finish()
@@ -313,9 +306,8 @@ def test_after_a_drop_nothing_is_looked_for_for_a_while(still_clock: Clock) -> N
 
 def test_a_prefix_whose_beginning_is_lost_leaves_unwritten() -> None:
     with arena(8) as node:
-        blocks: Sequence[Block] = node.add("abcd")
-        node.index.drop(node.index.lease([b"a"]) or [])
-        node.index.release([blocks[0]])
+        node.add("abcd")
+        node.lose("a")
         node.add("vwxyz")
         assert node.make_room() == ""
         node.poll()
@@ -330,8 +322,52 @@ def test_what_is_written_when_the_arena_is_cleared_frees_its_slot() -> None:
         node.add("wxyz")
         node.make_room()
         node.offer("w")
-        node.index.clear()
-        node.tier.clear()
+        node.clear()
         node.finish()
         assert len(node.index) == 0
         assert node.tier.blocks == {}
+
+
+def test_a_block_whose_predecessors_are_looked_for_gives_way() -> None:
+    names = long_prefix(2)
+    with arena(len(names) * _LEAVING_SHARE) as node:
+        node.add(names)
+        node.fill()
+        node.make_room()
+        assert node.drop_newest() == names[-1]
+        assert node.counters.dropped_demotions == 1
+        assert node.index.evictions == 1
+
+
+def test_the_newest_blocks_that_wait_give_way_and_leave() -> None:
+    names = long_prefix(3)
+    with arena(len(names) * _LEAVING_SHARE) as node:
+        node.add(names)
+        node.fill()
+        for _ in range(3):
+            node.make_room()
+        assert node.writing() == names[:_BLOCKS]
+        assert node.drop_newest() == names[: -_BLOCKS - 1 : -1]
+        assert node.index.evictions == 1
+        assert node.drop_newest() == names[-_BLOCKS - 1 : _BLOCKS - 1 : -1]
+        assert node.drop_newest() == ""
+        node.finish()
+
+
+def test_a_block_that_gives_way_makes_room() -> None:
+    names = long_prefix(2)
+    with arena(len(names) * _LEAVING_SHARE, asked=True) as node:
+        node.add(names)
+        node.fill()
+        node.make_room()
+        while node.index.free_slots:
+            node.add(chr(0x3400 + node.index.free_slots))
+        others = node.index.lease(
+            [key for key in ready_blocks(node.index) if ord(key.decode()) > 256]
+        )
+        room = Room(node.index, [node.demoter], node.leaving)
+        assert not node.index.has_room
+        assert room.make()
+        assert node.index.free_slots == node.index.evictions == 1
+        assert not room.make()
+        node.index.release(others or [])

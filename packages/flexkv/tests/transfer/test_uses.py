@@ -16,7 +16,7 @@ from flexkv.index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.demote import Demoter
 from flexkv.transfer.sources import IndexedSource
-from flexkv.transfer.uses import _BLOCKS, UseLog
+from flexkv.transfer.uses import _BACKLOG_SHARE, _BLOCKS, UseLog
 
 
 def names(count: int, prefix: str = "a") -> list[bytes]:
@@ -69,14 +69,14 @@ def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
     assert order(index) == [keys[1], keys[2], keys[0]]
 
 
-def test_a_backlog_is_counted_by_a_sixteenth() -> None:
+def test_more_of_a_long_backlog_is_counted() -> None:
     keys = names(4 * _BLOCKS)
     index = filled(keys)
     log = UseLog(index, (), ())
-    for _ in range(8):
+    for _ in range(_BACKLOG_SHARE):
         log.note(keys, None)
     log.count()
-    counted = 8 * 4 * _BLOCKS // 16
+    counted = len(keys)
     assert order(index)[-counted:] == keys[: -counted - 1 : -1]
 
 

@@ -39,7 +39,7 @@ FIELDS = {
         "skip_reading_prefix_cache",
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
-    ("vllm.v1.core.block_pool", "BlockPool"): ("blocks",),
+    ("vllm.v1.core.block_pool", "BlockPool"): ("blocks", "cached_block_hash_to_block"),
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
         "kv_cache_groups",
         "num_blocks",
@@ -53,6 +53,7 @@ CALLS = {
     ("vllm.v1.core.block_pool", "BlockPool.free_blocks"): 1,
     ("vllm.v1.core.block_pool", "BlockPool.get_cached_block"): 2,
     ("vllm.v1.core.block_pool", "BlockPool.touch"): 1,
+    ("vllm.v1.engine.core", "EngineCore.collective_rpc"): 1,
     ("vllm.distributed.parallel_state", "get_pp_group"): 0,
     ("vllm.distributed.parallel_state", "get_tp_group"): 0,
     ("vllm.distributed.utils", "get_pp_indices"): 3,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
         OffloadingConnector,
     )
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import ReqContext
 
@@ -62,6 +63,18 @@ def connectors_here() -> list[Any]:
 def implementation_of(connector: Any) -> object:
     """The object that vLLM's own `FlexKVConnectorV1` forwards to; None for other connectors."""
     return getattr(connector, "_flexkv_connector", None)
+
+
+def deliver_nothing() -> None:
+    """Make vLLM's own `FlexKVConnectorV1` say that it delivers no KV to another engine.
+
+    vLLM 0.27 or newer else discards what a step under way computes for a request that it preempts.
+    Where memory is short, the same requests are then preempted and begun anew for ever.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import flexkv_connector
+
+    connector: Any = flexkv_connector.FlexKVConnectorV1
+    connector.requires_kv_delivery = False
 
 
 def step_metadata(connector: KVConnectorBase_V1) -> KVConnectorMetadata | None:
@@ -152,3 +165,43 @@ def offer_only_what_was_computed() -> None:
         return count(self, req_status, num_computed_tokens)
 
     connector._calc_num_offloadable_tokens = count_computed
+
+
+def call_after_rpcs(after: Callable[[str], None]) -> None:
+    """Make vLLM's engine core call `after` with the name of each method that it has called in its
+    workers on behalf of a user. `after` runs on the scheduler's thread, between two steps, also if
+    the method raised. A second call changes nothing."""
+    from vllm.v1.engine.core import EngineCore
+
+    call_workers: Any = EngineCore.collective_rpc
+    if hasattr(call_workers, "__wrapped__"):
+        return
+
+    @functools.wraps(call_workers)
+    def call_and_tell(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call_workers(self, method, *args, **kwargs)
+        finally:
+            # Users may pass functions. A `functools.partial` has no name, but shows its function.
+            after(method if isinstance(method, str) else getattr(method, "__name__", repr(method)))
+
+    EngineCore.collective_rpc = call_and_tell
+
+
+def call_after_adapter_loads(after: Callable[[LoRARequest], None]) -> None:
+    """Make vLLM's engine core call `after` with each LoRA adapter that it has loaded on behalf of a
+    user. `after` runs on the scheduler's thread, between two steps. If the load raised, vLLM keeps
+    the weights that it had, and `after` is not called. A second call changes nothing."""
+    from vllm.v1.engine.core import EngineCore
+
+    load: Any = EngineCore.add_lora
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @functools.wraps(load)
+    def load_and_tell(self: Any, lora_request: LoRARequest) -> Any:
+        loaded = load(self, lora_request)
+        after(lora_request)
+        return loaded
+
+    EngineCore.add_lora = load_and_tell

@@ -120,10 +120,6 @@ class FlexKVOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._poll_safely()
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        with self._edge.guard("counting a use", "the blocks may leave sooner"):
-            self._cache.record(list(keys))
-
     # Stores.
 
     def prepare_store(

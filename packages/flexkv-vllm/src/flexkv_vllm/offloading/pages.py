@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flexkv.vllm")
 
-_STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-"""Fields of vLLM's cache configuration that determine a page of a model with recurrent layers."""
-
 
 def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
     """The pages of each group on this rank, each block's one after another as they lie in memory.
@@ -47,11 +44,9 @@ def name_blocks(
 ) -> str:
     """The fingerprint of these blocks. It differs from that of FlexKV's own connector, whose keys
     and formats are different."""
-    cache_config = vllm_config.cache_config
     parts = [
         "offloading",
         *model_identity(vllm_config),
-        *(str(getattr(cache_config, name, None)) for name in _STATE_SETTINGS),
         # The order of heads and tokens within a page, which its bytes do not show.
         str(getattr(config, "kv_cache_layout", None)),
         str(os.environ.get("VLLM_KV_CACHE_LAYOUT")),

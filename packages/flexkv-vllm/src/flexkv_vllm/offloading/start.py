@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.start import attach_cache, open_rank
+from flexkv.adapter.start import attach_session, closed_on_error, make_cache, open_rank
 from flexkv.host.session import Shard
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.core import warn_if_newer
@@ -20,7 +20,7 @@ from flexkv_vllm.compat.patches import offer_only_what_was_computed
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
-from flexkv_vllm.support import check_launcher
+from flexkv_vllm.support import check_launcher, check_pooling
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -44,6 +44,7 @@ def make_worker(
     """
     vllm_config = worker_config()
     check_launcher(vllm_config)
+    check_pooling(vllm_config)
     layouts = describe_groups(kv_caches)
     tensors = {str(i): entry.tensor for i, entry in enumerate(kv_caches.tensors)}
     device = device_of(tensors)
@@ -81,7 +82,10 @@ def make_manager(
     """
     warn_if_newer()
     offer_only_what_was_computed()
-    session, cache = attach_cache(settings, config.engine_id, lambda info: info.durable)
+    session = attach_session(settings, config.engine_id)
+    with closed_on_error(session):
+        keeps = session.info.durable
+        cache = make_cache(settings, session, keeps_blocks=keeps, follows_requests=False)
     spec = session.arena.spec
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",

@@ -14,6 +14,7 @@ from flexkv.adapter.load_choice import Left
 from flexkv.adapter.metrics import INTERNAL_FAILURES, Samples, bucket, sample
 from flexkv.cache import KVCache
 from flexkv.changes import Medium
+from flexkv.eviction import POLICIES
 from flexkv.histogram import BLOCKS_BOUNDS, Histogram
 from flexkv.mover import FALLBACK, Direction, Status
 from flexkv.tiers.circuit import CircuitState
@@ -300,6 +301,8 @@ class CacheFigures:
             "pinned_blocks": cache.pinned_blocks,
             sample("queue_length", "device"): cache.transfers_under_way,
         }
+        for each in POLICIES:
+            gauges[sample("eviction_policies", each)] = int(each == cache.policy_name)
         for medium, figures, _ in cache.tier_figures:
             tier = medium.value
             gauges[sample("queue_length", tier)] = figures.queued_blocks

@@ -65,6 +65,11 @@ class BlockKeys:
         self.are_hashes = groups.plain
         full = [group for group in groups.members if group.reach is Reach.ALL]
         self._unnumbered = full[0].index if full else None
+        # Computed once, because keys are made in every step.
+        self._numbers = {
+            group.index: b"" if group.index == self._unnumbered else bytes([group.index])
+            for group in groups.members
+        }
         self.hash_tokens = groups.hash_tokens
 
     def of(
@@ -106,6 +111,4 @@ class BlockKeys:
 
     def _ending(self, tracked: HasKeys, group: Group) -> bytes:
         """The part of a request's keys in a group that follows the hash."""
-        is_hash = self.are_hashes or group.index == self._unnumbered
-        ending = b"" if is_hash else bytes([group.index])
-        return ending + self._stamp(tracked.request)
+        return self._numbers[group.index] + self._stamp(tracked.request)

@@ -8,10 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from flexkv.layout import PlacedPlane
-
-_PARTS = 8
-"""The most parts of a block. The forward pass waits for the first part without computing, so an
-eighth of the load is not hidden. Each part costs a transfer, about 10 us on CPUs and GPUs alike."""
+from flexkv.mover import LAYER_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class LayerParts:
 
 
 def split_layers(
-    planes: Sequence[PlacedPlane], starts: Mapping[str, Set[int]], parts: int = _PARTS
+    planes: Sequence[PlacedPlane], starts: Mapping[str, Set[int]], parts: int = LAYER_PARTS
 ) -> LayerParts:
     """Cut a block where the pages of a layer end.
 

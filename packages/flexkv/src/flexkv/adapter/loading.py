@@ -95,7 +95,9 @@ class Loads:
         orders.layerwise.append(order)
         size = self._keys.hash_tokens
         hashes = tracked.request.block_hashes
-        self._half_loaded.update(hashes[local_tokens // size : (local_tokens + tokens) // size])
+        # Rounded up: the load of a whole prompt also fills the block whose last token is computed.
+        stop = -(-(local_tokens + tokens) // size)
+        self._half_loaded.update(hashes[local_tokens // size : stop])
         self.end(tracked)
 
     def shares_half_loaded(self, request: EngineRequest, local_tokens: int) -> bool:

@@ -200,9 +200,14 @@ class Matcher:
         a hit needs depends on it. Asks if need be."""
         if not self._cache.must_ask:
             return False
-        groups = self._groups.members
-        keys = (self._keys.of(tracked, each, 0, limit // each.block_tokens) for each in groups)
-        return self._cache.ask([key for own in keys for key in own])
+        keys: list[bytes] = []
+        behind: list[bytes] = []
+        for group in self._groups.members:
+            # Windows and states have gaps: only the blocks that a prompt ends with are stored.
+            whole = group is self._groups.furthest and group.reach is Reach.ALL
+            own = self._keys.of(tracked, group, 0, limit // group.block_tokens)
+            (keys if whole else behind).extend(own)
+        return self._cache.ask(keys, behind)
 
     def _cached_by_engine(self, request: EngineRequest) -> int:
         """Tokens of the request that the engine has itself, as far as full attention goes.

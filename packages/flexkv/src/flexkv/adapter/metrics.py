@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexkv.changes import BELOW, Medium
+from flexkv.eviction import POLICIES
 from flexkv.histogram import BLOCKS_BOUNDS, SECONDS_BOUNDS
 from flexkv.mover import WAYS
 from flexkv.tiers.circuit import CircuitState
@@ -191,6 +192,12 @@ METRICS = (
     Metric("capacity_blocks", Kind.GAUGE, "FlexKV blocks that the tier has room for.", _KNOWING),
     Metric("bytes", Kind.GAUGE, "Bytes of the tier's blocks that can be loaded.", _KNOWING),
     Metric("capacity_bytes", Kind.GAUGE, "Bytes that the tier has room for.", _KNOWING),
+    Metric(
+        "eviction_policies",
+        Kind.GAUGE,
+        "1 for the policy by which host memory evicts, 0 for the others.",
+        (("policy", tuple(POLICIES)),),
+    ),
     Metric("pinned_blocks", Kind.GAUGE, "FlexKV blocks pinned in host memory."),
     Metric(
         "queue_length",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's options for one request, from the request's `kv_transfer_params`.
+"""A user's options for one request, from a dictionary of the request.
 
 Wrong parameters are logged in one line and ignored: the request is served either way. FlexKV
 ignores the keys of other connectors.
@@ -8,7 +8,7 @@ ignores the keys of other connectors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +116,15 @@ def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int)
         options: its options. The names of sessions are separate for each cache salt.
         hit_tokens: tokens of its prompt that were found.
     """
-    session = f"{_salt_of(request)}\0{options.session}" if options.session else ""
+    session = tenant_session(_salt_of(request), options.session)
     return RequestContext(
         request.num_prompt_tokens, hit_tokens, request.request_id, session, options.returns
     )
+
+
+def tenant_session(tenant: str, session: str) -> str:
+    """The name of a conversation among those of all tenants; empty if it has none."""
+    return f"{tenant}\0{session}" if session else ""
 
 
 def _salt_of(request: EngineRequest) -> str:
@@ -129,12 +134,20 @@ def _salt_of(request: EngineRequest) -> str:
 class OptionsReader:
     """Reads the options of requests.
 
+    Args:
+        names: the parameters that the engine's adapter follows; None for all.
+        field: the engine's name of the dictionary that has them, for errors.
+
     Attributes:
         ignored: number of parameters that were not understood so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, names: Collection[str] | None = None, field: str = "kv_transfer_params"
+    ) -> None:
         self.ignored = 0
+        self._names = _PARAMETERS if names is None else names
+        self._field = field
         self._warnings = 0
 
     def of(self, request: EngineRequest) -> RequestOptions:
@@ -142,7 +155,7 @@ class OptionsReader:
         return self.read(request.request_id, getattr(request, "kv_transfer_params", None))
 
     def read(self, request_id: str, params: object) -> RequestOptions:
-        """The options of the request of that id, from its `kv_transfer_params`."""
+        """The options of the request of that id, from its dictionary of parameters."""
         if not params:
             return NONE
         if not isinstance(params, Mapping):
@@ -154,8 +167,8 @@ class OptionsReader:
             if not isinstance(key, str) or key[: len(PREFIX)].lower() != PREFIX:
                 continue
             name = key.removeprefix(PREFIX)
-            if name not in _PARAMETERS:
-                keys = ", ".join(PREFIX + each for each in _PARAMETERS)
+            if name not in self._names:
+                keys = ", ".join(PREFIX + each for each in self._names)
                 bad.append((f"has {_shown(key)}: {_shown(value)}", keys))
                 continue
             read, allowed = _PARAMETERS[name]
@@ -173,7 +186,8 @@ class OptionsReader:
         self._warnings += 1
         if self._warnings <= _WARNINGS:
             logger.warning(
-                "kv_transfer_params of request %s %s, which is ignored%s; allowed: %s%s",
+                "%s of request %s %s, which is ignored%s; allowed: %s%s",
+                self._field,
                 request_id,
                 first,
                 f", like {count - 1} more" if count > 1 else "",

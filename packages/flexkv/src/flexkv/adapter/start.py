@@ -15,9 +15,9 @@ from flexkv.adapter.recorder import Recorder, open_recorder
 from flexkv.cache import KVCache
 from flexkv.config import CacheConfig
 from flexkv.errors import LayoutError
-from flexkv.eviction import POLICIES
+from flexkv.eviction import FOLLOWING, POLICIES, choose_policy
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
-from flexkv.host.session import Session, SessionInfo, Shard, alone, attach, join, lead
+from flexkv.host.session import Session, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
 
 Movers = TypeVar("Movers")
@@ -29,7 +29,25 @@ _COPY_THREADS = 4
 """Default of `copy_threads`, or the number of processors if that is less. Not tuned."""
 
 
-def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> KVCache:
+def attach_session(config: CacheConfig, engine_id: str) -> Session:
+    """Attach to the session of an engine's ranks, as its scheduler.
+
+    Args:
+        config: FlexKV's settings.
+        engine_id: the engine's id, which names the session.
+
+    Returns:
+        The session, which the caller closes.
+
+    Raises:
+        ArenaError: the ranks have opened no session.
+    """
+    return attach(config.session_root, engine_id)
+
+
+def make_cache(
+    config: CacheConfig, session: Session, *, keeps_blocks: bool, follows_requests: bool
+) -> KVCache:
     """Make the cache over the arena of `session`, with the lower tiers that the settings name.
 
     Args:
@@ -37,6 +55,8 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> 
         session: the session; borrowed, and closed by the caller after the cache.
         keeps_blocks: whether blocks below the arena are valid for other processes. If not, the
             cache has no lower tiers.
+        follows_requests: whether the caller reports to the cache each request with all blocks of
+            its prompt, and its end. It decides what `eviction_policy=auto` selects.
 
     Returns:
         The cache, which the caller closes.
@@ -46,34 +66,24 @@ def make_cache(config: CacheConfig, session: Session, *, keeps_blocks: bool) -> 
         ConfigError: what a shared store needs is not installed.
         StoreSettingError: a shared store cannot be used as the settings name it.
     """
+    slots = session.arena.spec.num_slots
+    name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
+    policy = POLICIES[name](slots)
+    logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)
+    if name == FOLLOWING and not follows_requests:
+        logger.warning(
+            "%s does not see whole requests here (OffloadingConnector, no engine, or a model with "
+            "several KV cache groups), so it may find far fewer blocks than lru; "
+            "eviction_policy=auto selects lru here",
+            name,
+        )
     return KVCache(
         session.arena,
-        POLICIES[config.eviction_policy](session.arena.spec.num_slots),
+        policy,
         open_tiers(config, session) if keeps_blocks else [],
+        policy_name=name,
         pin_seconds=config.pin_seconds,
     )
-
-
-def attach_cache(
-    config: CacheConfig, engine_id: str, keeps_blocks: Callable[[SessionInfo], bool]
-) -> tuple[Session, KVCache]:
-    """Attach to the session of an engine's ranks, and make the cache over its arena.
-
-    Args:
-        config: FlexKV's settings.
-        engine_id: the engine's id, which names the session.
-        keeps_blocks: returns whether blocks below the arena are valid for other processes.
-
-    Returns:
-        The session and the cache. The caller closes the cache, then the session.
-
-    Raises:
-        ArenaError: the ranks have opened no session.
-        DiskError, ConfigError, StoreSettingError: see `make_cache`.
-    """
-    session = attach(config.session_root, engine_id)
-    with closed_on_error(session):
-        return session, make_cache(config, session, keeps_blocks=keeps_blocks(session.info))
 
 
 def open_rank(

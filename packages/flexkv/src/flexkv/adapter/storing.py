@@ -21,23 +21,19 @@ from flexkv.transfer.copies import Transfer
 
 class _Run(NamedTuple):
     """FlexKV blocks of a request that can be stored, one behind the other: their group, the
-    position of the first and the engine's blocks of all."""
+    position of the first, the number of blocks, and the engine's blocks of all."""
 
     request: EngineRequest
     group: Group
     position: int
+    blocks: int
     engine_blocks: Sequence[int]
 
-    @property
-    def blocks(self) -> int:
-        """FlexKV blocks."""
-        return len(self.engine_blocks) // self.group.engine_blocks
-
-    def part(self, start: int, stop: int) -> _Run:
-        """Its blocks `start` to `stop`."""
+    def block(self, i: int) -> _Run:
+        """Its block `i`."""
         step = self.group.engine_blocks
-        blocks = self.engine_blocks[start * step : stop * step]
-        return _Run(self.request, self.group, self.position + start, blocks)
+        blocks = self.engine_blocks[i * step : (i + 1) * step]
+        return _Run(self.request, self.group, self.position + i, 1, blocks)
 
 
 class _Pin(NamedTuple):
@@ -232,7 +228,7 @@ class Stores:
             group = members.get(index)
             if group is not None and block and tokens % self._align == 0:
                 position = tokens // group.block_tokens - 1
-                found.append(_Run(request, group, position, (block,)))
+                found.append(_Run(request, group, position, 1, (block,)))
         return sorted(found, key=lambda run: run.position)
 
     def _filled_between(self, tracked: TrackedRequest, start: int, stop: int) -> list[_Run]:
@@ -242,24 +238,25 @@ class Stores:
         other requests in this step: an earlier step filled them, and the window has passed them.
         """
         request = tracked.request
-        computed = request.num_computed_tokens
         found: list[_Run] = []
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
-            if group.reach is Reach.STATE:
+            reach, size, step = group.reach, group.block_tokens, group.engine_blocks
+            if reach is Reach.STATE:
                 continue
-            size, step = group.block_tokens, group.engine_blocks
-            first = max(start // size, group.first_needed(computed))
-            filled = range(first, stop // size)
-            blocks = table[first * step : filled.stop * step]
-            all_wanted = group.reach is Reach.ALL or self._keeps_windows
+            first, end = start // size, stop // size
+            if reach is not Reach.ALL:
+                first = max(first, group.first_needed(request.num_computed_tokens))
+            blocks = table[first * step : end * step]
+            all_wanted = reach is Reach.ALL or self._keeps_windows
             if all_wanted and 0 not in blocks:
-                if filled:
-                    found.append(_Run(request, group, first, blocks))
+                if first < end:
+                    found.append(_Run(request, group, first, end - first, blocks))
                 continue
+            filled = range(first, end)
             for position in filled if all_wanted else self._wanted(tracked, group, filled):
                 blocks = table[position * step : (position + 1) * step]
                 if 0 not in blocks:
-                    found.append(_Run(request, group, position, blocks))
+                    found.append(_Run(request, group, position, 1, blocks))
         return found
 
     def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
@@ -353,5 +350,5 @@ def _with_slots(
     for place, run in runs:
         for i in range(run.blocks):
             if block is not None and keys[place + i] == block.key:
-                yield run.part(i, i + 1)
+                yield run.block(i)
                 block = next(granted, None)

@@ -13,6 +13,9 @@ _DIGEST_BYTES = 16
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
 """Endings of the files from which engines read weights."""
 
+_PROCESSORS = "*processor_config.json"
+"""Files by which engines prepare images, video and sound for a model."""
+
 _BLOB = re.compile(r"[0-9a-f]{64}")
 """Name of a large file in the Hugging Face cache: its SHA-256."""
 
@@ -24,18 +27,33 @@ def weight_files(model: str, revision: str | None) -> list[Path]:
         model: a path, or a name in the Hugging Face cache.
         revision: revision of the name; None for the newest.
     """
-    path = Path(model)
-    if not path.exists():
-        try:
-            from huggingface_hub import try_to_load_from_cache
+    path = _folder_of(model, revision)
+    return [] if path is None else weights_in(path)
 
-            found = try_to_load_from_cache(model, "config.json", revision=revision)
-        except (ImportError, ValueError):
-            return []
-        if not isinstance(found, str):
-            return []
-        path = Path(found).parent
-    return weights_in(path)
+
+def processor_files(model: str, revision: str | None) -> list[Path]:
+    """Files by which a model's images, video and sound are prepared; empty if there are none on
+    this machine.
+
+    Args:
+        model, revision: see `weight_files`.
+    """
+    path = _folder_of(model, revision)
+    return [] if path is None else sorted(path.glob(_PROCESSORS))
+
+
+def _folder_of(model: str, revision: str | None) -> Path | None:
+    """The path of a model, or its folder in the Hugging Face cache; None if it is not there."""
+    path = Path(model)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def weights_in(path: Path) -> list[Path]:
@@ -54,6 +72,15 @@ def file_stamps(files: Iterable[Path]) -> list[str]:
         OSError: a file cannot be examined.
     """
     return [f"{file.name} {file.stat().st_size} {_content(file)}" for file in files]
+
+
+def file_digests(files: Iterable[Path]) -> list[str]:
+    """Describe each small file by its name and a digest of its bytes, which are read.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return [f"{file.name} {hashlib.blake2b(file.read_bytes()).hexdigest()}" for file in files]
 
 
 def _content(file: Path) -> str:

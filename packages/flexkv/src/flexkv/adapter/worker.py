@@ -248,7 +248,7 @@ class WorkerSide:
     def _wait_a_little(self) -> None:
         loading = next((load.parts for load in self._loads.values() if load.parts), None)
         if loading is not None:
-            ticket = next(iter(loading))
+            ticket = next(reversed(loading))  # the parts of a load end in their order
         elif self._releases and self._stores:
             ticket = next(iter(self._stores.values()))
         else:

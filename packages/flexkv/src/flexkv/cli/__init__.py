@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -101,10 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open the standard streams that the process was started without.
+    """Open the standard streams that the process was started without, and let standard output take
+    any text.
 
-    Without them, the first file that the process opens would become a standard stream.
+    Without them, the first file that the process opens would become a standard stream. A path need
+    not be UTF-8, and a terminal's encoding may lack a character: such text is printed as escapes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue

@@ -12,9 +12,8 @@ import functools
 import os
 import sys
 
-from flexkv.cli.common import Found, add_directory, find_folders, size
+from flexkv.cli.common import Found, add_directory, find_folders, read_settings, size
 from flexkv.cli.shared import SharedBlocks, is_fingerprint, shared_blocks
-from flexkv.config_sources import load_config
 from flexkv.deadline import HungError, call_beside
 from flexkv.errors import ConfigError
 from flexkv.tiers.disk import directory
@@ -65,7 +64,7 @@ def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[Shared
         if fingerprint is not None:
             raise _needless(fingerprint, "DIR is cleared, and no shared store")
         return [], find_folders(directory, leftovers=True)
-    config = load_config()
+    config = read_settings()
     has_store = config.objects_url is not None or config.mooncake_metadata is not None
     if fingerprint is not None and not has_store:
         raise _needless(fingerprint, "the settings name no shared store")

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.config_sources import load_config
+from flexkv.config import CacheConfig
+from flexkv.config_sources import CONFIG_PATH_VARIABLE, load_config
 from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk import directory
@@ -97,6 +98,22 @@ def cache_folders(given: str) -> list[str]:
     return found
 
 
+def read_settings() -> CacheConfig:
+    """The settings in force, as `load_config` reads them.
+
+    Raises:
+        ConfigError: they are wrong, or their file does not answer within `ANSWER_SECONDS`.
+    """
+    read = call_within({"settings": load_config}, ANSWER_SECONDS)
+    if "settings" not in read:
+        path = os.environ.get(CONFIG_PATH_VARIABLE)
+        raise ConfigError(
+            f"{path!r} from {CONFIG_PATH_VARIABLE} has not answered for {ANSWER_SECONDS:g} s: "
+            f"{HANGS}; allowed: a file that can be read"
+        )
+    return read["settings"]
+
+
 def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
     """FlexKV's folders in a directory, or why it cannot be used."""
     path = os.path.abspath(root)
@@ -131,7 +148,7 @@ def _roots(given: str | None) -> tuple[Sequence[str], str]:
     """The directories, and their source."""
     if given is not None:
         return [part for part in given.split(";") if part] or [given], "DIR on the command line"
-    roots = load_config().ssd_cache_dir
+    roots = read_settings().ssd_cache_dir
     if not roots:
         raise ConfigError(
             "DIR is missing on the command line, and ssd_cache_dir is not set; allowed: one of them"
@@ -150,6 +167,12 @@ def size(count: int) -> str:
 def blocks(count: int) -> str:
     """`count` blocks as text, such as `1 block` or `1,600 blocks`."""
     return "1 block" if count == 1 else f"{count:,} blocks"
+
+
+def printable(text: str) -> str:
+    """Text of others, such as a file of a model. A character that a terminal may obey becomes
+    `?`."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def print_json(content: object) -> None:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from flexkv.cli.common import add_json, print_json
+from flexkv.cli.common import add_json, print_json, printable
 from flexkv.cli.doctor_disk import check_directory
 from flexkv.cli.doctor_engines import check_engines, check_packages
 from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks, unanswered
@@ -107,8 +107,8 @@ def _print(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text of others in one line. A character that a terminal may obey becomes `?`."""
-    return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
+    """Text of others in one line, as `printable` makes it."""
+    return printable(" ".join(text.split()))
 
 
 def _seconds(text: str) -> float:

@@ -13,12 +13,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from flexkv.cli.common import size
 from flexkv.cli.doctor_findings import Finding, Level
 from flexkv.config import GIB
 from flexkv.errors import DiskError
+from flexkv.mounts import read_mounts
 from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import folder_state
@@ -150,11 +150,7 @@ def _file_system(path: str) -> str:
     """The kind of the file system of an existing path, from mountinfo (proc(5))."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
-            return after.split()[0]
-    return "unknown"
+    return next((each.kind for each in read_mounts() if each.device == wanted), "unknown")
 
 
 def _room(name: str, path: str, wanted: float, own: int) -> Finding:

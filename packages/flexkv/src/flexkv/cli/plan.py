@@ -7,6 +7,7 @@ JSONL, a log of vLLM or SGLang with token ids, or a recording of an engine with 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Collection
 
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from flexkv.admission import ADMISSIONS
 from flexkv.cli.common import print_json, size
 from flexkv.cli.plan_report import Report, as_json, print_report
+from flexkv.deadline import call_beside
 from flexkv.errors import TraceError
 from flexkv.eviction import POLICIES
 from flexkv.plan import plot
@@ -120,13 +122,17 @@ def run(args: argparse.Namespace) -> int:
         policies = _names("--policies", args.policies, POLICIES)
     admissions = _names("--admissions", args.admissions, ADMISSIONS)
     if args.plot is not None:
-        plot.check_plot(args.plot)
+        call_beside(args.plot, functools.partial(plot.check_plot, args.plot))
     if args.model is not None and token_bytes is not None:
         raise TraceError("--model and --token-bytes are both given; allowed: one of them")
-    model = None if args.model is None else read_model(args.model, args.kv_dtype)
+    model = None
+    if args.model is not None:
+        model = call_beside(args.model, functools.partial(read_model, args.model, args.kv_dtype))
     with _progress() as progress:
         task = progress.add_task("reading the trace", total=None)
-        read = read_trace(args.trace, args.format, block_tokens)
+        read = call_beside(
+            args.trace, functools.partial(read_trace, args.trace, args.format, block_tokens)
+        )
         trace = read.trace
         if model is not None:
             mean = trace.prompt_tokens / len(trace.requests)

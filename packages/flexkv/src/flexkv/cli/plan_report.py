@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexkv.cli.common import size
+from flexkv.cli.common import printable, size
+from flexkv.eviction import AUTO, FOLLOWING
 from flexkv.plan.curve import LRUCurve, Point, a_day
 from flexkv.plan.model import ModelCache
 from flexkv.plan.plot import Curves
@@ -76,7 +77,7 @@ class Report:
         memory = _up(self.gib(sizing.memory_blocks), self.most_memory)
         found: dict[str, float | str] = {"cpu_cache_gb": memory}
         if sizing.policy is not None:
-            found["eviction_policy"] = sizing.policy
+            found["eviction_policy"] = AUTO if sizing.policy == FOLLOWING else sizing.policy
         if sizing.disk_blocks:
             found["ssd_cache_gb"] = _up(self.gib(sizing.disk_blocks), self.most_disk)
         if sizing.admission is not None:
@@ -185,12 +186,12 @@ def _print_trace(report: Report) -> None:
     requests = f"{len(trace.requests):,} requests"
     if trace.skipped:
         requests += f" ({trace.skipped:,} more have no token ids)"
-    print(f"{trace.name} ({trace.form})")
+    print(f"{printable(trace.name)} ({trace.form})")
     _line("requests", f"{requests} in {_time(trace.seconds)}, {trace.prompt_tokens:,} tokens")
     distinct = f"{trace.distinct_blocks:,} distinct"
     _line("blocks", f"{trace.blocks:,} of {trace.block_tokens} tokens, {distinct}")
     token = size(round(report.block_bytes / trace.block_tokens))
-    model = "" if report.model is None else f" ({report.model.name})"
+    model = "" if report.model is None else f" ({printable(report.model.name)})"
     _line("a token", f"{token}{model}; a block {size(round(report.block_bytes))}")
     if report.model is not None and report.model.stateful_layers:
         count = report.model.stateful_layers
@@ -228,8 +229,10 @@ def _print_policies(report: Report) -> None:
     print(f"\nPolicies, memory of {_gib(report.gib(sizing.memory_blocks))} GiB{_part(report)}")
     print(f"{'':>15} {'hit rate':>9} {'saved':>9}")
     for each in sizing.policies:
+        mark = "  auto" if each.setup.policy == FOLLOWING else ""
         print(
-            f"{each.setup.policy:>15} {_percent(each.hit_rate):>9} {_saved(each.saved_seconds):>9}"
+            f"{each.setup.policy:>15} {_percent(each.hit_rate):>9} "
+            f"{_saved(each.saved_seconds):>9}{mark}"
         )
 
 
@@ -253,6 +256,8 @@ def _print_settings(report: Report) -> None:
     print("\nSettings to use")
     for name, value in report.settings.items():
         print(f"  {name}: {value}")
+    if sizing.policy == FOLLOWING:
+        print(f"  (auto is {FOLLOWING} under vLLM's connector and SGLang's linker, else lru)")
     if sizing.memory_blocks < sizing.knee.blocks:
         print(f"  (the knee is at {_gib(report.gib(sizing.knee.blocks))} GiB of memory)")
     if not sizing.disk_blocks:

@@ -94,7 +94,8 @@ def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBloc
         ) from None
     store = connect(url, config.objects_timeout_seconds)
     requests = Requests(store, config.objects_timeout_seconds)
-    for fingerprint in given or fingerprints_in(store):
+    # Whoever can write to the bucket chooses the names there, which a terminal may obey.
+    for fingerprint in given or filter(is_fingerprint, fingerprints_in(store)):
         yield SharedBlocks(url, fingerprint, ObjectRecord(requests, fingerprint))
 
 

@@ -12,9 +12,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 
-from flexkv.cli.common import Found, add_directory, add_json, blocks, find_folders, print_json, size
-from flexkv.config_sources import load_config
-from flexkv.deadline import call_beside
+from flexkv.cli.common import (
+    Found,
+    add_directory,
+    add_json,
+    blocks,
+    find_folders,
+    print_json,
+    read_settings,
+    size,
+)
+from flexkv.deadline import HungError, call_beside
 from flexkv.errors import ArenaError, ConfigError, DiskError
 from flexkv.host.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state
@@ -134,15 +142,16 @@ def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
 
     Raises:
         ConfigError: the settings are wrong or name nothing, or the runtime directory cannot be
-            read.
+            read or does not answer.
         DiskError: a directory cannot be read or holds no cache; see `find_folders`.
     """
     if directory is not None:
         return find_folders(directory), []
-    config = load_config()
+    config = read_settings()
+    root = config.session_root
     try:
-        found = read_states(config.session_root)
-    except ArenaError as error:
+        found = call_beside(root, functools.partial(read_states, root))
+    except (ArenaError, HungError) as error:
         raise ConfigError(str(error)) from None
     stores = sorted((StoreState.of(each) for each in found), key=astuple)
     has_store = stores or config.objects_url or config.mooncake_master

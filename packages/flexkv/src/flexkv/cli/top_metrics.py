@@ -15,6 +15,8 @@ from flexkv.adapter.metrics import METRICS, Kind, sample
 
 _NAME = re.compile(r"(vllm|sglang):flexkv_(\w+)")
 _METRICS = {metric.name: metric for metric in METRICS}
+_MOST = 2.0**63
+"""No engine counts as far."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ def read_metrics(text: str, at: float) -> Reading | None:
         The figures; None if the answer has none of FlexKV.
 
     Raises:
-        ValueError: `text` is in another format.
+        ValueError: `text` is in another format, or a value is not a number below 2^63.
         KeyError: a range of a histogram has no bound.
     """
     reading = Reading(at)
@@ -64,6 +66,8 @@ def read_metrics(text: str, at: float) -> Reading | None:
                 reading.versions.add(each.labels.get("version", ""))
                 reading.models.add(each.labels.get("model_name", ""))
             elif name in _METRICS:
+                if not abs(each.value) < _MOST:  # nor NaN
+                    raise ValueError(f"{each.name} is {each.value}")
                 _add(reading, name, each.name, each.labels, each.value)
     return reading if reading.engines else None
 

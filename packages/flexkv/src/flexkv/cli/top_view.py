@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flexkv.adapter.metrics import METRICS, STATES, TIERS
-from flexkv.cli.common import size
+from flexkv.cli.common import printable, size
 from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_sources import Source
+from flexkv.eviction import POLICIES
 from flexkv.tiers.disk.inspect import FolderState
 
 _WINDOW_SECONDS = 10.0
@@ -74,7 +75,8 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
         return Panel(_state(source), title=_plain(source.name), title_align="left")
     new = change.new
     title = ", ".join(filter(None, (source.name, *sorted(new.engines), *sorted(new.models))))
-    versions = ", ".join(sorted(new.versions))
+    about = [f"FlexKV {', '.join(sorted(new.versions))}"]
+    about += [f"evicts by {each}" for each in POLICIES if change.total("eviction_policies", each)]
     parts: list[RenderableType] = [_summary(change), _tiers(change), _links(change)]
     if history.failures:
         parts.append(_failures(history.failures))
@@ -83,7 +85,7 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
     return Panel(
         Group(*parts),
         title=_plain(title),
-        subtitle=_plain(f"FlexKV {versions}"),
+        subtitle=_plain(", ".join(about)),
         title_align="left",
         subtitle_align="left",
     )
@@ -235,5 +237,5 @@ def _seconds(value: float | None) -> str:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Text of others. A character that a terminal may obey becomes `?`."""
-    return Text("".join(each if each.isprintable() else "?" for each in text), style=style)
+    """Text of others, as `printable` makes it."""
+    return Text(printable(text), style=style)

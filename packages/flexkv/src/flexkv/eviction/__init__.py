@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from flexkv.eviction.arc import ARCPolicy
 from flexkv.eviction.base import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
-from flexkv.eviction.hazard import hazard_policy
+from flexkv.eviction.choice import AUTO, FOLLOWING, choose_policy
+from flexkv.eviction.hazard import MOST_BLOCKS, hazard_policy
 from flexkv.eviction.lru import LRUPolicy
 from flexkv.eviction.s3fifo import S3FIFOPolicy
 
@@ -25,6 +26,9 @@ POLICIES: dict[str, Callable[[int], AnyPolicy]] = {
 
 
 __all__ = [
+    "AUTO",
+    "FOLLOWING",
+    "MOST_BLOCKS",
     "POLICIES",
     "UNKNOWN_REQUEST",
     "ARCPolicy",
@@ -33,4 +37,5 @@ __all__ = [
     "LRUPolicy",
     "RequestContext",
     "S3FIFOPolicy",
+    "choose_policy",
 ]

@@ -7,6 +7,9 @@ from flexkv.errors import ConfigError
 from flexkv.eviction.base import EvictionPolicy
 from flexkv.native import kernels
 
+MOST_BLOCKS = (1 << 24) - 1
+"""The most blocks of a tier; the kernels number them in 24 bits."""
+
 
 def hazard_policy(slots: int) -> EvictionPolicy:
     """Make the policy `hazard` for a tier of `slots` blocks.

@@ -131,6 +131,8 @@ class Arena:
             raise
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
+        # Computed once: writes to lower tiers ask for many slots.
+        self._slots_offset, self._slot_bytes = spec.slots_offset, spec.format.slot_bytes
         view = memoryview(self._map)[: board_bytes(spec.ranks)]
         self.board = CompletionBoard(view, spec.ranks, self.address)
         close_in_children(self)
@@ -232,8 +234,8 @@ class Arena:
     def slot_view(self, slot: int) -> memoryview:
         """A view of `slot`: all shards and the padding, `spec.format.slot_bytes` bytes, aligned to
         4 KiB. The caller releases the view before `close`."""
-        start = self.spec.slots_offset + slot * self.spec.format.slot_bytes
-        return memoryview(self._map)[start : start + self.spec.format.slot_bytes]
+        start = self._slots_offset + slot * self._slot_bytes
+        return memoryview(self._map)[start : start + self._slot_bytes]
 
     def leave_to_parent(self) -> None:
         """See `Owner.leave_to_parent`. The parent's arena is unchanged."""

@@ -7,11 +7,11 @@ step, Kubernetes on a pod. Inside a container, often only the lowest levels are 
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-_ESCAPED = re.compile(r"\\([0-7]{3})")
+from flexkv.mounts import read_lines, read_mounts
 
 
 class Level(NamedTuple):
@@ -38,25 +38,23 @@ def levels(controller: str, root: Path = Path("/")) -> list[Level]:
         files of this controller.
     """
     try:
-        paths = _paths(controller, (root / "proc/self/cgroup").read_text())
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        paths = _paths(controller, read_lines(root / "proc/self/cgroup"))
+        mounts = read_mounts(root)
     except OSError:
         return []
     found = []
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        fields, (kind, *_, options) = before.split(), after.split()
-        version = {"cgroup": 1, "cgroup2": 2}.get(kind, 0)
-        if version == 2 or (version == 1 and controller in options.split(",")):
-            mounted, point = _unescape(fields[3]), root / _unescape(fields[4]).lstrip("/")
-            found += [Level(f, version) for f in _chain(point, mounted, paths.get(version))]
+    for mount in mounts:
+        version = {"cgroup": 1, "cgroup2": 2}.get(mount.kind, 0)
+        if version == 2 or (version == 1 and controller in mount.options.split(",")):
+            point = root / mount.point.lstrip("/")
+            found += [Level(f, version) for f in _chain(point, mount.root, paths.get(version))]
     return found
 
 
-def _paths(controller: str, text: str) -> dict[int, str]:
+def _paths(controller: str, lines: Iterable[str]) -> dict[int, str]:
     """The path of this process's group, by version (cgroups(7), /proc/pid/cgroup)."""
     paths = {}
-    for line in text.splitlines():
+    for line in lines:
         number, controllers, path = line.split(":", maxsplit=2)
         if number == "0" and not controllers:
             paths[2] = path
@@ -87,8 +85,3 @@ def _chain(point: Path, mounted: str, path: str | None) -> list[Path]:
         return [point]
     own = point / below
     return [own, *(folder for folder in own.parents if folder.is_relative_to(point))]
-
-
-def _unescape(field: str) -> str:
-    r"""Decode a field of mountinfo, which writes blanks and some other characters as \040."""
-    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), field)

@@ -55,21 +55,16 @@ class ModelTier:
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         ticket = next(self._tickets)
         index = self._index
-        held: list[int] = []
-        has_room = True
+        fresh = [key for key, has in zip(keys, index.has_all(keys), strict=True) if not has]
+        # As in a disk tier, a prefix counts as used from its end to its beginning.
+        slots = index.reserve_all(fresh)
+        dropped = set(fresh[len(slots) :])
         for position, key in enumerate(keys):
-            outcome = Outcome.DONE
-            if not index.has(key):
-                # As in a disk tier, a prefix counts as used from its end to its beginning.
-                slot = index.reserve(key, held[-1] if held else None) if has_room else None
-                if slot is None:
-                    has_room, outcome = False, Outcome.DROPPED
-                else:
-                    held.append(slot)
-                    self._written += 1
+            outcome = Outcome.DROPPED if key in dropped else Outcome.DONE
             self._results.append(BlockResult(ticket, position, outcome))
-        for slot in held:
+        for slot in slots:
             index.publish(slot, _NO_CHECKSUM)
+        self._written += len(slots)
         return ticket
 
     def poll(self) -> list[BlockResult]:

@@ -158,9 +158,13 @@ class _Cache:
         known = replace(context, hit_tokens=len(found) * self._block_tokens)
         index.began(prefix.prompt, known, request.seconds)
         self._use(found, known)
-        blocks = index.reserve_all(prefix.chain, range(len(prefix.chain)), (0,))
-        index.publish(blocks)
-        if self._below is not None:
+        chain = prefix.chain
+        if self._below is None:
+            index.publish(index.reserve_all(chain, range(len(chain)), (0,)))
+        else:
+            there = index.present(chain)
+            blocks = self._below.reserve(chain, [i for i, has in enumerate(there) if not has], (0,))
+            index.publish(blocks)
             self._below.stored(blocks, True)
         self._use(prefix.chain, None)
         index.ended(context.request_id, request.output_tokens, request.seconds)

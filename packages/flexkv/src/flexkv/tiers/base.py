@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flexkv.admission import ADMISSIONS, Admission
 from flexkv.changes import Change, Medium
@@ -26,9 +26,8 @@ MAX_KEY_BYTES = 96
 SGLang have up to 49 bytes: a hash, the number of a group, the stamp of an adapter."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockResult:
-    """The result of one block of a batch.
+class BlockResult(NamedTuple):
+    """The result of one block of a batch. A tuple, because an engine's step takes many.
 
     Attributes:
         ticket: ticket of the batch, as `read` or `write` returned it.
@@ -47,7 +46,8 @@ class Answer:
 
     Attributes:
         ticket: ticket of the question, as `ask` returned it.
-        has: for each key whether the tier has its block; None if the question failed.
+        has: for each key whether the tier has its block, first for `keys` and then for `behind`;
+            None if the question failed.
     """
 
     ticket: int
@@ -235,8 +235,14 @@ class AskedTier(LowerTier, Protocol):
         """
         ...
 
-    def ask(self, keys: Sequence[bytes]) -> int:
-        """Ask which of these blocks the tier has. Does not wait. Returns the question's ticket."""
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
+        """Ask which of these blocks the tier has. Does not wait. Returns the question's ticket.
+
+        Args:
+            keys: keys of a prefix, in order; a block is of use only behind those before it.
+            behind: keys of further blocks. Each is of use on its own if `keys` is empty, or if the
+                tier has the first block of `keys`.
+        """
         ...
 
     def take_answers(self) -> list[Answer]:

@@ -64,8 +64,9 @@ class BlockStore(Protocol):
         """See `AskedTier.register`. Called before any other method."""
         ...
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Ask for each key whether the store has its complete block."""
+    def find(self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes]) -> Sequence[bool]:
+        """Ask for each key whether the store has its complete block; see `AskedTier.ask`. Returns
+        the answers for `keys`, then those for `behind`."""
         ...
 
     def get(
@@ -114,7 +115,8 @@ class RemoteLimits:
             the tier is stalled until the call ends.
         threads: how many reads and writes run at once.
         batch_bytes: the most bytes of one call; a block that is larger has a call of its own.
-        queue_bytes: how many bytes may wait; writes beyond it are dropped.
+        queue_bytes: how many bytes may wait; writes beyond it are dropped, and writes that run
+            count like those that wait.
     """
 
     question_seconds: float
@@ -179,6 +181,7 @@ class RemoteTier:
         self._writing: dict[bytes, _Place] = {}
         self._repeats: dict[_Place, list[_Place]] = {}
         self._queued_blocks = 0
+        self._writes_under_way = 0
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
         self._renewal = Renewal(name, store.renew_epoch)
@@ -209,10 +212,12 @@ class RemoteTier:
     def register(self, address: int, size: int) -> None:
         self._store.register(address, size)
 
-    def ask(self, keys: Sequence[bytes]) -> int:
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
         ticket = next(self._tickets)
         found: list[Sequence[bool]] = []
-        job = Job(Priority.LOAD, 0, partial(self._find, self._epoch, list(keys), found))
+        job = Job(
+            Priority.LOAD, 0, partial(self._find, self._epoch, list(keys), list(behind), found)
+        )
         self._asked[job] = ticket, self._epoch, found
         self._reads.begin()
         self._questions.submit(job)
@@ -244,8 +249,8 @@ class RemoteTier:
             else:
                 self._writing[key] = ticket, i
                 wanted.append(i)
-        size = len(wanted) * self._slot_bytes
-        full = self._link.queued_bytes + size > self._link.queue_bytes
+        held = (self._writes_under_way + len(wanted)) * self._slot_bytes
+        full = held > self._link.queue_bytes
         if full or not self._writes.allows or self._link.stalled:
             for i in wanted:
                 self._end_write(keys[i], (ticket, i), Outcome.DROPPED)
@@ -295,9 +300,13 @@ class RemoteTier:
         return True
 
     def _find(
-        self, epoch: str, keys: Sequence[bytes], found: list[Sequence[bool]]
+        self,
+        epoch: str,
+        keys: Sequence[bytes],
+        behind: Sequence[bytes],
+        found: list[Sequence[bool]],
     ) -> list[Outcome]:
-        found.append(self._store.find(epoch, keys))
+        found.append(self._store.find(epoch, keys, behind))
         return [Outcome.DONE]
 
     def _begin(
@@ -321,6 +330,7 @@ class RemoteTier:
             self._ticket_of[job] = ticket
         self._batches[ticket] = _Batch(jobs, list(keys))
         self._queued_blocks += len(positions)
+        self._writes_under_way += len(positions) * writes
         (self._writes if writes else self._reads).begin(len(jobs))
         self._link.submit(*jobs)
 
@@ -339,6 +349,7 @@ class RemoteTier:
             del self._batches[ticket]
         self._queued_blocks -= len(positions)
         writes = job.priority is Priority.WRITE
+        self._writes_under_way -= len(positions) * writes
         for i, outcome in zip(positions, job.outcomes, strict=True):
             if writes:
                 self._end_write(batch.keys[i], (ticket, i), outcome)
@@ -361,8 +372,15 @@ class RemoteTier:
         for ticket, i in (place, *self._repeats.pop(place, ())):
             self._results.append(BlockResult(ticket, i, outcome))
 
+    def _drop_waiting_writes(self) -> None:
+        """Drop the writes that have not begun: their blocks cannot be evicted meanwhile."""
+        jobs = (job for batch in self._batches.values() for job in batch.jobs)
+        self._link.cancel([job for job in jobs if job.priority is Priority.WRITE])
+
     def _note(self, device: Circuit, failed: bool, seconds: float, what: str) -> None:
         if device.end(failed, seconds):
+            if device is self._writes:
+                self._drop_waiting_writes()
             logger.error(
                 "%d %s %s in a row failed or took longer than %g s (questions: %g s): none for "
                 "%g s, then one is tried; check the store and the network",

@@ -7,12 +7,14 @@ import logging
 import threading
 from collections.abc import Callable
 
+from flexkv.tiers.retries import pause_after
+
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
 _LONGEST_RETRY_SECONDS = 5.0
-"""The pauses between tries to renew the store's epoch. Each is twice as long as the last, up to the
-second bound. Not tuned."""
+"""The shortest and the longest pause between two tries to renew the store's epoch; see
+`pause_after`. Not tuned."""
 
 
 class Renewal:
@@ -66,8 +68,7 @@ class Renewal:
         while True:
             with self._work:
                 if failures and not self._closing:
-                    pause = min(_RETRY_SECONDS * 2.0**failures, _LONGEST_RETRY_SECONDS)
-                    self._work.wait(pause)
+                    self._work.wait(pause_after(failures, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS))
                 while not (self._wanted or self._closing):
                     self._work.wait()
                 if not self._wanted:

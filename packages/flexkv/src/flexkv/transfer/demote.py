@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from flexkv.admission import Admission
 from flexkv.index import Block, BlockIndex, BlockState
@@ -22,13 +23,21 @@ _CHAIN_SHARE = 2
 """The predecessors of blocks that leave are written, too, up to half of the arena. The other half
 holds the blocks that are stored and fetched meanwhile. Not tuned."""
 
+_PASSING_SHARE = 2
+"""Blocks that only pass through the arena on their way to a tier are admitted until half of the
+arena waits for the tier, as long as its queue may become. Not tuned."""
+
 _BLOCKS = 16
 """The least number of waiting blocks that one poll begins to write. To begin one takes about
 0.01 ms with a disk."""
 
-_BACKLOG_SHARE = 16
-"""A poll begins a 16th of the waiting blocks if that is more, which bounds the backlog. Not
-tuned."""
+_BACKLOG_SHARE = 64
+"""A poll begins a 64th of the waiting blocks if that is more: 0.2 ms after a prompt of 1,312
+blocks, which a disk then has after about 80 polls."""
+
+_WAITING_SHARE = 2
+"""A poll begins more if more than half of the arena waits, because blocks that wait cannot be
+evicted. Not tuned."""
 
 _PAUSE_SECONDS = 1.0
 """After a tier has dropped a block, FlexKV offers it only newly stored blocks for this time. Else a
@@ -64,24 +73,43 @@ class Demoter:
         self.admission = admission
         self._index = index
         self._slot_view = slot_view
-        self._waiting: dict[bytes, Block] = {}
+        self._waiting: deque[Block] = deque()
+        self._leaving: deque[Block] = deque()
+        self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
         self._writes: dict[int, dict[int, Block]] = {}
-        self._writing: set[bytes] = set()
+        # By key, without the writes that a reset has made worthless. Another block may have got
+        # the key since: then its write is not the one that these name.
+        self._held: dict[bytes, Block] = {}  # in the chain, waiting, or being written
+        self._writing: dict[bytes, Block] = {}
         self._paused_until = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a block waits, or its write has no result yet."""
-        return bool(self._waiting or self._writes)
+        return bool(self._waiting or self._writes or self._leaving)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Number of blocks that wait for their writes to begin."""
+        return len(self._held) - len(self._writing)
 
     @property
     def paused(self) -> bool:
         """Whether the tier has dropped a block less than `_PAUSE_SECONDS` ago."""
         return time.monotonic() < self._paused_until
 
+    @property
+    def tickets(self) -> list[int]:
+        """The tier's tickets of the writes without a result, the newest first."""
+        return list(reversed(self._writes))
+
+    def is_write(self, ticket: int) -> bool:
+        """Whether the tier's ticket is that of a write without a result."""
+        return ticket in self._writes
+
     def is_writing(self, key: bytes) -> bool:
-        """Whether the block of `key` is being written to the tier, or waits for that."""
-        return key in self._writing or key in self._waiting
+        """Whether a block of `key` is being written to the tier, or waits for that."""
+        return key in self._held
 
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
         """Whether the arena has one of these blocks and the tier, as far as known, has not."""
@@ -91,45 +119,96 @@ class Demoter:
             for key, has in zip(keys, self.source.look(keys), strict=True)
         )
 
+    def count_passing(self, keys: Sequence[bytes], positions: Sequence[int]) -> int:
+        """How many of the blocks at `positions`, from the first on, should pass through the arena
+        to the tier: up to the last that the tier lacks, as far as writes under way leave room."""
+        if self.paused:
+            return 0
+        room = self._index.num_slots // _PASSING_SHARE - len(self._held)
+        passing = positions[: max(0, room)]
+        has = self.source.look([keys[i] for i in passing])
+        return max((i + 1 for i, each in enumerate(has) if not each), default=0)
+
     def offer(self, keys: Sequence[bytes]) -> None:
-        """Write blocks of a prefix to the tier: those that are ready in the arena, that the tier
-        lacks, and whose parent it has or is writing. The first are written at once unless earlier
-        blocks wait, and the others by `write_waiting`.
+        """Let blocks of a prefix wait for `write_waiting`: those that are ready in the arena. Those
+        are written that the tier lacks, and whose parent it has or is writing.
 
         Args:
             keys: keys of the prefix from some block on, first block first.
         """
-        lacking = [key for key, has in zip(keys, self.source.look(keys), strict=True) if not has]
-        fresh = dict.fromkeys(key for key in lacking if not self.is_writing(key))
-        ready = [key for key, each in zip(fresh, self._index.present(fresh), strict=True) if each]
-        at_once = not self._waiting
-        self._waiting.update(zip(ready, self._index.lease(ready) or (), strict=True))
-        if at_once:
-            self.write_waiting()
+        # By few calls for all keys: the engine's step waits while a long prompt is offered.
+        index, held, unique = self._index, self._held, set(keys)
+        if len(unique) < len(keys) or not held.keys().isdisjoint(unique):
+            keys = [key for key in dict.fromkeys(keys) if key not in held]
+        blocks = index.lease(keys)
+        if blocks is None:
+            keys = list(itertools.compress(keys, index.present(keys)))
+            blocks = index.lease(keys) or []
+        held.update(zip(keys, blocks, strict=True))
+        self._waiting.extend(blocks)
 
-    def write_waiting(self, *, all_blocks: bool = False) -> None:
+    def write_waiting(self, *, all_blocks: bool = False) -> list[Block]:
         """Begin to write some of the blocks that wait, or all of them. Once each poll, after the
-        tier's results: nothing is written behind a block that the tier has dropped."""
+        tier's results: nothing is written behind a block that the tier has dropped.
+
+        Returns:
+            Blocks that waited or leave and are not written: the tier has them, or their parent does
+            not reach it.
+        """
+        ended = self._follow_leaving(all_blocks)
         waiting = self._waiting
-        most = len(waiting) if all_blocks else max(_BLOCKS, len(waiting) // _BACKLOG_SHARE)
+        beyond = len(waiting) - self._index.num_slots // _WAITING_SHARE
+        most = len(waiting) if all_blocks else max(share_of(len(waiting)), beyond)
+        blocks = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        keys = [block.key for block in blocks]
         batch: dict[bytes, Block] = {}
-        for key in list(itertools.islice(waiting, most)):
-            block = waiting.pop(key)
+        there: set[bytes] = set()
+        unwritten: list[Block] = []
+        for key, block, has in zip(keys, blocks, self.source.look(keys), strict=True):
             before = None if block.parent is None else block.parent.key
+            if has:
+                there.add(key)
             # Answers of a tier that has to ask are forgotten after a while.
-            if before is None or before in batch or self._reaches(before, unknown=True):
+            elif (
+                before is None
+                or before in batch
+                or before in there
+                or self._reaches(before, unknown=True)
+            ):
                 batch[key] = block
+                continue
             elif self._parent_comes(block):
-                waiting[key] = block
+                waiting.append(block)
+                continue
             else:
                 self.source.counters.dropped_demotions += 1
-                self._index.release_unused([block])
+            unwritten.append(block)
+            del self._held[key]
         self._write(list(batch.values()))
+        self._index.release_unused(unwritten)
+        return ended + unwritten
 
-    def clear(self) -> None:
-        """Write none of the blocks that wait, because the arena was cleared."""
-        self._index.release_unused(list(self._waiting.values()))
-        self._waiting.clear()
+    def drop_newest(self) -> list[Block]:
+        """Do not write the newest of the blocks that leave, or else of those that wait, about as
+        many as a poll begins to write. Returns them; none if none waits."""
+        newest = [self._leaving.pop() for _ in range(min(len(self._leaving), _BLOCKS))]
+        if newest and not self._leaving:
+            self._give_up_chain()
+        elif not newest:
+            newest = [self._waiting.pop() for _ in range(min(len(self._waiting), _BLOCKS))]
+            self._release(newest)
+        self.source.counters.dropped_demotions += len(newest)
+        return newest
+
+    def clear(self) -> list[Block]:
+        """Write none of the blocks that wait or leave, because the arena and the tier are cleared.
+        Returns them. Writes under way go on and bring nothing to the tier."""
+        ended = [*self._waiting, *self._chain]
+        self._index.release_unused(ended)
+        ended += self._leaving
+        for known in (self._waiting, self._chain, self._leaving, self._held, self._writing):
+            known.clear()
+        return ended
 
     def complete(self, keys: Sequence[bytes]) -> None:
         """`offer` a prefix that a request used, unless the tier is `paused`. The tier may have
@@ -137,25 +216,14 @@ class Demoter:
         if not self.paused:
             self.offer(keys)
 
-    def write_leaving(self, victims: Collection[Block]) -> list[Block]:
+    def write_leaving(self, victims: Iterable[Block]) -> None:
         """Write blocks that are about to be evicted, each behind those of its predecessors that the
-        tier lacks.
+        tier lacks. `write_waiting` begins, and returns those that are not written.
 
         Args:
-            victims: blocks that the caller has leased.
-
-        Returns:
-            The victims that are being written.
+            victims: blocks that the caller has leased until their writes end.
         """
-        leaving = {block.key for block in victims}
-        batch: dict[bytes, Block] = {}
-        for victim in victims:
-            chain = self._chain_of(victim, leaving, batch)
-            batch.update((block.key, block) for block in chain)
-        self._write(list(batch.values()))
-        written = [block for block in victims if block.key in batch]
-        self.source.counters.dropped_demotions += len(victims) - len(written)
-        return written
+        self._leaving.extend(victims)
 
     def take(self, result: BlockResult) -> Block:
         """Count a result of a write, end the write's lease, and return the block."""
@@ -163,12 +231,13 @@ class Demoter:
         block = batch.pop(result.position)
         if not batch:
             del self._writes[result.ticket]
-        self._writing.discard(block.key)
         counters, outcome = self.source.counters, result.outcome
-        if outcome is Outcome.DONE:
-            counters.demoted_blocks += 1
-            self.source.note(block.key, True)
-        elif outcome is Outcome.DROPPED:
+        counters.demoted_blocks += outcome is Outcome.DONE
+        if self._writing.get(block.key) is block:  # else it was cleared, and so was the tier
+            del self._writing[block.key], self._held[block.key]
+            if outcome is Outcome.DONE:
+                self.source.note(block.key, True)
+        if outcome is Outcome.DROPPED:
             counters.dropped_demotions += 1
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
         counters.failed_demotions += outcome is Outcome.FAILED
@@ -180,7 +249,7 @@ class Demoter:
         written."""
         parent = block.parent
         return parent is not None and (
-            parent.state is BlockState.WRITING or parent.key in self._waiting
+            parent.state is BlockState.WRITING or parent.key in self._held
         )
 
     def _reaches(self, key: bytes, unknown: bool = False) -> bool:
@@ -191,36 +260,60 @@ class Demoter:
         has = self.source.look([key])[0]
         return unknown if has is None else has
 
-    def _chain_of(
-        self, victim: Block, leaving: Collection[bytes], batch: Collection[bytes]
-    ) -> list[Block]:
-        """Lease `victim` and those of its predecessors that must be written before it.
+    def _follow_leaving(self, all_blocks: bool) -> list[Block]:
+        """Find some of the predecessors that must be written before a block that leaves, back to
+        one that the tier has or gets. Then these blocks wait in the order of their prefix. Returns
+        blocks that leave and are not written."""
+        chain, ended = self._chain, []
+        steps = share_of(len(self._leaving) + len(chain))
+        while self._leaving and (steps > 0 or all_blocks):
+            steps -= 1
+            victim = self._leaving[0]
+            block = (chain[-1].parent if chain else None) or victim
+            if self._gets(block.key):
+                # The end of a write names its block: another block's write would end unnoticed.
+                if block is victim and self._held.get(victim.key) is not victim:
+                    ended.append(victim)
+            elif self._extend_chain(block, victim):
+                if chain[-1].parent is not None:
+                    continue
+            else:
+                self._give_up_chain()
+                self.source.counters.dropped_demotions += 1
+                ended.append(victim)
+            chain.reverse()
+            self._waiting.extend(chain)
+            chain.clear()
+            self._leaving.popleft()
+        return ended
 
-        Args:
-            victim: a block that is about to be evicted.
-            leaving: keys of all blocks that are about to be evicted.
-            batch: keys of the blocks that are being written already.
+    def _extend_chain(self, block: Block, victim: Block) -> bool:
+        """Lease `block`, the next of the chain of `victim`. False if the arena has lost it, or may
+        hold no more blocks for those that leave."""
+        if block is victim:
+            # A load of it may have failed since. Then its key may be that of another block.
+            may = victim.state is BlockState.READY
+        else:
+            may = len(self._held) < self._index.num_slots // _CHAIN_SHARE
+        found = self._index.lease([block.key]) if may else None
+        for each in found or ():
+            self._chain.append(each)
+            self._held[each.key] = each
+        return found is not None
 
-        Returns:
-            The leased blocks, `victim` last; none if a predecessor cannot be written.
-        """
-        chain: list[Block] = []
-        held = len(self._waiting) + len(self._writing) + len(batch)
-        most = self._index.num_slots // _CHAIN_SHARE - held
-        block: Block | None = victim
-        while block is not None:
-            key = block.key
-            if key in batch or (chain and self._reaches(key)):
-                break
-            known = key in leaving or len(chain) < most
-            found = self._index.lease([key]) if known else None
-            if found is None:
-                self._index.release_unused(chain)
-                return []
-            chain += found
-            block = block.parent
-        chain.reverse()
-        return chain
+    def _give_up_chain(self) -> None:
+        self._release(self._chain)
+        self._chain.clear()
+
+    def _release(self, blocks: Sequence[Block]) -> None:
+        """End the leases of blocks that are not written."""
+        for block in blocks:
+            del self._held[block.key]
+        self._index.release_unused(blocks)
+
+    def _gets(self, key: bytes) -> bool:
+        """Whether the tier has the block of `key`, is writing it, or will be given it."""
+        return key in self._held or self._reaches(key)
 
     def _write(self, blocks: list[Block]) -> None:
         if not blocks:
@@ -228,4 +321,9 @@ class Demoter:
         views = [self._slot_view(block.slot) for block in blocks]
         ticket = self.source.tier.write([block.key for block in blocks], views)
         self._writes[ticket] = dict(enumerate(blocks))
-        self._writing.update(block.key for block in blocks)
+        self._writing.update((block.key, block) for block in blocks)
+
+
+def share_of(backlog: int) -> int:
+    """The most blocks that one poll takes of a backlog."""
+    return max(_BLOCKS, backlog // _BACKLOG_SHARE)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flexkv.changes import Medium
 from flexkv.histogram import Histogram
@@ -30,6 +30,8 @@ class Fetcher:
         slot_view: returns the memory of an arena slot, `slot_bytes` long.
         sources: lower tiers, the fastest first.
         seconds: histograms by tier. Each takes the seconds of fetches that its tier gave blocks.
+        make_room: called if a request waits and the arena has no slot. Returns whether to try
+            again.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Fetcher:
         slot_view: Callable[[int], memoryview],
         sources: Sequence[Source],
         seconds: Mapping[Medium, Histogram],
+        make_room: Callable[[], bool],
     ) -> None:
         self._index = index
+        self._make_room = make_room
         self._sources = sources
         self._seconds = seconds
         self._came: dict[Fetch, int] = {}
@@ -50,8 +54,10 @@ class Fetcher:
 
     @property
     def busy(self) -> bool:
-        """Whether a fetch or a read has not ended, or `take_arrivals` would return something."""
-        return bool(self._reads or self._fetches or self._came)
+        """Whether a fetch, a read or a question has not ended, or `take_arrivals` would return
+        something. A question ends with its deadline."""
+        asks = any(source.busy for source in self._sources)
+        return bool(asks or self._reads or self._fetches or self._came)
 
     @property
     def reads(self) -> Reads:
@@ -91,22 +97,16 @@ class Fetcher:
         ]
         return fetch
 
-    def ask(self, keys: Sequence[bytes]) -> bool:
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> bool:
         """Ask tiers which of these blocks they have, as far as that is unknown. Does not wait.
-        Returns whether an answer is awaited."""
-        awaited = False
-        looks = [source.look(keys) for source in self._sources]
-        questions: dict[Source, list[bytes]] = {}
-        for i, key in enumerate(keys):
-            if key in self._index:
-                continue
-            source = self._first_that_may(looks, i)
-            if source is not None and looks[source.place][i] is None:
-                awaited = True
-                questions.setdefault(source, []).append(key)
+        Returns whether an answer is awaited. The arguments are those of `KVCache.ask`."""
+        questions, others = self._unknown(keys), self._unknown(behind)
         for source, unknown in questions.items():
-            source.ask(unknown)
-        return awaited
+            # Without an answer for the first block, the other blocks may be of use.
+            source.ask(unknown, others.pop(source, ()) if unknown[0] == keys[0] else ())
+        for source, unknown in others.items():
+            source.ask((), unknown)
+        return bool(questions or others)
 
     def hasten(self, fetch: Fetch) -> None:
         """Raise a prefetch to the priority of a load, because a request waits for it now."""
@@ -147,6 +147,12 @@ class Fetcher:
             fetch.advance()
             self._note_arrivals(fetch, before)
 
+    def settle_stored(self, keys: Iterable[bytes]) -> None:
+        """The engine has stored the blocks of `keys`, or could not."""
+        if self._waiting:
+            for key in keys:
+                self.settle(key)
+
     def poll(self) -> None:
         """Go on after all results of tiers were taken. Blocks that a tier did not give are read
         from the next tier, fetches whose questions were answered take further blocks, and stalled
@@ -185,6 +191,18 @@ class Fetcher:
             fetch.asking = None
         self._reads.clear()
         self._waiting.clear()
+
+    def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
+        """The keys that tiers have to be asked for, by the fastest tier that may have the block."""
+        looks = [source.look(keys) for source in self._sources]
+        unknown: dict[Source, list[bytes]] = {}
+        for i, key in enumerate(keys):
+            if key in self._index:
+                continue
+            source = self._first_that_may(looks, i)
+            if source is not None and looks[source.place][i] is None:
+                unknown.setdefault(source, []).append(key)
+        return unknown
 
     def _missing(self, fetch: Fetch) -> list[bytes]:
         blocks = enumerate(fetch.blocks)
@@ -271,7 +289,7 @@ class Fetcher:
             found = there[position - first]
             if found is None and key not in index:
                 before = fetch.keys[position - 1] if position else None
-                block = None if source is None else index.reserve(key, before)
+                block = None if source is None else self._reserve(key, before, fetch.priority)
                 if source is None or block is None:
                     break
                 reads.setdefault(source, []).append(block)
@@ -289,6 +307,13 @@ class Fetcher:
         self._reads.hasten(joined, fetch.priority)
         for source, blocks in reads.items():
             self._reads.begin(source, blocks, fetch.priority)
+
+    def _reserve(self, key: bytes, before: bytes | None, priority: Priority) -> Block | None:
+        """Reserve a slot; see `BlockIndex.reserve`."""
+        block = self._index.reserve(key, before)
+        while block is None and priority is Priority.LOAD and self._make_room():
+            block = self._index.reserve(key, before)
+        return block
 
     def _note_arrivals(self, fetch: Fetch, start: int) -> None:
         if len(self._sources) > 1 and fetch.arrived > start:

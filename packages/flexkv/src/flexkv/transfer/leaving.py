@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexkv.index import Block, BlockIndex
-from flexkv.transfer.demote import Demoter
+from flexkv.transfer.demote import Demoter, share_of
 
 _LEAVING_SHARE = 8
 """With admission on eviction, an eighth of the arena is free or being written: 2 of 16 GiB, which
@@ -29,32 +29,30 @@ class Leaving:
         self._leaving: dict[Block, set[Demoter]] = {}
 
     def make_room(self) -> None:
-        """Begin to write the blocks that would be evicted next."""
+        """Choose some of the blocks that would be evicted next, and let demoters write them. Once
+        each poll."""
         demoters = [demoter for demoter in self._demoters if not demoter.paused]
         if not demoters:
             return
         goal = -(-self._index.num_slots // _LEAVING_SHARE)
+        lacking = goal - self._index.free_slots - len(self._leaving)
         victims: list[Block] = []
-        while self._index.free_slots + len(self._leaving) < goal:
+        for _ in range(min(lacking, share_of(lacking))):
             victim = self._index.lease_victim()
             if victim is None:
                 break
-            self._leaving[victim] = set()
+            self._leaving[victim] = set(demoters)
             victims.append(victim)
-        for demoter in demoters if victims else ():
-            for victim in demoter.write_leaving(victims):
-                self._leaving[victim].add(demoter)
-        for victim in victims:
-            self._retire_written(victim)
+        for demoter in demoters:
+            demoter.write_leaving(victims)
 
     def wrote(self, demoter: Demoter, block: Block) -> None:
-        """Note that the write of `block` by `demoter` has ended, and evict the block if no other
-        write of it is under way."""
-        if block in self._leaving:
-            self._leaving[block].discard(demoter)
-            self._retire_written(block)
-
-    def _retire_written(self, block: Block) -> None:
-        if not self._leaving[block]:
+        """Note that `demoter` has written `block` or does not write it, and evict the block if no
+        other demoter is to write it."""
+        writers = self._leaving.get(block)
+        if writers is None:
+            return
+        writers.discard(demoter)
+        if not writers:
             del self._leaving[block]
             self._index.retire(block)

@@ -7,7 +7,9 @@ and bounds the jobs that wait. A fetch gives a stalled tier up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from flexkv.changes import Change, Medium
 from flexkv.counters import Latencies, TierCounters
@@ -17,6 +19,7 @@ from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier, Tie
 from flexkv.transfer.demote import Demoter
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.leaving import Leaving
+from flexkv.transfer.room import Room
 from flexkv.transfer.sources import sources_of
 from flexkv.transfer.uses import UseLog
 
@@ -43,9 +46,9 @@ class LowerTiers:
         tiers: Sequence[AttachedTier],
         latencies: Latencies,
     ) -> None:
+        self._index = index
         self.tiers: list[AnyTier] = [each.tier for each in tiers]
         self._sources = sources_of(tiers)
-        self.fetcher = Fetcher(index, slot_view, self._sources, latencies.fetch)
         self._demoters = [
             Demoter(index, slot_view, source, each.admission)
             for source, each in zip(self._sources, tiers, strict=True)
@@ -54,6 +57,8 @@ class LowerTiers:
         on_hit = [each for each in self._demoters if each.admission.on_hit]
         on_evict = [each for each in self._demoters if each.admission.on_evict]
         self._leaving = Leaving(index, on_evict)
+        self._room = Room(index, self._demoters, self._leaving)
+        self.fetcher = Fetcher(index, slot_view, self._sources, latencies.fetch, self._room.make)
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
@@ -76,10 +81,23 @@ class LowerTiers:
         demotes = any(demoter.busy for demoter in self._demoters)
         return bool(self._uses or self.fetcher.busy or demotes)
 
-    @property
-    def figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
-        """The figures of each tier, and the counts of blocks fetched from it and written to it."""
-        return [(each.medium, each.tier.figures, each.counters) for each in self._sources]
+    def figures(self, slot_bytes: int) -> list[tuple[Medium, TierFigures, TierCounters]]:
+        """The figures of each tier, and the counts of blocks fetched from it and written to it.
+        Blocks that are not offered to the tier yet count as queued.
+
+        Args:
+            slot_bytes: bytes of a block.
+        """
+        figures = []
+        for source, demoter in zip(self._sources, self._demoters, strict=True):
+            own, waiting = source.tier.figures, demoter.waiting_blocks
+            queued = replace(
+                own,
+                queued_blocks=own.queued_blocks + waiting,
+                queued_bytes=own.queued_bytes + waiting * slot_bytes,
+            )
+            figures.append((source.medium, queued, source.counters))
+        return figures
 
     @property
     def counters(self) -> list[TierCounters]:
@@ -106,6 +124,41 @@ class LowerTiers:
         """Whether a tier is writing the block of `key`."""
         return any(demoter.is_writing(key) for demoter in self._demoters)
 
+    def reserve(
+        self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int]
+    ) -> list[Block]:
+        """Reserve slots of the arena for a store from the engine. If the arena has none to give,
+        blocks give theirs up that wait to be written to a shared store.
+
+        If the arena's policy refuses a block that a tier would write once it is stored, the block
+        passes through the arena: it gets a slot all the same. Its worth is the least, so that it is
+        evicted first once it is written.
+
+        Args:
+            keys: keys of blocks; see `BlockIndex.reserve_all`.
+            positions: positions in `keys` of the blocks to store, ascending.
+            begins: positions of blocks that begin a prefix.
+
+        Returns:
+            The blocks that got a slot, in the order of `positions`.
+        """
+        index = self._index
+        blocks = index.reserve_all(keys, positions, begins)
+        if len(blocks) == len(positions):
+            return blocks
+        with contextlib.ExitStack() as undo:
+            undo.callback(index.abandon, blocks)
+            refused = [i for i in positions if keys[i] not in index]
+            while refused and self._room.make():
+                blocks += index.reserve_all(keys, refused, begins)
+                refused = [i for i in refused if keys[i] not in index]
+            passing = max((each.count_passing(keys, refused) for each in self._on_store), default=0)
+            if passing:
+                blocks += index.reserve_all(keys, refused[:passing], begins, True)
+            undo.pop_all()
+        order = {keys[i]: i for i in positions}
+        return sorted(blocks, key=lambda block: order[block.key])
+
     def stored(self, blocks: Sequence[Block], ready: bool) -> None:
         """Note the end of a store from the engine.
 
@@ -115,11 +168,11 @@ class LowerTiers:
         """
         if not self.tiers:
             return
-        for block in blocks:
-            self.fetcher.settle(block.key)
+        keys = [block.key for block in blocks]
+        self.fetcher.settle_stored(keys)
         if ready:
             for demoter in self._on_store:
-                demoter.offer([block.key for block in blocks])
+                demoter.offer(keys)
 
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         """Note the use of a prefix; see `UseLog.note`."""
@@ -135,14 +188,14 @@ class LowerTiers:
             self._promote(keys, place)
         reads = self.fetcher.reads
         for source, demoter in zip(self._sources, self._demoters, strict=True):
-            for result in source.tier.poll():
-                if not reads.take(source, result):
-                    self._leaving.wrote(demoter, demoter.take(result))
+            for result in self._room.poll(demoter):
+                reads.take(source, result)
         self.fetcher.poll()
-        for demoter in self._demoters:
-            demoter.write_waiting()
         self._uses.count()
         self._leaving.make_room()
+        for demoter in self._demoters:
+            for block in demoter.write_waiting():
+                self._leaving.wrote(demoter, block)
 
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
@@ -158,7 +211,8 @@ class LowerTiers:
         self.fetcher.clear()
         self._uses.clear()
         for demoter in self._demoters:
-            demoter.clear()
+            for block in demoter.clear():
+                self._leaving.wrote(demoter, block)
         for source in self._sources:
             source.tier.clear()
             source.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv.changes import Medium
@@ -46,14 +46,20 @@ class Source(abc.ABC):
         """The medium of the tier."""
         return self.tier.medium
 
+    @property
+    def busy(self) -> bool:
+        """Whether a question awaits its answer or its deadline, which `poll` notices."""
+        return False
+
     @abc.abstractmethod
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         """For each key whether the tier can give its block now; None if the tier has to be asked,
         or is being asked. No side effect."""
 
     @abc.abstractmethod
-    def ask(self, keys: Iterable[bytes]) -> None:
-        """Ask the tier about keys for which `look` returned None. Does not wait."""
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
+        """Ask the tier about keys for which `look` returned None. Does not wait. The arguments are
+        those of `AskedTier.ask`."""
 
     @abc.abstractmethod
     def note(self, key: bytes, has: bool) -> None:
@@ -78,7 +84,7 @@ class IndexedSource(Source):
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         return self._indexed.contains(keys)
 
-    def ask(self, keys: Iterable[bytes]) -> None:
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
         pass
 
     def note(self, key: bytes, has: bool) -> None:
@@ -110,18 +116,22 @@ class AskedSource(Source):
         self._asking: dict[bytes, float] = {}
         self._questions: dict[int, _Question] = {}
 
+    @property
+    def busy(self) -> bool:
+        return any(not question.late for question in self._questions.values())
+
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         now, readable = time.monotonic(), self._asked.readable
         return [self._look(key, now, readable) for key in keys]
 
-    def ask(self, keys: Iterable[bytes]) -> None:
-        now = time.monotonic()
-        wanted = [key for key in dict.fromkeys(keys) if key not in self._asking]
-        if not wanted:
+    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
+        wanted, others = self._not_asked(keys), self._not_asked(behind)
+        if wanted and wanted[0] == keys[0]:
+            self._ask(wanted, others)
             return
-        deadline = now + self._asked.question_seconds
-        self._questions[self._asked.ask(wanted)] = _Question(wanted, deadline)
-        self._asking.update(dict.fromkeys(wanted, deadline))
+        # Another question is about the first block: its answer is not that of the next one.
+        self._ask(wanted, [])
+        self._ask([], others)
 
     def note(self, key: bytes, has: bool) -> None:
         self._remember(key, has, time.monotonic())
@@ -147,6 +157,17 @@ class AskedSource(Source):
         self._asking.clear()
         for question in self._questions.values():
             question.keys = ()
+
+    def _not_asked(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in dict.fromkeys(keys) if key not in self._asking]
+
+    def _ask(self, keys: list[bytes], behind: list[bytes]) -> None:
+        all_keys = keys + behind
+        if not all_keys:
+            return
+        deadline = time.monotonic() + self._asked.question_seconds
+        self._questions[self._asked.ask(keys, behind)] = _Question(all_keys, deadline)
+        self._asking.update(dict.fromkeys(all_keys, deadline))
 
     def _look(self, key: bytes, now: float, readable: bool) -> bool | None:
         has, until = self._known.get(key, (False, 0.0))

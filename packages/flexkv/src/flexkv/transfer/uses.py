@@ -19,8 +19,8 @@ from flexkv.transfer.demote import Demoter
 _BLOCKS = 32
 """The least number of blocks that one poll counts: about 0.03 ms with a disk of a million slots."""
 
-_BACKLOG_SHARE = 16
-"""A poll counts a 16th of the backlog if that is more, which bounds the backlog. Not tuned."""
+_BACKLOG_SHARE = 64
+"""A poll counts a 64th of the backlog if that is more, which bounds the backlog. Not tuned."""
 
 
 @dataclass(slots=True)

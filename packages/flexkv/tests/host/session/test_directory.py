@@ -126,6 +126,12 @@ def test_a_link_is_not_the_directory_but_may_lead_to_it(tmp_path: Path) -> None:
             lead(path, "engine", shard(0), 1, plan, threads=1)
 
 
+def test_a_directory_below_a_link_to_nothing_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ArenaError, match=r"runtime_dir .* cannot be used: .*No such file"):
+        lead(str(tmp_path / "link" / "run"), "engine", shard(0), 1, plan, threads=1)
+
+
 def test_files_behind_links_are_not_touched(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")

@@ -76,6 +76,17 @@ def test_what_a_killed_engine_left_counts_for_nothing_and_is_removed(tmp_path: P
     states.close()
 
 
+def test_the_file_of_an_engine_killed_while_it_made_it_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir(mode=0o700)
+    (root / f"{'0' * 16}.store.new").touch()
+    states = StoreStates(str(root), ABOUT)
+    states.begin(dict)
+    assert [path.suffix for path in files(root)] == [".store"]
+    states.close()
+    assert files(root) == []
+
+
 def test_a_directory_that_cannot_be_used_stops_no_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

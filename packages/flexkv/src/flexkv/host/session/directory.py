@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from flexkv.directories import make_directories
 from flexkv.errors import ArenaError
 from flexkv.host.session.wire import peer_of
 
@@ -56,7 +57,7 @@ class RuntimeDirectory:
         self._path = path
         try:
             if create:
-                _make(path)
+                make_directories(path)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path.rstrip("/") or "/", flags)
         except OSError as error:
@@ -88,6 +89,28 @@ class RuntimeDirectory:
         """The descriptor of the open directory, valid until `close`."""
         return self._fd
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory's lock for the block, as every process does that creates or removes
+        files there.
+
+        Raises:
+            ArenaError: another process holds the lock for too long, or it is no file.
+            OSError: a system call failed.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise self._refused(f"{_LOCK!r} in it is not a file")
+            self._lock(fd)
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        finally:
+            os.close(fd)
+
     def listen(self, name: str) -> socket.socket:
         """Create the socket of the engine `name` and listen on it. Removes the sockets of killed
         engines.
@@ -100,7 +123,7 @@ class RuntimeDirectory:
         """
         file = _file_of(name)
         try:
-            with self._locked():
+            with self.locked():
                 self._sweep()
                 owner = self._owner(file)
                 if owner is not None:
@@ -191,21 +214,6 @@ class RuntimeDirectory:
         # This path fits into the 107 bytes of a socket's address, however long the directory's is.
         return f"/proc/self/fd/{self._fd}/{file}"
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise self._refused(f"{_LOCK!r} in it is not a file")
-            self._lock(fd)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
-        finally:
-            os.close(fd)
-
     def _lock(self, fd: int) -> None:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -271,16 +279,6 @@ def owned_message(name: str, pid: int) -> str:
 def _file_of(name: str) -> str:
     # Engine ids are free text, of any length.
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + ".sock"
-
-
-def _make(path: str) -> None:
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        _make(os.path.dirname(path))
-        _make(path)
 
 
 def _open_parent(fd: int) -> int:

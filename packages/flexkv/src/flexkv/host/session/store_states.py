@@ -30,6 +30,7 @@ SECONDS = 1.0
 """Seconds between two updates of the file, the most that a reader sees it late. Not tuned."""
 
 _SUFFIX = ".store"
+_DRAFT = f"{_SUFFIX}.new"
 _BYTES = 4096
 """Bytes of a file. One call writes it and one call reads it, so that no reader finds half of it."""
 
@@ -61,7 +62,7 @@ class StoreStates:
             read: returns the states; called from another thread.
         """
         try:
-            with RuntimeDirectory(self._root, create=True) as directory:
+            with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
                 self._fd = _create(directory.descriptor, self._name)
             self._write(read())
         except (OSError, ArenaError) as error:
@@ -138,14 +139,15 @@ def _read_all(folder: int) -> Iterator[dict[str, object]]:
 
 
 def _create(folder: int, name: str) -> int:
-    """Create a file and lock it. Removes the files of killed engines, which have no lock."""
-    for other in _names(folder):
+    """Create a file and lock it. Removes the files of killed engines, which have no lock. The
+    caller holds the directory's lock."""
+    for other in [*_names(folder), *_names(folder, _DRAFT)]:
         with _opened(folder, other) as fd:
             if fd is not None and _lock(fd, fcntl.LOCK_SH):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(other, dir_fd=folder)
     # The file gets its name once it is locked. Before, it would look like that of a killed engine.
-    draft = name + ".new"
+    draft = name.removesuffix(_SUFFIX) + _DRAFT
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(draft, flags, 0o600, dir_fd=folder)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -153,8 +155,8 @@ def _create(folder: int, name: str) -> int:
     return fd
 
 
-def _names(folder: int) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+def _names(folder: int, suffix: str = _SUFFIX) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(suffix)]
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from flexkv.errors import DiskError
-from flexkv.tiers.disk.claims import claim_all
+from flexkv.tiers.disk.claims import claim_all, none_answers, work_in
 from flexkv.tiers.disk.directory import Folder
 from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS, WRITE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
@@ -44,7 +45,7 @@ def open_disk_tier(
 
     Args:
         roots: cache directories, each preferably on a disk of its own. A directory that does not
-            answer is left out, with its part of the capacity; see `claim_all`.
+            answer is left out, with its part of the capacity; see `claim_all` and `work_in`.
         fingerprint: the fingerprint of the blocks, hexadecimal.
         slot_bytes: bytes of a block, a multiple of 4 KiB.
         capacity: the most bytes on disk, of all directories together; each gets an equal part.
@@ -73,11 +74,18 @@ def open_disk_tier(
     try:
         folders = claim_all(roots, fingerprint, share)
         # Nothing is removed or allocated unless all of it can be.
-        for root, folder in folders.items():
-            check_room(root, folder.path, size, share)
-        for number, (root, folder) in enumerate(folders.items()):
-            make_room(root, folder.path, size, share)
-            store = DiskStore(files or OsFiles(), folder, fingerprint, slot_bytes, part)
+        for root in list(folders):
+            work_in(folders, root, partial(_check, root, size, share))
+        for number, root in enumerate(list(folders)):
+            store = work_in(
+                folders,
+                root,
+                partial(
+                    _open, root, size, share, files or OsFiles(), fingerprint, slot_bytes, part
+                ),
+            )
+            if store is None:
+                continue
             if not store.direct:
                 logger.warning(
                     "%s does not support direct I/O; blocks go through the page cache", root
@@ -87,9 +95,10 @@ def open_disk_tier(
             waiting = min(queue_bytes // parts, QUEUE_BYTES)
             link = Link(f"flexkv-disk{number}", THREADS, write_bytes, waiting, stall_seconds)
             drives.append(Drive(store, link, None if day_bytes is None else day_bytes // parts))
-        if not keep_others:
-            for root, folder in folders.items():
-                remove_others(root, folder.path, share)
+        if not drives:
+            raise none_answers(roots)
+        for root in [] if keep_others else list(folders):
+            work_in(folders, root, partial(_remove_others, root, share))
         opened = True
     except OSError as error:
         raise DiskError(
@@ -103,3 +112,25 @@ def open_disk_tier(
             for folder in folders.values():
                 folder.release()
     return DiskTier(drives)
+
+
+def _check(root: str, size: int, share: bool, folder: Folder) -> None:
+    check_room(root, folder.path, size, share)
+
+
+def _open(  # noqa: PLR0917 - a part of `open_disk_tier`
+    root: str,
+    size: int,
+    share: bool,
+    files: Files,
+    fingerprint: str,
+    slot_bytes: int,
+    capacity: int,
+    folder: Folder,
+) -> DiskStore:
+    make_room(root, folder.path, size, share)
+    return DiskStore(files, folder, fingerprint, slot_bytes, capacity)
+
+
+def _remove_others(root: str, share: bool, folder: Folder) -> None:
+    remove_others(root, folder.path, share)

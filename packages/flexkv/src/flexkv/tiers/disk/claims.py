@@ -6,21 +6,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
+from flexkv.deadline import ANSWER_SECONDS, HANGS, HungError, call_beside, call_within
 from flexkv.errors import DiskError
 from flexkv.tiers.disk.directory import Folder, claim
 from flexkv.tiers.disk.store import check_table
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 def claim_all(roots: Sequence[str], fingerprint: str, share: bool) -> dict[str, Folder]:
     """Own a folder in each directory that answers within `ANSWER_SECONDS`; log the others.
 
     The time limit covers a few calls on small files: they create directory and folder, lock the
-    folder and read the header of its table. Work that takes longer is left to the caller.
+    folder and read the header of its table. Work that takes longer is for `work_in`.
 
     Args:
         roots: absolute paths of the cache directories, created if they are missing.
@@ -44,20 +47,66 @@ def claim_all(roots: Sequence[str], fingerprint: str, share: bool) -> dict[str, 
             _release(each)
         raise errors[0]
     if not claimed:
-        raise DiskError(
-            f"{';'.join(roots)} from ssd_cache_dir has not answered for {ANSWER_SECONDS:g} s: "
-            f"{HANGS}; allowed: directories of which at least one answers"
-        )
+        raise none_answers(roots)
     for root in roots:
         if root not in claimed:
-            logger.error(
-                "%s from ssd_cache_dir has not answered for %g s; FlexKV starts without it and its "
-                "part of ssd_cache_gb: %s, and restart the engine when it answers",
-                root,
-                ANSWER_SECONDS,
-                HANGS,
-            )
+            _log_silent(root)
     return {root: each for root, each in claimed.items() if isinstance(each, Folder)}
+
+
+def work_in(
+    folders: dict[str, Folder], root: str, work: Callable[[Folder], Result]
+) -> Result | None:
+    """Work in the folder of a directory, for as long as its file system answers.
+
+    Args:
+        folders: the folders of `claim_all`. If the directory does not answer any more, its folder
+            is taken out of them, and this is logged. The work may use the folder as long as it
+            hangs, so the folder stays open and locked until the process ends.
+        root: the directory.
+        work: uses the folder; runs in a thread of its own.
+
+    Returns:
+        The result of `work`; None if the directory hangs. An error of `work` is raised, whatever
+        its type.
+    """
+    folder = folders.pop(root)
+    ended = hangs = False
+
+    def run() -> Result:
+        nonlocal ended
+        try:
+            return work(folder)
+        finally:
+            ended = True
+
+    try:
+        return call_beside(folder.path, run, ANSWER_SECONDS)
+    except HungError:
+        hangs = True
+        _log_silent(root)
+        return None
+    finally:
+        if ended and not hangs:
+            folders[root] = folder
+
+
+def none_answers(roots: Sequence[str]) -> DiskError:
+    """Make the error of a start of whose directories none answers."""
+    return DiskError(
+        f"{';'.join(roots)} from ssd_cache_dir has not answered for {ANSWER_SECONDS:g} s: "
+        f"{HANGS}; allowed: directories of which at least one answers"
+    )
+
+
+def _log_silent(root: str) -> None:
+    logger.error(
+        "%s from ssd_cache_dir has not answered for %g s; FlexKV starts without it and its part of "
+        "ssd_cache_gb: %s, and restart the engine when it answers",
+        root,
+        ANSWER_SECONDS,
+        HANGS,
+    )
 
 
 def _claim(root: str, fingerprint: str, share: bool) -> Folder | DiskError:

@@ -20,6 +20,7 @@ import stat
 import time
 from dataclasses import dataclass
 
+from flexkv.directories import make_directories
 from flexkv.errors import DiskError
 from flexkv.forks import close_in_children
 from flexkv.tiers.disk import table
@@ -144,19 +145,28 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         The folder, which the caller releases.
 
     Raises:
-        DiskError: another process owns the folder, or it cannot be created, or other users can
-            write to it and thus change blocks.
+        DiskError: another process owns the folder, or it cannot be created, or another user whom
+            nobody has chosen owns it or can write to it, and can thus read and change blocks.
     """
     try:
-        os.makedirs(root, mode=0o700, exist_ok=True)
-        _refuse_others(root, os.stat(root), stat.S_IWOTH)
+        make_directories(root, 0o755)
+        chosen = os.stat(root)
+        _refuse_others(root, chosen, stat.S_IWOTH)
+        _refuse_planted(root)
         for number in range(MAX_OWNERS if share else 1):
             # With `share`, trying the next folder takes less time than waiting for this one.
             folder = _make(path_of(root, fingerprint, number), 1 if share else _TRIES)
             if folder is None:
                 continue
             try:
-                _refuse_others(folder.path, os.fstat(folder.fd), stat.S_IWGRP | stat.S_IWOTH)
+                status = os.fstat(folder.fd)
+                _refuse_others(folder.path, status, stat.S_IWGRP | stat.S_IWOTH)
+                if status.st_uid not in (0, os.geteuid(), chosen.st_uid):
+                    raise DiskError(
+                        f"{folder.path} from ssd_cache_dir belongs to user {status.st_uid}, who "
+                        f"can read and change blocks there; allowed: a folder of this user, of "
+                        f"root or of the owner of {root}: remove it, or use another ssd_cache_dir"
+                    )
             except DiskError:
                 folder.release()
                 raise
@@ -250,11 +260,13 @@ def _make(path: str, tries: int) -> Folder | None:
 
 
 def may_be_ours(path: str) -> bool:
-    """Whether a folder is FlexKV's, or this user cannot read it."""
+    """Whether a folder is FlexKV's, or this user cannot read it. The remains of a removal, whose
+    table is gone, are FlexKV's by their name and because they hold nothing but the lock."""
+    remains = REMOVED in os.path.basename(path)
     try:
         folder = open_folder(path)
         try:
-            return has_table(folder)
+            return has_table(folder) or (remains and os.listdir(folder) in ([], [LOCK]))
         finally:
             os.close(folder)
     except NotADirectoryError:
@@ -293,6 +305,32 @@ def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
             f"{stat.S_IMODE(status.st_mode):04o} lets others write there and change blocks; "
             f"allowed: a directory of this user or of root, or one that only its owner can write"
         )
+
+
+def _refuse_planted(root: str) -> None:
+    """Refuse a directory, or a symbolic link to one, of another user, except root, in a place where
+    every user can make one, such as /tmp: nobody has chosen its owner.
+
+    Args:
+        root: the cache directory.
+
+    Raises:
+        DiskError: the directory is refused.
+        OSError: a system call failed.
+    """
+    path = root.rstrip("/") or "/"
+    for each, above in (
+        (os.lstat(path), os.stat(os.path.dirname(path))),
+        (os.stat(path), os.stat(os.path.join(path, os.pardir))),
+    ):
+        mounted = above.st_dev != each.st_dev  # which only root does
+        planted = above.st_mode & stat.S_IWOTH and not mounted
+        if planted and each.st_uid not in (0, os.geteuid()):
+            raise DiskError(
+                f"{root} from ssd_cache_dir belongs to user {each.st_uid}, and every user can make "
+                f"such a directory there; allowed: a directory of this user or of root, or one in "
+                f"a place where not everybody can write"
+            )
 
 
 def _taken(root: str, fingerprint: str, share: bool) -> str:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Traffic
 from flexkv.tiers.circuit import Circuit
+from flexkv.tiers.disk.ended import EndedJobs
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.runs import (
     READ_RUN_BYTES,
@@ -97,7 +98,7 @@ class Drive:
         self._seal = store.seal
         self._generation = store.generation
         self._running: dict[Job, _Running] = {}
-        self._unsent_bytes = 0
+        self._ended = EndedJobs(link)
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._unerased: set[int] = set()
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
@@ -127,23 +128,25 @@ class Drive:
         """Whether the circuit allows reads and the disk does not stall."""
         return self.reads.allows and not self.link.stalled
 
-    def may_write(self, size: int) -> bool:
-        """Whether a write of `size` bytes may be asked for now: the circuit allows writes, the disk
-        does not stall, the queue has room, and the budget is not spent."""
-        waiting = self.link.queued_bytes + self._unsent_bytes
-        return (
-            self.writes.allows
-            and not self.link.stalled
-            and waiting + size <= self.link.queue_bytes
-            and self._store.ledger.may_write(size, self._day_bytes)
-        )
+    @property
+    def room(self) -> int:
+        """How many blocks may be written now: as many as the queue, the budget and the slots that
+        are not in use have room for. None if the circuit is open or the disk stalls."""
+        if not self.writes.allows or self.link.stalled:
+            return 0
+        queue_bytes = max(0, self.link.queue_bytes - self.link.queued_bytes)
+        left_bytes = min(queue_bytes, self._store.ledger.left(self._day_bytes))
+        return min(int(left_bytes // self.slot_bytes), self.index.usable_slots)
 
-    def write_delay(self, size: int) -> float:
-        """Expected seconds until a write of `size` bytes is done, to compare drives: waiting bytes
-        and these at the measured rate. 0 if the rate was measured too long ago."""
-        if self._is_outdated:
-            return 0.0
-        return (self.link.queued_bytes + self._unsent_bytes + size) / self._write_rate
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the rate of writes was measured too long ago."""
+        return time.monotonic() - self._last_write > _TRUST_SECONDS
+
+    def write_seconds(self, blocks: int) -> float:
+        """Expected seconds until a write of so many blocks is done, to compare drives: waiting
+        bytes and these at the measured rate."""
+        return (self.link.queued_bytes + blocks * self.slot_bytes) / self._write_rate
 
     def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority
@@ -163,26 +166,17 @@ class Drive:
         ]
         return self._begin(self.reads, jobs, runs)
 
-    def reserve(self, key: bytes, behind: int | None) -> int | None:
-        """Reserve a slot for a block that the index does not have; `write` takes the slot. See
-        `SlotIndex.reserve`."""
-        slot = self.index.reserve(key, behind)
-        if slot is not None:
-            self._measures |= self._is_outdated
-            self._last_write = time.monotonic()
-            self._unsent_bytes += self._store.slot_bytes
-            self._store.ledger.book_write(self._store.slot_bytes)
-            self._upkeep.count()
-        return slot
-
-    def write(
-        self, slots: Sequence[int], keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[Begun]:
-        """Begin to write all blocks that slots were reserved for, in that order, which is that of a
-        prefix: after a restart the last counts as used longest ago."""
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Begun]:
+        """Begin to write blocks that the index does not have, at most `room`. Their order is that
+        of a prefix: the last counts as used longest ago, after a restart, too."""
+        slots = self.index.reserve_all(keys)
+        assert len(slots) == len(keys)
+        self._measures |= self.is_outdated
+        self._last_write = time.monotonic()
+        self._store.ledger.book_write(len(slots) * self._store.slot_bytes)
+        self._upkeep.count()
         self._generation += len(slots)
         latest = self._generation
-        self._unsent_bytes = 0
         runs = self._runs(slots, WRITE_RUN_BYTES)
         jobs = [
             self._writing(
@@ -221,13 +215,14 @@ class Drive:
         self._seal = new_epoch()
         self._upkeep.reset()
 
-    def poll(self) -> list[Job]:
-        """Jobs of `read` and `write` that ended since the last call."""
+    def poll(self, *, all_writes: bool = False) -> list[Job]:
+        """Jobs of `read` and `write` that have ended: all reads, because requests wait for them,
+        and some or all of the writes. The next calls return the others."""
         for slot, done in self._upkeep.poll():
             if not done:
                 self._unerased.add(slot)
             self.index.release(slot)
-        ended = self.link.poll()
+        ended = self._ended.take(all_writes)
         for job in ended:
             running = self._running.pop(job)
             moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
@@ -265,7 +260,7 @@ class Drive:
         if not self.link.close(max(0.0, bound - waited)):
             logger.warning("%s hangs: left as it is", self.path)
             return False
-        self.poll()
+        self.poll(all_writes=True)
         # What was forgotten must not return: the link drops writes, and some erasures failed.
         dropped = [slot for job in self._running.values() if job.writes for slot in job.slots]
         for slot in {*dropped, *self._unerased}:
@@ -328,11 +323,6 @@ class Drive:
         device.begin(len(jobs))
         self.link.submit(*jobs)
         return list(zip(jobs, runs, strict=True))
-
-    @property
-    def _is_outdated(self) -> bool:
-        """Whether the rate was measured too long ago."""
-        return time.monotonic() - self._last_write > _TRUST_SECONDS
 
     def _note_rate(self, job: Job) -> None:
         if all(outcome is Outcome.DONE for outcome in job.outcomes):

@@ -47,7 +47,6 @@ class FollowedFolder:
         self.path = path
         self._slot_bytes = slot_bytes
         self._files = files
-        self._slabs: dict[int, int] = {}
         self._opening = threading.Lock()
         self._table = -1
         self._folder = open_folder(path)
@@ -113,8 +112,7 @@ class FollowedFolder:
         seen = self._seen
         if seen is None:
             return Outcome.MISSING
-        slab, place = divmod(record.slot, slabs.slots_per_slab(self._slot_bytes))
-        there = read_fully(self._files, self._slab(slab), buffer, place * self._slot_bytes)
+        there = self._read(record.slot, buffer)
         intact = there and table.checksum_of(buffer, seen.seal, record.key) == record.checksum
         header = self._header()
         valid = header is not None and header.seal == seen.seal
@@ -122,10 +120,9 @@ class FollowedFolder:
 
     def close(self) -> None:
         """Close all descriptors. No `read` may be under way. Idempotent."""
-        for fd in (*self._slabs.values(), self._table, self._folder):
+        for fd in (self._table, self._folder):
             if fd >= 0:
                 os.close(fd)
-        self._slabs.clear()
         self._table = self._folder = -1
 
     def _forget(self, header: table.Header | None) -> None:
@@ -177,10 +174,15 @@ class FollowedFolder:
         self._keys[number] = [record.key for record in records]
         self._parts[number] = part
 
-    def _slab(self, slab: int) -> int:
-        """The descriptor of the data file with this number, opened by the first call."""
-        with self._opening:
-            if slab not in self._slabs:
-                name = slabs.slab_name(slab)
-                self._slabs[slab], _ = open_data(self._files, self._folder, name, os.O_RDONLY)
-            return self._slabs[slab]
+    def _read(self, slot: int, buffer: memoryview) -> bool:
+        """Read a slot. False if its file is too short.
+
+        The file is closed again, because an open file keeps its room on the disk: if the folder
+        were removed, or cut, to make room, that room would stay taken until this process ends.
+        """
+        slab, place = divmod(slot, slabs.slots_per_slab(self._slot_bytes))
+        fd, _ = open_data(self._files, self._folder, slabs.slab_name(slab), os.O_RDONLY)
+        try:
+            return read_fully(self._files, fd, buffer, place * self._slot_bytes)
+        finally:
+            self._files.close(fd)

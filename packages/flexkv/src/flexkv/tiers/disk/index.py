@@ -78,13 +78,18 @@ class SlotIndex:
     def free_slots(self) -> int:
         return self.num_slots - self._used_slots
 
+    @property
+    def usable_slots(self) -> int:
+        """The number of slots that `reserve` can return: those that are not in use."""
+        return self.num_slots - len(self._uses)
+
     def watch(self) -> None:
         """Record changes in `changed` from now on. All ready blocks count as changes."""
         self.changed = dict.fromkeys(self._ready_keys())
 
-    def has(self, key: bytes) -> bool:
-        """Whether the block is ready or being written."""
-        return self._slots.get(key) != NO_SLOT
+    def has_all(self, keys: Iterable[bytes]) -> list[bool]:
+        """For each key whether its block is ready or being written."""
+        return [slot != NO_SLOT for slot in self._slots.get_all(keys)]
 
     def restore(self, records: Iterable[tuple[int, bytes, bytes, int]]) -> tuple[int, list[int]]:
         """Fill an empty index with the records of a table.
@@ -150,6 +155,18 @@ class SlotIndex:
         self._uses[slot] = 1
         self._link(slot, self._ring if behind is None else behind)
         return slot
+
+    def reserve_all(self, keys: Iterable[bytes]) -> list[int]:
+        """Reserve slots for blocks of a prefix, in its order. Each block counts as used just before
+        the one before it. Ends with the first block that gets no slot."""
+        slots: list[int] = []
+        last = None
+        for key in keys:
+            last = self.reserve(key, last)
+            if last is None:
+                break
+            slots.append(last)
+        return slots
 
     def publish(self, slot: int, checksum: bytes) -> bool:
         """Make the block of a written slot ready, and end this use of the slot.

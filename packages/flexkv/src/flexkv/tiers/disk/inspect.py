@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexkv.errors import DiskError
+from flexkv.mounts import read_mounts
 from flexkv.tiers.disk import directory, slabs, table
 from flexkv.tiers.disk.files import (
     Files,
@@ -293,9 +294,7 @@ def _lock_device(fd: int) -> str:
     major, minor = os.major(device), os.minor(device)
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
         mount = next(line.split()[1] for line in info if line.startswith("mnt_id:"))
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            number, _, name, *_ = line.split()
-            if number == mount:
-                major, minor = map(int, name.split(":"))
+    for each in read_mounts():
+        if each.number == mount:
+            major, minor = map(int, each.device.split(":"))
     return f"{major:02x}:{minor:02x}"

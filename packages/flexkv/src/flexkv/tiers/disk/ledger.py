@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -68,13 +69,13 @@ class Ledger:
     def __post_init__(self) -> None:
         self._zero = time.time() - time.monotonic()
 
-    def may_write(self, size: int, day_bytes: int | None) -> bool:
-        """Whether a write of `size` bytes keeps the last 24 hours within `day_bytes`.
+    def left(self, day_bytes: int | None) -> float:
+        """The bytes that may still be written within `day_bytes` in 24 hours.
 
         The oldest hour counts whole. No period of 24 hours therefore exceeds `day_bytes`. None
         means no limit.
         """
-        return day_bytes is None or self.day_bytes + size <= day_bytes
+        return math.inf if day_bytes is None else max(0, day_bytes - self.day_bytes)
 
     @property
     def day_bytes(self) -> int:

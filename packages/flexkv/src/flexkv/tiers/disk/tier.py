@@ -6,8 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
@@ -102,27 +101,25 @@ class DiskTier:
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         ticket = next(self._tickets)
-        wanted: dict[Drive, dict[int, int]] = {}
-        last: dict[Drive, int] = {}
+        wanted: dict[Drive, list[int]] = {}
+        known = zip(*(drive.index.has_all(keys) for drive in self._drives), strict=True)
+        free = self._drives_for_next()
+        begun: set[bytes] = set()
         refused = False
-        for position, key in enumerate(keys):
-            if any(drive.index.has(key) for drive in self._drives):
+        for position, (key, has) in enumerate(zip(keys, known, strict=True)):
+            if True in has or key in begun:
                 self._results.append(BlockResult(ticket, position, Outcome.DONE))
                 continue
             refused = refused or self._is_too_long(key)
-            place = None if refused else self._reserve(key, len(buffers[position]), last)
-            if place is None:
-                refused = True
+            drive = None if refused else next(free, None)
+            if drive is None:
                 self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
             else:
-                drive, slot = place
-                wanted.setdefault(drive, {})[position] = last[drive] = slot
-        for drive, slots in wanted.items():
-            positions = list(slots)
-            begun = drive.write(
-                list(slots.values()), [keys[i] for i in positions], [buffers[i] for i in positions]
-            )
-            self._track(ticket, positions, drive, begun)
+                wanted.setdefault(drive, []).append(position)
+                begun.add(key)
+        for drive, positions in wanted.items():
+            jobs = drive.write([keys[i] for i in positions], [buffers[i] for i in positions])
+            self._track(ticket, positions, drive, jobs)
         return ticket
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -210,22 +207,16 @@ class DiskTier:
         self._told_long_key = True
         return True
 
-    def _reserve(
-        self, key: bytes, size: int, last: Mapping[Drive, int]
-    ) -> tuple[Drive, int] | None:
-        """Reserve a slot on the drive that is expected to write the block first.
-
-        Args:
-            key: key of the block.
-            size: bytes of the block.
-            last: for each drive the slot of the last block before this one in its batch.
-
-        Returns:
-            The drive and the slot; None if no drive has a slot.
-        """
-        writable = [drive for drive in self._drives if drive.may_write(size)]
-        for drive in sorted(writable, key=partial(Drive.write_delay, size=size)):
-            slot = drive.reserve(key, last.get(drive))
-            if slot is not None:
-                return drive, slot
-        return None
+    def _drives_for_next(self) -> Iterator[Drive]:
+        """For each further block of a batch the drive that is expected to write it first, until no
+        drive has room."""
+        rooms = {drive: room for drive in self._drives if (room := drive.room)}
+        given = dict.fromkeys(rooms, 0)
+        seconds = {each: 0.0 if each.is_outdated else each.write_seconds(1) for each in rooms}
+        while seconds:
+            drive = min(seconds, key=seconds.__getitem__)
+            yield drive
+            given[drive] += 1
+            seconds[drive] = drive.write_seconds(given[drive] + 1)
+            if given[drive] == rooms[drive]:
+                del seconds[drive]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.store import DiskStore
+from flexkv.tiers.retries import pause_after
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,8 @@ counts since the last save. Not tuned."""
 
 _RETRY_SECONDS = 0.05
 _LONGEST_RETRY_SECONDS = 5.0
-"""Pause after the first failure of a reset or a save, and the longest pause. Each further failure
-doubles the pause. Not tuned."""
+"""The shortest and the longest pause after a failure of a reset or a save; see `pause_after`. Not
+tuned."""
 
 
 class _Task:
@@ -65,12 +66,12 @@ class _Task:
         except Exception as error:  # noqa: BLE001
             # Whatever it is: the thread has more to do, and this would never be done.
             self.wanted = not last
-            retry = min(_RETRY_SECONDS * 2.0**self._failures, _LONGEST_RETRY_SECONDS)
+            self._failures += 1
+            retry = pause_after(self._failures, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS)
             self.due = time.monotonic() + retry
-            if not self._failures or last:
+            if self._failures == 1 or last:
                 with contextlib.suppress(Exception):  # there may be no memory for it either
                     logger.error(self._failure, path, error)
-            self._failures += 1
         else:
             self._failures = 0
             self.due = time.monotonic() + self._pause

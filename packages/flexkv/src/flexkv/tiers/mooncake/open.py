@@ -68,13 +68,14 @@ def open_mooncake_tier(
         then, and the engine runs without the store.
     """
     client = _set_up(settings)
-    if client is None:
+    if isinstance(client, str):
         logger.error(
-            "mooncake_master %s or mooncake_metadata %s cannot be used; the engine runs without "
-            "Mooncake until it is restarted; check that both servers run, that this machine "
-            "reaches them, and protocol %r with device %r",
+            "mooncake_master %s or mooncake_metadata %s cannot be used (%s); the engine runs "
+            "without Mooncake until it is restarted; check that both servers run, that this "
+            "machine reaches them, and protocol %r with device %r",
             settings.master,
             settings.metadata,
+            client,
             settings.protocol,
             settings.device,
         )
@@ -107,16 +108,21 @@ def open_mooncake_tier(
     return RemoteTier(Medium.MOONCAKE, blocks, epoch, slot_bytes, limits, states=states)
 
 
-def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | None:
-    """Join the store. Returns None if that fails or takes longer than `SETUP_SECONDS`."""
+def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | str:
+    """Join the store. If that fails or takes longer than `SETUP_SECONDS`, returns the reason."""
     client = MooncakeDistributedStore()
     lock = threading.Lock()
-    codes: list[int] = []
+    ended: list[str] = []
     abandoned = threading.Event()
 
-    def run() -> None:
+    def set_up() -> str:
+        """Why the client cannot be used; empty if it can be."""
+        try:
+            own = _own_address(settings.master)
+        except OSError as error:
+            return str(error)
         code = client.setup(
-            _own_address(settings.master),
+            own,
             settings.metadata,
             settings.segment_bytes,
             _LOCAL_BYTES,
@@ -124,8 +130,12 @@ def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | None:
             settings.device,
             settings.master,
         )
+        return f"code {code} of Mooncake's client" if code else ""
+
+    def run() -> None:
+        problem = set_up()
         with lock:
-            codes.append(code)
+            ended.append(problem)
             late = abandoned.is_set()
         if late:
             client.close()
@@ -136,7 +146,9 @@ def _set_up(settings: MooncakeSettings) -> MooncakeDistributedStore | None:
     thread.join(SETUP_SECONDS)
     with lock:
         abandoned.set()
-        return client if codes == [0] else None
+        if not ended:
+            return f"no answer within {SETUP_SECONDS:g} s"
+        return ended[0] or client
 
 
 def _own_address(master: str) -> str:

@@ -11,11 +11,14 @@ import contextlib
 import http.client
 import mmap
 import queue
+import socket
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from flexkv.deadline import call_within
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome
@@ -31,6 +34,10 @@ _SETTLE_SECONDS = 0.5
 """Wait after the creation of a record. The metadata server has no conditional writes: if several
 nodes create a record at once, the last one wins, and all nodes that waited read it. A node that
 writes even later shares blocks with no other. Not tuned."""
+
+
+_ANSWER_BYTES = 4096
+"""The most bytes of an epoch's record that are read; FlexKV's have 80."""
 
 
 class MooncakeError(OSError):
@@ -108,9 +115,11 @@ class MooncakeBlocks:
         if self._client.register_buffer(address, size) != 0:
             self._usable = False
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
+    def find(
+        self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
+    ) -> Sequence[bool]:
         folder = self._folder(epoch)
-        return self._exist([self._name(folder, key) for key in keys])
+        return self._exist([self._name(folder, key) for key in (*keys, *behind)])
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -214,7 +223,7 @@ class MetadataRecord:
     Args:
         url: of the metadata server.
         fingerprint: of the blocks.
-        timeout_seconds: longest wait for each request's connection and answer.
+        timeout_seconds: longest wait for each request.
     """
 
     def __init__(self, url: str, fingerprint: str, timeout_seconds: float) -> None:
@@ -246,16 +255,42 @@ class MetadataRecord:
     def _request(self, method: str, body: bytes | None = None) -> tuple[int, bytes]:
         # http.client, since urllib would send it through the proxies of the environment.
         made = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_seconds)
-        try:
+        opened: list[socket.socket] = []
+        given_up = threading.Event()
+
+        def ask() -> tuple[int, bytes]:
+            made.connect()
+            opened.append(made.sock)
+            if given_up.is_set():
+                made.close()
+                raise TimeoutError("the connection came too late")
             made.request(method, self._path, body)
             answer = made.getresponse()
-            return answer.status, answer.read(4096)
+            return answer.status, answer.read(_ANSWER_BYTES)
+
+        try:
+            # The timeout of a connection is for each of its pieces, and not for a name's address.
+            ended = call_within({self._host: ask}, self._timeout_seconds)
+            if not ended:
+                given_up.set()
+                _hang_up(opened)
+                raise MooncakeError(
+                    f"Mooncake's metadata server did not answer within {self._timeout_seconds:g} s"
+                )
+            return ended[self._host]
         except http.client.HTTPException as error:
             raise MooncakeError(
                 f"Mooncake's metadata server answered with {type(error).__name__}"
             ) from None
         finally:
             made.close()
+
+
+def _hang_up(opened: Sequence[socket.socket]) -> None:
+    """End the thread that reads from a connection."""
+    for each in opened:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _addresses(envelopes: Sequence[memoryview], buffers: Sequence[memoryview]) -> list[list[int]]:

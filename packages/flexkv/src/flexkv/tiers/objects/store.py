@@ -48,6 +48,9 @@ _SETTLE_SECONDS = 0.05
 request's objects; a release while the interpreter ends aborts the process. At load 8 on 2 cores, 7
 of 120 processes that ended right after `close` aborted without this pause, and none with it."""
 
+_RECORD_BYTES = 4096
+"""The most bytes of an epoch's record; FlexKV's have 80."""
+
 _DAMAGED = 1 << 12
 """Most names of damaged objects that are remembered. Not tuned."""
 
@@ -75,31 +78,38 @@ class ObjectBlocks:
         self._requests = Requests(store, timeout_seconds)
         self._fingerprint = fingerprint
         self._damaged: dict[str, None] = {}
+        self._missed = False
         self.epochs = Epochs(ObjectRecord(self._requests, fingerprint))
 
     def register(self, address: int, size: int) -> None:
         """Does nothing: blocks are copied from and to objects."""
 
-    def find(self, epoch: str, keys: Sequence[bytes]) -> Sequence[bool]:
+    def find(
+        self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
+    ) -> Sequence[bool]:
         """See `BlockStore.find`.
 
-        `keys` are those of a prefix, in order. A block behind an absent one counts as absent, and a
-        block before a present one as present.
+        A block of `keys` behind an absent one counts as absent, and a block before a present one as
+        present. Each block of `behind` takes a request, and none if the first of `keys` is absent.
 
         Raises:
             StoreError: the store fails or does not answer in time.
         """
         folder = self.epochs.folder(epoch)
-        names = [self._name(folder, key) for key in keys]
-        there = self._requests.run(self._reach(names))
-        return [i < there for i in range(len(keys))]
+        names, others = ([self._name(folder, key) for key in each] for each in (keys, behind))
+        return self._requests.run(self._find(names, others))
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Sequence[Outcome]:
         folder = self.epochs.folder(epoch)
         names = [self._name(folder, key) for key in keys]
-        found = self._requests.run_all([self._requests.get(name) for name in names])
+        found = self._requests.run_all(
+            [
+                self._requests.get(name, ENVELOPE_BYTES + len(buffer))
+                for name, buffer in zip(names, buffers, strict=True)
+            ]
+        )
         return [
             self._take(name, data, buffer)
             for name, data, buffer in zip(names, found, buffers, strict=True)
@@ -110,8 +120,14 @@ class ObjectBlocks:
     ) -> Sequence[Outcome]:
         folder = self.epochs.folder(epoch)
         names = [self._name(folder, key) for key in keys]
+        # As in `find`, blocks behind an absent one count as absent. If one is there all the same,
+        # the store keeps it, and its bytes were sent in vain.
+        first = self._requests.run_all([self._has(name) for name in names[:1]])
+        if any(isinstance(each, OSError) for each in first):
+            return [Outcome.FAILED] * len(names)
+        ask = first == [True]
         done = self._requests.run_all(
-            [self._put(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
+            [self._put(name, buffer, ask) for name, buffer in zip(names, buffers, strict=True)]
         )
         return [Outcome.FAILED if isinstance(each, OSError) else Outcome.DONE for each in done]
 
@@ -124,9 +140,20 @@ class ObjectBlocks:
     def _name(self, folder: str, key: bytes) -> str:
         return f"blocks/{self._fingerprint}/{folder}/{key.hex()}"
 
+    async def _find(self, names: Sequence[str], others: Sequence[str]) -> list[bool]:
+        there = await self._reach(names) if names else 0
+        found = [i < there for i in range(len(names))]
+        if names and not there:
+            return found + [False] * len(others)
+        return found + list(await asyncio.gather(*map(self._has, others)))
+
     async def _reach(self, names: Sequence[str]) -> int:
-        """How many leading blocks of a prefix the store has, by a search among them."""
+        """How many leading blocks of a prefix the store has, by a search among them. If the last
+        search has found none, this one begins with a request for the first block alone."""
         there, absent = 0, len(names)
+        if self._missed:
+            there = int(await self._has(names[0]))
+            absent = len(names) if there else 0
         while there < absent:
             # The next block is always among them, because it alone shows most misses.
             step = -(-(absent - there) // PROBES)
@@ -137,14 +164,15 @@ class ObjectBlocks:
                     absent = i
                     break
                 there = i + 1
+        self._missed = not there
         return there
 
     async def _has(self, name: str) -> bool:
         return name not in self._damaged and await self._requests.has(name)
 
-    async def _put(self, name: str, block: memoryview) -> None:
+    async def _put(self, name: str, block: memoryview, ask: bool) -> None:
         damaged = name in self._damaged
-        if not damaged and await self._requests.has(name):
+        if ask and not damaged and await self._requests.has(name):
             return
         # Only blocks that are sent are sealed.
         envelope = await asyncio.to_thread(seal, name.encode(), block)
@@ -175,7 +203,7 @@ class ObjectRecord:
         self._name = f"epochs/{fingerprint}"
 
     def read(self) -> bytes | None:
-        data = self._requests.run(self._requests.get(self._name))
+        data = self._requests.run(self._requests.get(self._name, _RECORD_BYTES))
         return None if data is None else bytes(data)
 
     def create(self, record: bytes) -> None:
@@ -237,8 +265,13 @@ class Requests:
     async def has(self, name: str) -> bool:
         return await self._ask(lambda: obstore.head_async(self._store, name)) is not None
 
-    async def get(self, name: str) -> memoryview | None:
+    async def get(self, name: str, most: int) -> memoryview | None:
         """The bytes of an object, which the caller owns; None if there is no such object.
+
+        Args:
+            name: of the object.
+            most: bytes of the largest object that is read. Of a larger one, nothing is read, and
+                the result is empty: whoever can write to a bucket could fill this machine's memory.
 
         Raises:
             StoreError: the store fails.
@@ -246,6 +279,8 @@ class Requests:
 
         async def read() -> memoryview:
             result = await obstore.get_async(self._store, name)
+            if result.meta["size"] > most:
+                return memoryview(b"")
             return memoryview(await result.bytes_async())
 
         return await self._ask(read)

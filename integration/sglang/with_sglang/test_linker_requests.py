@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own tree and requests say which prompts are computed; without an engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_world import Rank  # type: ignore[import-not-found]
+
+from flexkv import KVCache
+from flexkv.eviction import RequestContext
+from flexkv_sglang import hooks
+
+PAGE = 4
+PROMPT = list(range(21))
+
+
+class World:
+    """SGLang's tree and pool, and FlexKV beside them.
+
+    Attributes:
+        told: what the cache was told of requests: keys of hits, context, and keys of the prompt.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        pool = MHATokenToKVPool(16 * PAGE, PAGE, torch.float16, 1, 8, 1, "cpu", False)
+        self.rank = Rank(folder, pool=pool, heads=1)
+        self.told: list[tuple[list[bytes], RequestContext, list[bytes]]] = []
+        self._slots = PagedTokenToKVPoolAllocator(
+            16 * PAGE, PAGE, torch.float16, "cpu", pool, False
+        )
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=ReqToTokenPool(4, 64, "cpu", False),
+                token_to_kv_pool_allocator=self._slots,
+                page_size=PAGE,
+                enable_kv_cache_events=True,  # has the tree hash its pages, as a linker does
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        record = KVCache.record
+
+        def note(
+            cache: KVCache, keys: list[bytes], context: RequestContext, prompt: list[bytes]
+        ) -> None:
+            self.told.append((keys, context, prompt))
+            record(cache, keys, context, prompt)
+
+        patch.setattr(KVCache, "record", note)
+        patch.setattr(hooks, "_sides", [self.rank.side])
+
+    def insert(self, tokens: Sequence[int], **whose: str) -> None:
+        """A request has computed these tokens."""
+        key = RadixKey(array("q", tokens), **whose)
+        self.tree.insert(InsertParams(key=key, value=self._slots.alloc(len(tokens))))
+        self.tree.take_events()
+
+    def schedule(self, request: Any) -> None:
+        """SGLang looks the request up and computes it next."""
+        request.init_next_round_input(self.tree, cow_mamba=False)
+        hashes = self.hashes(request)
+        self.rank.side.lookup(request.rid, hashes[request.prefix_len // PAGE :])
+        request.extend_end = len(request.origin_input_ids)
+        scheduler = SimpleNamespace(tree_cache=self.tree, waiting_queue=[], device="cuda")
+        hooks.schedule(lambda scheduler: (SimpleNamespace(reqs=[request]), None), scheduler)
+
+    def hashes(self, request: Any) -> list[str]:
+        """Of the whole pages of its prompt, of which SGLang computes the last token at least."""
+        pages = (len(request.origin_input_ids) - 1) // PAGE
+        tokens = request.origin_input_ids[: pages * PAGE]
+        key = RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        found: list[str] = get_storage_hash_str(key, None, page_size=PAGE)
+        return found
+
+    def request(self, tokens: Sequence[int], **others: Any) -> Any:
+        return Req("r", "", array("q", tokens), SamplingParams(), **others)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path, monkeypatch)
+    yield made
+    made.rank.close()
+
+
+@pytest.mark.parametrize("whose", [{}, {"extra_key": "A"}, {"cache_salt": "A"}])
+@pytest.mark.parametrize("known", [0, 4, 8, 12, 20])
+def test_the_policy_is_told_of_the_whole_prompt(
+    world: World, known: int, whose: dict[str, str]
+) -> None:
+    if known:
+        world.insert(PROMPT[:known], **whose)
+        world.insert([*PROMPT[: known - 4], 99, 98, 97, 96], **whose)  # splits the tree's node
+    request = world.request(PROMPT, **whose)
+    world.schedule(request)
+    assert request.prefix_len == known
+    keys = world.rank.side.keys_of(world.hashes(request))
+    assert world.told == [(keys[: known // 4], RequestContext(21, known, "r"), keys)]
+
+
+def test_a_request_names_its_session(world: World) -> None:
+    world.schedule(world.request(PROMPT, session_id="chat", cache_salt="s"))
+    ((_, context, _),) = world.told
+    assert context.session == "\0s\0chat"

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an eviction policy is told of SGLang's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from sglang_requests import Request
+from sglang_world import Rank, hashes_of
+
+from flexkv.eviction import POLICIES, RequestContext, S3FIFOPolicy
+from flexkv_sglang import following
+
+PAGE = 4
+PROMPT = list(range(21))
+"""Five whole pages and a token."""
+HASHES = hashes_of("a", 5)
+
+
+class Told(S3FIFOPolicy):
+    """S3-FIFO, which needs no requests, and a list of those that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began_with: list[tuple[list[bytes], RequestContext]] = []
+        self.ended_with: list[tuple[str, int]] = []
+        self.hits: list[bytes] = []
+
+    def began(self, keys: Sequence[bytes], ready: int, context: RequestContext, now: float) -> None:
+        self.began_with.append((list(keys), context))
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        self.ended_with.append((request_id, output_tokens))
+
+    def hit(self, key: bytes, used: int, context: RequestContext) -> None:
+        self.hits.append(key)
+        super().hit(key, used, context)
+
+
+@dataclass
+class World:
+    """A rank with that policy, and SGLang's own pages of the prompt."""
+
+    rank: Rank
+    told: Told
+    own: list[str] = field(default_factory=list)
+
+    def schedule(self, *requests: Request, waiting: Sequence[Request] = ()) -> None:
+        """SGLang computes these requests next; uses of their prefixes are counted."""
+        self.rank.side.scheduled(requests, waiting, lambda request: self.own)
+        self.rank.side.ended_offloads()
+
+    def keys(self, hashes: Sequence[str]) -> list[bytes]:
+        return self.rank.side.keys_of(hashes)
+
+
+@pytest.fixture
+def world(make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> World:
+    told = Told()
+    monkeypatch.setitem(POLICIES, "s3fifo", lambda slots: told)
+    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
+    return World(make_rank(settings={"eviction_policy": "s3fifo"}), told)
+
+
+def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) -> None:
+    side = world.rank.side
+    world.rank.store(HASHES[:4], [1, 2, 3, 4])
+    world.own = HASHES[:2]
+    assert side.lookup("r", HASHES[2:]) == [1, 2]
+    assert side.load("r", HASHES[2:4], [5, 6])
+    world.schedule(Request("r", PROMPT, prefix=16))
+    side.start_batch()
+    assert side.finish_batch()
+    context = RequestContext(21, 16, "r")
+    assert world.told.began_with == [(world.keys(HASHES), context)]
+    assert sorted(world.told.hits) == sorted(world.keys(HASHES[:4]))
+
+
+def test_a_request_that_finds_nothing_is_told_too(world: World) -> None:
+    assert world.rank.side.lookup("r", HASHES) == []
+    world.schedule(Request("r", PROMPT))
+    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r"))]
+
+
+def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
+    world.rank.store(HASHES, [1, 2, 3, 4, 5])
+    world.rank.side.lookup("r", HASHES)  # before another request computed its prompt
+    world.own = HASHES
+    world.schedule(Request("r", PROMPT, prefix=20))
+    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 20, "r"))]
+
+
+def test_chunks_of_a_prompt_are_one_request(world: World) -> None:
+    request = Request("r", PROMPT)
+    world.rank.side.lookup("r", HASHES)
+    for _ in range(3):
+        world.schedule(request)
+        request.prefix_len += 8
+    assert len(world.told.began_with) == 1
+
+
+def test_an_answer_is_told_when_it_has_ended(world: World) -> None:
+    request = Request("r", PROMPT)
+    world.schedule(request)
+    world.schedule()
+    assert world.told.ended_with == []
+    request.output_ids.extend([1, 2, 3])
+    for _ in range(2):
+        world.schedule()
+    assert world.told.ended_with == [("r", 3)]
+
+
+def test_a_request_that_is_aborted_in_the_queue_has_ended(world: World) -> None:
+    request = Request("r", PROMPT)
+    world.schedule(request)
+    request.is_retracted = True
+    world.schedule(waiting=[request])
+    assert world.told.ended_with == []
+    world.schedule()
+    assert world.told.ended_with == [("r", 0)]
+
+
+def test_a_cancelled_load_is_no_hit(world: World) -> None:
+    side = world.rank.side
+    world.rank.store(HASHES[:2], [1, 2])
+    side.lookup("r", HASHES)
+    assert side.load("r", HASHES[:2], [3, 4])
+    side.cancel("r")
+    world.schedule(Request("r", PROMPT))
+    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r"))]
+    assert world.told.hits == []
+
+
+def test_pages_that_are_in_no_tree_are_left_out(world: World) -> None:
+    world.rank.store(HASHES[2:4], [1, 2])
+    side = world.rank.side
+    side.lookup("r", HASHES[2:])
+    assert side.load("r", HASHES[2:4], [3, 4])
+    world.schedule(Request("r", PROMPT, prefix=16))
+    ((keys, context),) = world.told.began_with
+    assert (keys, context.hit_tokens) == (world.keys(HASHES[2:]), 8)
+    assert sorted(world.told.hits) == sorted(world.keys(HASHES[2:4]))
+
+
+@pytest.mark.parametrize(
+    ("others", "session", "returns"),
+    [
+        ({"session_id": "chat"}, "\0\0chat", None),
+        ({"session_id": "chat", "tenant": "t", "salt": "s"}, "t\0s\0chat", None),
+        ({"params": {"flexkv.session": "own", "flexkv.returns": True}}, "\0\0own", True),
+        ({"session_id": "chat", "params": {"flexkv.returns": False}}, "\0\0chat", False),
+        ({"params": {"other": 1}, "tenant": "t"}, "", None),
+    ],
+)
+def test_what_a_client_says_of_its_conversation(
+    world: World, others: dict[str, object], session: str, returns: bool | None
+) -> None:
+    world.schedule(Request("r", PROMPT, **others))
+    ((_, context),) = world.told.began_with
+    assert (context.session, context.returns) == (session, returns)
+
+
+def test_parameters_that_sglang_cannot_pass_are_named(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = {"flexkv.pin": True, "flexkv.returns": "yes"}
+    world.schedule(Request("r", PROMPT, params=params))
+    assert world.rank.side.take_samples()["ignored_parameters"] == 2
+    (line,) = [each.message for each in caplog.records if "custom_params" in each.message]
+    assert line == (
+        "custom_params of request r has 'flexkv.pin': True, which is ignored, like 1 more; "
+        "allowed: flexkv.session, flexkv.returns"
+    )
+
+
+def test_lookups_of_requests_that_leave_are_forgotten(world: World) -> None:
+    side = world.rank.side
+    waits = Request("r 0", PROMPT)
+    for number in range(1000):
+        side.lookup(f"r {number}", HASHES)
+        world.schedule(waiting=[waits])
+    assert side._followed is not None
+    assert len(side._followed._looked_up) < 100
+    world.schedule(waits, Request("r 500", PROMPT))
+    assert [keys for keys, _ in world.told.began_with] == [world.keys(HASHES), []]

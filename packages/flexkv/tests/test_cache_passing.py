@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that host memory does not expect back pass through it on their way to a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiered_engine import Engine, keys
+
+from flexkv.eviction import RequestContext
+from packages.tier_blocks import assert_no_slot_is_lost
+
+OLD = "abcdefgh"
+"""Two prompts that fill host memory."""
+NUMBERS = count()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine whose host memory is full of blocks of which nothing is known."""
+    made: list[Engine] = []
+
+    def start(**options: Any) -> Engine:
+        engine = Engine(tmp_path, policy="hazard", **options)
+        made.append(engine)
+        for prompt in (OLD[:4], OLD[4:]):
+            assert request(engine, prompt, None) == 4
+        return engine
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def request(engine: Engine, prompt: str, returns: bool | None) -> int:
+    """A request computes a prompt, of which its client says whether it comes back. Returns how many
+    blocks host memory takes."""
+    prefix = keys(*prompt)
+    number = str(next(NUMBERS))
+    engine.cache.record((), RequestContext(request_id=number, returns=returns), prefix)
+    transfer = engine.cache.store(prefix, engine.cache.missing(prefix))
+    if transfer is not None:
+        assert [block.key for block in transfer.blocks] == prefix[: len(transfer.blocks)]
+        engine.finish(transfer)
+    engine.settle()
+    engine.cache.ended(number, 100)
+    return 0 if transfer is None else len(transfer.blocks)
+
+
+def there(engine: Engine, names: str) -> str:
+    """Which of these blocks host memory has."""
+    return "".join(name for name in names if engine.cache.lookup(keys(name)))
+
+
+def test_what_is_not_expected_back_reaches_the_disk(make: Callable[..., Engine]) -> None:
+    engine = make()
+    assert request(engine, "wxyz", returns=False) == 4
+    assert all(engine.disk.contains(keys(*"wxyz")))
+    assert engine.cache.counters.refused_blocks == 0
+
+
+def test_what_only_passes_through_makes_room_first(make: Callable[..., Engine]) -> None:
+    engine = make()
+    request(engine, "wxyz", returns=False)
+    kept = there(engine, OLD)
+    assert len(kept) == 4
+    for prompt in ("pqrs", "ijkl", "mnop"):
+        assert request(engine, prompt, returns=False) == 4
+        assert there(engine, OLD) == kept
+    assert all(engine.disk.contains(keys(*"pqrsijklmnop")))
+
+
+def test_blocks_that_no_disk_takes_displace_none(make: Callable[..., Engine]) -> None:
+    engine = make(admission="second_hit")
+    assert request(engine, "wxyz", returns=False) == 0
+    assert there(engine, OLD) == OLD
+    assert engine.cache.counters.refused_blocks == 4
+
+
+def test_an_error_of_a_tier_loses_no_slot(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some blocks of the prompt have got a slot, and a tier is asked about the others."""
+    engine = make()
+    engine.cache.clear()
+    assert request(engine, OLD[:4], None) == 4
+    (source,) = engine.cache._below._sources
+    with monkeypatch.context() as patch:
+        patch.setattr(type(source), "look", raising)
+        engine.cache.record((), RequestContext(request_id="r", returns=False), keys(*"uvwxyz"))
+        with pytest.raises(RuntimeError, match="look"):
+            engine.cache.store(keys(*"uvwxyz"), range(6))
+    assert_no_slot_is_lost(engine.cache._index)
+    assert request(engine, "pqrs", returns=False) == 4
+
+
+def raising(*_: object) -> None:
+    raise RuntimeError("look")
+
+
+def test_what_is_not_expected_back_is_fetched_all_the_same(make: Callable[..., Engine]) -> None:
+    engine = make()
+    request(engine, "wxyz", returns=False)
+    request(engine, "pqrs", returns=False)
+    assert there(engine, "wxyz") == ""
+    engine.cache.record((), RequestContext(request_id="again", returns=False), keys(*"wxyz"))
+    assert engine.fetched(*"wxyz") == 4

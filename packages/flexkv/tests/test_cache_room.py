@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory full of blocks that wait for a store on a network: who gets a slot all the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_store import MemoryStore
+from two_tiers import Node, content, names
+
+from flexkv.mover import Status
+from flexkv.tiers.job import Priority
+from packages.conftest import PATIENCE_SECONDS
+from packages.tier_blocks import ready_blocks
+
+FULL = "stuvwxyz"
+"""A prefix that fills host memory."""
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def make(tmp_path: Path, store: MemoryStore) -> Iterator[Callable[..., Node]]:
+    """Makes a node with blocks a to d on disk, over a store whose writes hang, one at a time."""
+    made: list[Node] = []
+
+    def start(**options: Any) -> Node:
+        node = Node(tmp_path, store, threads=1, **({"remote": "write_through"} | options))
+        made.append(node)
+        node.put_on_disk("abcd")
+        store.puts.clear()
+        store.hanging = {"put"}
+        return node
+
+    yield start
+    for node in made:
+        node.close()
+
+
+def fill(node: Node, text: str = FULL) -> None:
+    """Store a prefix, whose first block is being written to the store from then on."""
+    node.begin_store(text)
+    node.cache.poll()  # takes the end of the store
+    node.cache.poll()  # begins the writes
+    wait(lambda: bool(node.remote._link._running))
+
+
+def wait(done: Callable[[], bool]) -> None:
+    """Wait without a poll."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.0002)
+
+
+def held(node: Node) -> str:
+    """The blocks that cannot be evicted, in the order of their names."""
+    ready = ready_blocks(node.cache._index)
+    return "".join(sorted(key.decode() for key, block in ready.items() if block.leases))
+
+
+def dropped(node: Node) -> int:
+    return node.cache.counters.dropped_demotions
+
+
+def written(store: MemoryStore) -> str:
+    return "".join(key.decode() for put in store.puts for key in put)
+
+
+def test_a_waiting_request_gets_the_slots_of_writes_that_have_not_begun(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    node = make()
+    fill(node)
+    assert held(node) == FULL
+    assert node.fetched("abcd") == "abcd"
+    assert node.cache.lookup(names(FULL)) == 4, "the end of the other prefix went first"
+    assert dropped(node) == 7, "all but the write that runs"
+    store.release()
+    node.assert_at_rest()
+    assert written(store) == "s"
+
+
+def test_a_queued_request_takes_no_slot_from_a_write(make: Callable[..., Node]) -> None:
+    node = make()
+    fill(node)
+    early = node.begin("abcd", Priority.PREFETCH)
+    assert early.stop == 0
+    assert (held(node), dropped(node)) == (FULL, 0)
+    node.cache.end_fetch(early)
+
+
+def test_a_store_of_the_engine_gets_such_slots_too(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    node = make()
+    fill(node)
+    transfer = node.cache.store(names("mnop"), range(4))
+    assert transfer is not None
+    assert [block.key for block in transfer.blocks] == names("mnop")
+    node.arena.board.report(transfer.cell, 0, Status.FAILED)
+    store.release()
+    node.assert_at_rest()
+
+
+def test_the_newest_writes_are_given_up_and_no_more_than_needed(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    node = make()
+    fill(node, "wxyz")
+    fill(node, "mnop")
+    assert node.fetched("abc") == "abc"
+    assert dropped(node) == 4
+    assert node.cache.lookup(names("mnop")) == 1
+    assert held(node) == "wxyz"
+    store.release()
+    node.assert_at_rest()
+    assert written(store) == "wxyz"
+
+
+def test_blocks_give_way_before_their_writes_are_queued(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    """The first poll queues half of 40 blocks, and the others wait for the next."""
+    node = make(slots=40)
+    many = "".join(map(chr, range(0x41, 0x41 + 26))) + "0123456789mnop"
+    fill(node, many)
+    assert [block.key for block in node.cache._below._demoters[1]._waiting] == names(many[20:])
+    assert node.fetched("abcd") == "abcd"
+    assert dropped(node) == 16
+    store.release()
+    node.assert_at_rest()
+    assert written(store) == many[:24]
+
+
+def test_a_slot_that_the_arena_has_costs_no_write(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    node = make()
+    fill(node, "wxyz")
+    assert node.fetched("abcd") == "abcd"
+    transfer = node.cache.store(names("qr"), range(2))
+    assert transfer is not None
+    node.cache.cancel(transfer)
+    assert dropped(node) == 0
+    store.release()
+    node.assert_at_rest()
+    assert written(store) == "wxyz"
+
+
+def test_a_block_without_its_predecessor_takes_no_slot_from_a_write(
+    make: Callable[..., Node],
+) -> None:
+    node = make()
+    fill(node, "uvwxyz")
+    assert node.cache.store(names("mn"), [1]) is None
+    assert (held(node), dropped(node)) == ("uvwxyz", 0)
+
+
+def test_writes_to_a_disk_keep_their_slots(
+    make: Callable[..., Node], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make(disk="write_through", remote="second_hit")
+    gate = threading.Event()
+    drive: Any = node.disk.drives[0]._store
+    write = drive.write
+
+    def waiting(*args: Any) -> Any:
+        gate.wait()
+        return write(*args)
+
+    monkeypatch.setattr(drive, "write", waiting)
+    node.begin_store(FULL)
+    node.cache.poll()
+    assert node.cache.store(names("mnop"), range(4)) is None
+    assert (held(node), dropped(node)) == (FULL, 0)
+    gate.set()
+    node.assert_at_rest()
+    assert node.on_disk(FULL) == FULL
+
+
+def test_a_read_that_ends_meanwhile_reaches_its_request(
+    make: Callable[..., Node], store: MemoryStore
+) -> None:
+    node = make()
+    store.fill({b"e": content(b"e")})
+    store.hanging = {"get", "put"}
+    fetch = node.begin("e")
+    node.until(lambda: fetch.asking is None)
+    fill(node, FULL[:7])
+    store.release_running()
+    wait(lambda: bool(node.remote._link._done))
+    other = node.begin("abcd")
+    assert (dropped(node), other.stop, fetch.done) == (6, 4, False)
+    node.until(lambda: fetch.done and other.done)
+    assert (fetch.arrived, other.arrived) == (1, 4)
+    for each in (fetch, other):
+        node.cache.end_fetch(each)
+    store.release()
+    node.assert_at_rest()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from flexkv.tiers import renewal
+from flexkv.tiers.disk import upkeep
+from flexkv.tiers.renewal import Renewal
+from flexkv.tiers.retries import pause_after
+from packages.conftest import PATIENCE_SECONDS
+
+LONG = 1100
+"""More failures in a row than a float has doublings."""
+
+
+def test_each_failure_doubles_the_pause_up_to_the_longest() -> None:
+    pauses = [pause_after(failures, 0.05, 5.0) for failures in range(1, 10)]
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert pause_after(1 << 40, 0.05, 5.0) == 5.0
+
+
+def test_a_reset_reaches_a_store_that_was_gone_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_RETRY_SECONDS", "_LONGEST_RETRY_SECONDS"):
+        monkeypatch.setattr(renewal, name, 0.0)
+    done = threading.Event()
+    calls = 0
+
+    def renew() -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= LONG:
+            raise OSError("the store is gone")
+        done.set()
+
+    each = Renewal("test", renew)
+    each.begin()
+    assert done.wait(PATIENCE_SECONDS), f"no try after {calls}"
+    assert each.close(PATIENCE_SECONDS)
+
+
+def test_upkeep_goes_on_after_a_disk_was_full_for_hours() -> None:
+    calls = 0
+
+    def fail() -> None:
+        nonlocal calls
+        calls += 1
+        raise OSError("the disk is full")
+
+    task = upkeep._Task(fail, 1.0, "the counters of %s cannot be written (%s)")
+    for _ in range(LONG):
+        task.wanted = True
+        task.run("folder", last=False)
+    assert calls == LONG
+    assert task.wanted
