@@ -9,7 +9,7 @@ import json
 import os
 import time
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,14 +174,23 @@ class SglangServer(HttpServer):
             return False
         return True
 
-    def overwrite(self, seed: str = "overwrite") -> None:
+    def await_steps(self) -> None:
+        """Return once the scheduler has ended the step that it was in, and another one: what an
+        answer has caused is in the metrics then."""
+        for _ in range(2):  # the scheduler answers this at the start of a step
+            self.ask("/server_info")
+
+    def overwrite(
+        self, seed: str = "overwrite", after_each: Callable[[], None] = lambda: None
+    ) -> None:
         """Use every slot of the KV cache for other tokens, so that stale ones cannot pass for
-        restored ones; then flush."""
+        restored ones; then flush. `after_each` is called after each of the prompts."""
         from integration.harness.prompts import random_tokens
 
         size = self.config.kv_tokens // 2 - 4 * self.config.page_size
         for part in range(3):
             self.generate(random_tokens(f"{seed}/{part}", size, self.config.spec.vocab), 1)
+            after_each()
         self.flush()
 
 

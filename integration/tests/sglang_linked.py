@@ -211,12 +211,14 @@ class Linked:
     def ask(self, prompt: Prompt, **request: Any) -> Answer:
         answer = self.server.generate(prompt, ANSWER, **request)
         self.check(prompt, answer)
+        self.settle()
         return answer
 
     def forget(self) -> None:
-        """SGLang itself has nothing of any prompt, and old bytes nowhere."""
+        """SGLang itself has nothing of any prompt, and old bytes nowhere; the disk has it all."""
+        self.settle()
         self.server.flush()
-        self.server.overwrite()
+        self.server.overwrite(after_each=self.settle)
 
     def figures(self) -> Iterator[Sample]:
         """FlexKV's figures."""
@@ -232,8 +234,13 @@ class Linked:
         return found
 
     def settle(self) -> None:
-        """Wait until all that was stored is on disk."""
+        """Wait until all that was stored is on disk.
+
+        What is being written keeps its place in host memory, and what finds none there is not
+        cached: with a slow disk it would be a matter of luck what is known in the end.
+        """
         deadline = time.monotonic() + PATIENCE
+        self.server.await_steps()
         while any(self.figure("queue_length", link=link) for link in ("device", "disk")):
             assert time.monotonic() < deadline
             time.sleep(0.05)

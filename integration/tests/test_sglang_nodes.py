@@ -55,6 +55,7 @@ class Node:
     def settle(self) -> None:
         """Wait until all that was stored is in the bucket."""
         deadline = time.monotonic() + PATIENCE
+        self.server.await_steps()
         while self._counts().total("flexkv_queue_length"):
             assert time.monotonic() < deadline
             time.sleep(0.05)

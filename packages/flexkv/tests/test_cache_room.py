@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory full of blocks that wait for a store on a network: who gets a slot all the same."""
+"""Host memory full of blocks that wait for a lower tier: who gets a slot all the same."""
 
 from __future__ import annotations
 
@@ -165,19 +165,27 @@ def test_a_block_without_its_predecessor_takes_no_slot_from_a_write(
     assert (held(node), dropped(node)) == ("uvwxyz", 0)
 
 
-def test_writes_to_a_disk_keep_their_slots(
-    make: Callable[..., Node], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hanging(make: Callable[..., Node]) -> Iterator[tuple[Node, threading.Event]]:
+    """A node with blocks a to d on disk whose writes hang until the event, one at a time."""
     node = make(disk="write_through", remote="second_hit")
-    gate = threading.Event()
-    drive: Any = node.disk.drives[0]._store
-    write = drive.write
+    drive: Any = node.disk.drives[0]
+    drive.link._write_bytes = 1
+    gate, write = threading.Event(), drive._store.write
 
     def waiting(*args: Any) -> Any:
         gate.wait()
         return write(*args)
 
-    monkeypatch.setattr(drive, "write", waiting)
+    drive._store.write = waiting
+    yield node, gate
+    gate.set()
+
+
+def test_a_store_of_the_engine_gets_no_slot_of_a_write_to_a_disk(
+    hanging: tuple[Node, threading.Event],
+) -> None:
+    node, gate = hanging
     node.begin_store(FULL)
     node.cache.poll()
     assert node.cache.store(names("mnop"), range(4)) is None
@@ -185,6 +193,28 @@ def test_writes_to_a_disk_keep_their_slots(
     gate.set()
     node.assert_at_rest()
     assert node.on_disk(FULL) == FULL
+
+
+def test_a_waiting_request_gets_the_slots_of_writes_to_a_disk(
+    hanging: tuple[Node, threading.Event],
+) -> None:
+    """Else it would compute what the disk has."""
+    node, gate = hanging
+    node.begin_store(FULL[:4])
+    node.cache.poll()
+    node.cache.poll()
+    wait(lambda: bool(node.disk.drives[0].link._running))
+    node.begin_store(FULL[4:])
+    node.cache.poll()
+    fetch = node.begin("abcd")
+    assert (fetch.stop, held(node), dropped(node)) == (4, FULL[:4], 4)
+    gate.set()
+    node.until(lambda: fetch.done)
+    assert node.cache.lookup(names("abcd")) == 4
+    node.cache.end_fetch(fetch)
+    node.assert_at_rest()
+    node.assert_own_bytes()
+    assert node.on_disk(FULL) == FULL[:4]
 
 
 def test_a_read_that_ends_meanwhile_reaches_its_request(

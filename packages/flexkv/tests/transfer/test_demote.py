@@ -367,7 +367,7 @@ def test_a_block_that_gives_way_makes_room() -> None:
         )
         room = Room(node.index, [node.demoter], node.leaving)
         assert not node.index.has_room
-        assert room.make()
+        assert room.make_for_store()
         assert node.index.free_slots == node.index.evictions == 1
-        assert not room.make()
+        assert not room.make_for_store()
         node.index.release(others or [])

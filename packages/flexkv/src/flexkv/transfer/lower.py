@@ -58,7 +58,9 @@ class LowerTiers:
         on_evict = [each for each in self._demoters if each.admission.on_evict]
         self._leaving = Leaving(index, on_evict)
         self._room = Room(index, self._demoters, self._leaving)
-        self.fetcher = Fetcher(index, slot_view, self._sources, latencies.fetch, self._room.make)
+        self.fetcher = Fetcher(
+            index, slot_view, self._sources, latencies.fetch, self._room.make_for_fetch
+        )
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
@@ -149,7 +151,7 @@ class LowerTiers:
         with contextlib.ExitStack() as undo:
             undo.callback(index.abandon, blocks)
             refused = [i for i in positions if keys[i] not in index]
-            while refused and self._room.make():
+            while refused and self._room.make_for_store():
                 blocks += index.reserve_all(keys, refused, begins)
                 refused = [i for i in refused if keys[i] not in index]
             passing = max((each.count_passing(keys, refused) for each in self._on_store), default=0)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots for fetches and stores that find none, because blocks wait to be written to shared stores.
+"""Slots for fetches and stores that find none, because blocks wait to be written to lower tiers.
 
-Blocks that wait for a tier cannot be evicted. A store on a network may be slow or hang, and a write
-to it is best effort. So a write that has not begun gives its slots up, the newest first: blocks of
-a prefix are of use to other engines only behind their predecessors.
+Blocks that wait for a tier cannot be evicted. So writes that have not begun give their slots up,
+the newest first: blocks of a prefix are of use only behind their predecessors. For a fetch that a
+request waits for, all tiers do: blocks that a request can use now are worth more than those that
+another one may use later. For a store of the engine, shared stores do, which may be slow or hang. A
+disk does not: one of two new blocks would be lost either way.
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ class Room:
         reads, self._reads[demoter] = self._reads[demoter], []
         return reads
 
-    def make(self) -> bool:
-        """If the arena has no slot to give, take back some waiting writes to a shared store; the
-        slowest store comes first. Returns whether there may be a slot now that was not before."""
+    def make_for_fetch(self) -> bool:
+        """If the arena has no slot to give, take back some waiting writes; the slowest tier comes
+        first. Returns whether there may be a slot now that was not before."""
+        return self._make(self._demoters)
+
+    def make_for_store(self) -> bool:
+        """`make_for_fetch`, but take back only writes to shared stores."""
+        return self._make([each for each in self._demoters if _is_shared(each)])
+
+    def _make(self, demoters: Sequence[Demoter]) -> bool:
         if self._index.has_room:
             return False
-        return any(self._take_back(demoter) for demoter in reversed(self._demoters))
+        return any(self._take_back(demoter) for demoter in reversed(demoters))
 
     def _take_back(self, demoter: Demoter) -> bool:
-        if not isinstance(demoter.source.tier, AskedTier):
-            return False
         newest = demoter.drop_newest()
         for block in newest:
             self._leaving.wrote(demoter, block)
@@ -69,3 +76,7 @@ class Room:
             else:
                 self._reads[demoter].append(result)
         return ended
+
+
+def _is_shared(demoter: Demoter) -> bool:
+    return isinstance(demoter.source.tier, AskedTier)
