@@ -67,11 +67,9 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
             "open_cache, the public names",
             (CORE, *_of(CORE, "standalone", "page_cache", "page_copies")),
         ),
+        Room("kernels", "native copies, index, steps", ("flexkv_kernels",)),
     ),
-    (
-        Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),
-        Room("kernels", "native copies", ("flexkv_kernels",)),
-    ),
+    (Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),),
     (
         Room("cache", "KVCache, the facade", _of(CORE, "cache", "presence")),
         Room("plan", "traces, replays, sizing", _of(CORE, "plan")),

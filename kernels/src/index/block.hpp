@@ -5,9 +5,15 @@
 
 #include <cstdint>
 
-#include "object.hpp"
+#include "../python/object.hpp"
 
 namespace flexkv::index {
+
+using python::Items;
+using python::own;
+using python::PythonError;
+using python::Reference;
+using python::share;
 
 enum class State : std::uint8_t { writing, ready, dropped };
 

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "block.hpp"
-#include "object.hpp"
 #include "policy.hpp"
 #include "table.hpp"
 
@@ -39,10 +38,15 @@ class Index {
   // Calls `function` with the place of each key, and whether it is ready.
   template <typename Function>
   void present(const Items& keys, Function function) const {
-    table_.find_each(keys, [&](Py_ssize_t i, const Block* block) {
-      function(i, is_ready(block));
+    table_.look_each(keys, [&](Py_ssize_t i, bool ready) {
+      function(i, ready);
       return true;
     });
+  }
+
+  // Fetches the memory that `reserve` reads for some of these keys. Throws PythonError.
+  void prefetch(const Items& keys, Py_ssize_t start, Py_ssize_t count) const {
+    table_.prefetch(keys, start, count);
   }
 
   // The ready blocks of all keys, with a lease each; empty if one is missing.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "policy.hpp"
@@ -12,6 +13,9 @@ namespace {
 
 // A queue of the slots whose blocks may leave, by their last use. A slot has one entry at most. It is
 // corrected when it comes to the front: its block may be held, used since, or another one by then.
+//
+// One entry lies beside the queue. A prefix leaves block by block from its end, and each block becomes
+// the next victim when the block behind it has left: that entry never enters the queue.
 class Lru final : public Policy {
  public:
   explicit Lru(const std::vector<Block*>& blocks) : blocks_(blocks), queued_(blocks.size()) {}
@@ -22,28 +26,40 @@ class Lru final : public Policy {
   void hit(Block*, PyObject*) override {}
   void touched(Block*) override {}
   void held(Block*) override {}
-  void evicted(Block*) override {}
+
+  void evicted(Block* block) override {
+    if (has_beside_ && beside_.slot == static_cast<std::size_t>(block->slot)) {
+      has_beside_ = false;
+      queued_[beside_.slot] = false;
+    }
+  }
 
   void released(Block* block) override {
     const auto slot = static_cast<std::size_t>(block->slot);
     if (!queued_[slot]) {
-      push(block);
+      add(block);
       queued_[slot] = true;
     }
   }
 
   Block* victim(PyObject*) override {
-    while (!entries_.empty()) {
-      const Entry first = entries_.front();
+    while (has_beside_ || !entries_.empty()) {
+      const bool is_beside =
+          has_beside_ && (entries_.empty() || !is_later(beside_, entries_.front()));
+      const Entry first = is_beside ? beside_ : entries_.front();
       Block* const block = blocks_[first.slot];
       const bool stays = block != nullptr && block->evictable();
       if (stays && block->used == first.used) {
         return block;
       }
-      std::pop_heap(entries_.begin(), entries_.end(), is_later);
-      entries_.pop_back();
+      if (is_beside) {
+        has_beside_ = false;
+      } else {
+        std::pop_heap(entries_.begin(), entries_.end(), is_later);
+        entries_.pop_back();
+      }
       if (stays) {
-        push(block);
+        add(block);
       } else {
         queued_[first.slot] = false;
       }
@@ -53,6 +69,7 @@ class Lru final : public Policy {
 
   void clear() override {
     entries_.clear();
+    has_beside_ = false;
     queued_.assign(queued_.size(), false);
   }
 
@@ -68,14 +85,26 @@ class Lru final : public Policy {
     return one.used > other.used;
   }
 
-  void push(Block* block) {
-    entries_.push_back({block->used, static_cast<std::size_t>(block->slot)});
+  // Keeps the earlier of the new entry and the one beside the queue out of the queue.
+  void add(const Block* block) {
+    Entry entry{block->used, static_cast<std::size_t>(block->slot)};
+    if (!has_beside_) {
+      beside_ = entry;
+      has_beside_ = true;
+      return;
+    }
+    if (is_later(beside_, entry)) {
+      std::swap(beside_, entry);
+    }
+    entries_.push_back(entry);
     std::push_heap(entries_.begin(), entries_.end(), is_later);
   }
 
   const std::vector<Block*>& blocks_;
   std::vector<Entry> entries_;
-  std::vector<bool> queued_;
+  Entry beside_{};
+  bool has_beside_ = false;
+  std::vector<bool> queued_;  // whether a slot has an entry
 };
 
 }  // namespace

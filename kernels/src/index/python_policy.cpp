@@ -3,7 +3,6 @@
 #include <string_view>
 
 #include "../eviction/python_type.hpp"
-#include "object.hpp"
 #include "policy.hpp"
 
 namespace flexkv::index {

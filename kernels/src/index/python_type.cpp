@@ -3,23 +3,29 @@
 // The type `BlockIndex` for CPython, by the stable ABI. A call takes many blocks where it can: the
 // step of an engine waits for it.
 #include <algorithm>
-#include <new>
 #include <vector>
 
+#include "../python/calls.hpp"
 #include "flexkv/block_index.h"
 #include "index.hpp"
 
 namespace {
 
 using flexkv::index::Block;
+using flexkv::index::BlockTable;
 using flexkv::index::Index;
-using flexkv::index::Items;
 using flexkv::index::object_of;
-using flexkv::index::own;
-using flexkv::index::PythonError;
-using flexkv::index::Reference;
-using flexkv::index::share;
 using flexkv::index::State;
+using flexkv::python::erased;
+using flexkv::python::guarded;
+using flexkv::python::Items;
+using flexkv::python::need_arguments;
+using flexkv::python::none;
+using flexkv::python::number;
+using flexkv::python::own;
+using flexkv::python::PythonError;
+using flexkv::python::Reference;
+using flexkv::python::share;
 
 PyTypeObject* block_type = nullptr;
 
@@ -30,30 +36,8 @@ struct BlockIndex {
 
 Index& of(PyObject* self) { return *reinterpret_cast<BlockIndex*>(self)->index; }
 
-// Calls `function`, and returns what it returns; null if an exception of Python is set then.
-template <typename Function>
-PyObject* guarded(Function function) noexcept {
-  try {
-    return function().release();
-  } catch (const PythonError&) {
-    return nullptr;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-Reference none() { return share(Py_None); }
-Reference number(Py_ssize_t value) { return own(PyLong_FromSsize_t(value)); }
 Reference block_or_none(Block* block) {
   return share(block == nullptr ? Py_None : object_of(block));
-}
-
-void need_arguments(Py_ssize_t count, Py_ssize_t needed, Py_ssize_t optional = 0) {
-  if (count < needed || count > needed + optional) {
-    PyErr_Format(PyExc_TypeError, "%zd arguments; allowed: %zd to %zd", count, needed,
-                 needed + optional);
-    throw PythonError{};
-  }
 }
 
 Block* block_of(PyObject* object) {
@@ -151,7 +135,14 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     std::sort(begins.begin(), begins.end());
     Reference made = own(PyList_New(0));
     Block* last = nullptr;
+    Py_ssize_t fetched = 0;
     for (const Py_ssize_t position : positions) {
+      if (position >= fetched) {
+        const Py_ssize_t start = std::max<Py_ssize_t>(0, position - 1);
+        const Py_ssize_t portion = std::min(BlockTable::kAtOnce, keys.size() - start);
+        of(self).prefetch(keys, start, portion);
+        fetched = start + portion;
+      }
       const bool is_first = std::binary_search(begins.begin(), begins.end(), position);
       PyObject* const after = is_first ? nullptr : keys[position - 1];
       Block* const block = of(self).reserve(keys[position], after, last, must);
@@ -307,11 +298,6 @@ void destroy(PyObject* self) {
   delete reinterpret_cast<BlockIndex*>(self)->index;
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);
-}
-
-template <typename Function>
-PyCFunction erased(Function* function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef methods[] = {

@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
@@ -36,8 +37,8 @@ class BlockTable {
   Block* find(PyObject* key, Py_hash_t hash) const noexcept {
     for (std::size_t i = home(hash);; i = (i + 1) & mask_) {
       const Entry& entry = entries_[i];
-      if (entry.block == nullptr || (entry.hash == hash && is_same(entry.block->key, key))) {
-        return entry.block;
+      if (entry.is_empty() || (entry.hash == hash && is_same(entry.block()->key, key))) {
+        return entry.block();
       }
     }
   }
@@ -46,53 +47,60 @@ class BlockTable {
   // A block's memory is seldom in the processor's caches: that of several is fetched at once.
   template <typename Function>
   void find_each(const Items& keys, Function function) const {
-    for (Py_ssize_t start = 0; start < keys.size(); start += kAtOnce) {
-      const Py_ssize_t count = std::min(kAtOnce, keys.size() - start);
-      std::array<Py_hash_t, kAtOnce> hashes;
-      const auto entry_of = [&](Py_ssize_t i) -> const Entry& {
-        return entries_[home(hashes[static_cast<std::size_t>(i)])];
-      };
+    in_portions(keys, [&](Py_ssize_t start, const Hashes& hashes, Py_ssize_t count) {
+      fetch_blocks(hashes, count);
       for (Py_ssize_t i = 0; i < count; ++i) {
-        hashes[static_cast<std::size_t>(i)] = hash_of(keys[start + i]);
-        __builtin_prefetch(&entry_of(i));
-      }
-      for (Py_ssize_t i = 0; i < count; ++i) {
-        __builtin_prefetch(entry_of(i).block);
-      }
-      for (Py_ssize_t i = 0; i < count; ++i) {
-        if (const Entry& entry = entry_of(i); entry.block != nullptr) {
-          // A key of 32 bytes and its header seldom lie in one cache line.
-          const auto* const key = reinterpret_cast<const char*>(entry.block->key);
-          __builtin_prefetch(key);
-          __builtin_prefetch(key + kCacheLine);
+        if (!function(start + i, find(keys[start + i], hashes[static_cast<std::size_t>(i)]))) {
+          return false;
         }
       }
+      return true;
+    });
+  }
+
+  // Calls `function` with the place of each key and whether its block is ready, until it returns
+  // false. It compares hashes alone, so it reads one cache line for a key instead of five. Another
+  // key has the same hash of 64 bits by chance alone; `find` compares keys.
+  template <typename Function>
+  void look_each(const Items& keys, Function function) const {
+    in_portions(keys, [&](Py_ssize_t start, const Hashes& hashes, Py_ssize_t count) {
       for (Py_ssize_t i = 0; i < count; ++i) {
-        Block* const block = find(keys[start + i], hashes[static_cast<std::size_t>(i)]);
-        if (!function(start + i, block)) {
-          return;
+        if (!function(start + i, is_ready(hashes[static_cast<std::size_t>(i)]))) {
+          return false;
         }
       }
-    }
+      return true;
+    });
+  }
+
+  // Fetches the memory that `find` reads for some of these keys, at most `kAtOnce`.
+  void prefetch(const Items& keys, Py_ssize_t start, Py_ssize_t count) const {
+    const Hashes hashes = hashes_of(keys, start, count);
+    fetch_blocks(hashes, count);
+  }
+
+  // Fetches the memory that `remove` reads for a block that it has.
+  void prefetch(const Block* block) const noexcept {
+    __builtin_prefetch(&entries_[home(block->hash)]);
   }
 
   // Adds a block whose key it does not have; there is room.
   void add(Block* block) noexcept {
     std::size_t i = home(block->hash);
-    while (entries_[i].block != nullptr) {
+    while (!entries_[i].is_empty()) {
       i = (i + 1) & mask_;
     }
     Py_INCREF(object_of(block));
-    entries_[i] = {block->hash, block};
+    entries_[i] = {block->hash, reinterpret_cast<std::uintptr_t>(block)};
   }
+
+  // A block that it has is ready from now on, until it is removed.
+  void set_ready(const Block* block) noexcept { entries_[place_of(block)].tagged |= kReady; }
 
   // Removes a block that it has. The caller owns its reference then.
   void remove(Block* block) noexcept {
-    std::size_t gap = home(block->hash);
-    while (entries_[gap].block != block) {
-      gap = (gap + 1) & mask_;
-    }
-    for (std::size_t i = (gap + 1) & mask_; entries_[i].block != nullptr; i = (i + 1) & mask_) {
+    std::size_t gap = place_of(block);
+    for (std::size_t i = (gap + 1) & mask_; !entries_[i].is_empty(); i = (i + 1) & mask_) {
       // Entries move up to the gap unless that lies before their home.
       if (((i - home(entries_[i].hash)) & mask_) >= ((i - gap) & mask_)) {
         entries_[gap] = entries_[i];
@@ -105,30 +113,93 @@ class BlockTable {
   template <typename Function>
   void for_each(Function function) const {
     for (const Entry& entry : entries_) {
-      if (entry.block != nullptr) {
-        function(entry.block);
+      if (!entry.is_empty()) {
+        function(entry.block());
       }
     }
   }
 
   void clear() noexcept {
     for (Entry& entry : entries_) {
-      if (Block* const block = entry.block; block != nullptr) {
+      if (Block* const block = entry.block(); block != nullptr) {
         entry = {};
         Py_DECREF(object_of(block));
       }
     }
   }
 
- private:
   // Not tuned: more than the memory accesses that a core has under way at once.
   static constexpr Py_ssize_t kAtOnce = 16;
+
+ private:
   static constexpr std::ptrdiff_t kCacheLine = 64;
+  static constexpr std::uintptr_t kReady = 1;
 
   struct Entry {
     Py_hash_t hash = 0;
-    Block* block = nullptr;
+    std::uintptr_t tagged = 0;  // address of the block; the lowest bit is set if it is ready
+
+    bool is_empty() const noexcept { return tagged == 0; }
+    bool is_ready() const noexcept { return (tagged & kReady) != 0; }
+    Block* block() const noexcept { return reinterpret_cast<Block*>(tagged & ~kReady); }
   };
+  using Hashes = std::array<Py_hash_t, kAtOnce>;
+
+  // Calls `function` with the place of the first key of each portion, the hashes of its keys, and
+  // their number, until it returns false. Fetches the memory of the entries before.
+  template <typename Function>
+  void in_portions(const Items& keys, Function function) const {
+    for (Py_ssize_t start = 0; start < keys.size(); start += kAtOnce) {
+      const Py_ssize_t count = std::min(kAtOnce, keys.size() - start);
+      if (!function(start, hashes_of(keys, start, count), count)) {
+        return;
+      }
+    }
+  }
+
+  // The hashes of some keys, whose entries are fetched. Throws PythonError if one is no key.
+  Hashes hashes_of(const Items& keys, Py_ssize_t start, Py_ssize_t count) const {
+    Hashes hashes;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      Py_hash_t& hash = hashes[static_cast<std::size_t>(i)];
+      hash = hash_of(keys[start + i]);
+      __builtin_prefetch(&entries_[home(hash)]);
+    }
+    return hashes;
+  }
+
+  void fetch_blocks(const Hashes& hashes, Py_ssize_t count) const noexcept {
+    const auto entry_of = [&](Py_ssize_t i) -> const Entry& {
+      return entries_[home(hashes[static_cast<std::size_t>(i)])];
+    };
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      __builtin_prefetch(entry_of(i).block());
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (const Entry& entry = entry_of(i); !entry.is_empty()) {
+        // A key of 32 bytes and its header seldom lie in one cache line.
+        const auto* const key = reinterpret_cast<const char*>(entry.block()->key);
+        __builtin_prefetch(key);
+        __builtin_prefetch(key + kCacheLine);
+      }
+    }
+  }
+
+  bool is_ready(Py_hash_t hash) const noexcept {
+    std::size_t i = home(hash);
+    while (!entries_[i].is_empty() && entries_[i].hash != hash) {
+      i = (i + 1) & mask_;
+    }
+    return entries_[i].is_ready();
+  }
+
+  std::size_t place_of(const Block* block) const noexcept {
+    std::size_t i = home(block->hash);
+    while (entries_[i].block() != block) {
+      i = (i + 1) & mask_;
+    }
+    return i;
+  }
 
   static bool is_same(PyObject* one, PyObject* other) noexcept {
     if (one == other) {

@@ -5,11 +5,14 @@ own."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
 
+from flexkv.adapter.request import TrackedRequest
 from flexkv.mover import Direction
 from packages.tier_blocks import ready_blocks
 
@@ -65,6 +68,29 @@ def test_answers_of_requests_that_fill_blocks_in_other_steps_are_stored(
         # The last token was sampled, never computed on.
         full = (len(text) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         assert external(world, [*text, 1]) == full
+
+
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+def test_an_error_with_one_request_leaves_the_blocks_of_the_others_in_the_store(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...]
+) -> None:
+    world = make_world(num_blocks=200, slots=200, budget=512, windows=windows)
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, 4 * BLOCK_TOKENS + 1) for _ in range(3)]
+    requests = [world.add(prompt, max_tokens=1) for prompt in prompts]
+    keys, of = world.side._keys, type(world.side._keys).of
+
+    def fail_for_second(tracked: TrackedRequest, *args: Any) -> Sequence[bytes]:
+        if tracked.id == requests[1] and tracked.ran:
+            raise RuntimeError("its adapter's files are gone")
+        return of(keys, tracked, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(keys, "of", fail_for_second)
+        world.run()
+    assert world.side._fills._edge.failures["storing blocks"] == 1
+    world.settle()
+    assert [external(world, each) for each in prompts] == [4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
 
 
 def test_overwritten_blocks_leave_those_of_others_in_their_store(make_world: MakeWorld) -> None:

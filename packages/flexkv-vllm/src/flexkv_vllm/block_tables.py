@@ -13,7 +13,8 @@ from flexkv.adapter.groups import Groups
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.storing import Stores
-from flexkv_vllm.compat.core import given_blocks, offered_states, zeroed_blocks
+from flexkv.adapter.tables import extend_tables
+from flexkv_vllm.compat.core import offered_states, zeroed_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,6 +46,8 @@ class BlockTables:
         self._stores = stores
         self._requests = requests
         self._scheduled = scheduled
+        self._extend = extend_tables()
+        self._members = tuple(group.index for group in groups.members)
 
     def of_cached(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """The block tables of the cached groups, from those of all vLLM's groups."""
@@ -74,23 +77,18 @@ class BlockTables:
         for new in output.scheduled_new_reqs:
             self.fence(new.block_ids, new.num_computed_tokens, orders)
             self._has(new.req_id, new.block_ids)
-        written: list[int] = []
         cached = output.scheduled_cached_reqs
-        for place in given_blocks(cached):
-            request_id, new_blocks = cached.req_ids[place], cached.new_block_ids[place]
-            assert new_blocks is not None
-            if request_id in cached.resumed_req_ids:
-                self.fence(new_blocks, cached.num_computed_tokens[place], orders)
-                self._has(request_id, new_blocks)
-                continue
-            if not any(new_blocks):
-                # Another connector loads it, and vLLM does not report which blocks it fills.
-                self._stores.fence_all(orders)
-            for table in new_blocks:
-                written += table
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                tracked.add_blocks(self.of_cached(new_blocks))
+        ids, given, resumed = cached.req_ids, cached.new_block_ids, cached.resumed_req_ids
+        if resumed:
+            computed = cached.num_computed_tokens
+            for request_id, blocks, tokens in zip(ids, given, computed, strict=True):
+                if request_id in resumed and blocks:
+                    self.fence(blocks, tokens, orders)
+                    self._has(request_id, blocks)
+        written, complete = self._extend(self._requests, ids, given, resumed, self._members)
+        if not complete:
+            # Another connector loads one, and vLLM does not report which blocks it fills.
+            self._stores.fence_all(orders)
         if written and self._stores.under_way:
             self._stores.fence(written, orders)
         zeroed = zeroed_blocks(output)

@@ -162,10 +162,10 @@ class SchedulerSide:
         if self._uses is not None:
             self._uses.order(output, self._orders)
         states = self._tables.states_after(output)
-        if self._fills.step(scheduled, states, requests, self._orders):
+        computed = output.total_num_scheduled_tokens
+        if self._fills.step(scheduled, computed, states, requests, self._orders):
             self.figures.note_activity()
         guesses = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        computed = output.total_num_scheduled_tokens
         self._orders.number = self._loads.step_begins(scheduled, computed, guesses, requests)
         return self.take_orders(output)
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.adapter.block_uses import BlockUses
+from flexkv.adapter.block_uses import block_uses
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.orders import EVERYTHING, StepOrders
-from flexkv_vllm.compat.core import (
-    blocks_beside_requests,
-    given_blocks,
-    knows_used_blocks,
-)
+from flexkv_vllm.compat.core import blocks_beside_requests, knows_used_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +24,7 @@ class StepUses:
     """
 
     def __init__(self) -> None:
-        self._uses = BlockUses()
+        self._uses = block_uses()
 
     def order(self, output: SchedulerOutput, orders: StepOrders) -> None:
         """Number the step that `output` describes, and set the step that each of its loads must
@@ -49,13 +45,8 @@ class StepUses:
             (blocks,) = new.block_ids
             uses.give(new.req_id, blocks)
         cached = output.scheduled_cached_reqs
-        for place in given_blocks(cached):
-            request_id, tables = cached.req_ids[place], cached.new_block_ids[place]
-            assert tables is not None
-            (blocks,) = tables
-            give = uses.give if request_id in cached.resumed_req_ids else uses.add
-            give(request_id, blocks)
-        uses.check(output.num_scheduled_tokens.keys())
+        uses.follow(cached.req_ids, cached.new_block_ids, cached.resumed_req_ids)
+        uses.check(output.num_scheduled_tokens)
 
     def lose(self, orders: StepOrders) -> None:
         """After an error, make the loads of this step and of all later ones follow all steps."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv.adapter.block_uses import BlockUses
+from flexkv.adapter.block_uses import block_uses
 from flexkv.adapter.orders import EVERYTHING
 
 BLOCKS = st.lists(st.integers(1, 9), max_size=4)
@@ -26,7 +27,7 @@ Step = tuple[set[str], list[int], dict[str, list[int]], dict[str, list[int]]]
 @given(STEPS)
 def test_no_use_of_a_block_is_forgotten(steps: list[Step]) -> None:
     """Every request that has blocks uses them in each step; against that, step by step."""
-    uses = BlockUses()
+    uses = block_uses()
     tables: dict[str, list[int]] = {}
     last: dict[int, int] = {}
     for number, (ended, touched, given_, added) in enumerate(steps, start=1):
@@ -42,16 +43,17 @@ def test_no_use_of_a_block_is_forgotten(steps: list[Step]) -> None:
         for name, blocks in given_.items():
             uses.give(name, blocks)
             tables[name] = list(blocks)
-        for name, blocks in added.items():
-            if name in tables:
-                uses.add(name, blocks)
-                tables[name] += blocks
-        uses.check(tables.keys())
+        known = {name: blocks for name, blocks in added.items() if name in tables}
+        replaced = {name for name in known if name < "b" and name not in given_}
+        uses.follow([*known, "z"], [*([blocks] for blocks in known.values()), None], replaced)
+        for name, blocks in known.items():
+            tables[name] = list(blocks) if name in replaced else tables[name] + blocks
+        uses.check(tables)
         last.update({block: number for table in tables.values() for block in table})
 
 
 def test_blocks_that_were_replaced_were_used_up_to_then() -> None:
-    uses = BlockUses()
+    uses = block_uses()
     uses.begin_step([])
     uses.give("a", [1, 2])
     uses.begin_step([])
@@ -64,11 +66,11 @@ def test_blocks_that_were_replaced_were_used_up_to_then() -> None:
 
 def test_in_doubt_every_load_follows_everything() -> None:
     for doubt in (
-        lambda uses: uses.add("unknown", [3]),
-        lambda uses: uses.check({"unknown"}),
+        lambda uses: uses.follow(["unknown"], [([3],)], set()),
+        lambda uses: uses.check({"unknown": 1}),
         lambda uses: uses.lose(),
     ):
-        uses = BlockUses()
+        uses = block_uses()
         uses.begin_step([])
         assert uses.last_use([3]) == 0
         doubt(uses)
@@ -77,3 +79,27 @@ def test_in_doubt_every_load_follows_everything() -> None:
         uses.give("a", [3])
         uses.begin_step(["a"])
         assert uses.last_use([3]) == EVERYTHING
+
+
+def test_what_is_replaced_and_touched_in_one_step_was_used_in_it() -> None:
+    uses = block_uses()
+    uses.begin_step([])
+    uses.give("a", [1])
+    uses.begin_step([])
+    uses.touched([1])
+    uses.give("a", [2])
+    assert uses.last_use([1]) == uses.step == 2
+
+
+@pytest.mark.parametrize("block", [-1, 1 << 26, 1 << 70])
+def test_a_block_that_no_engine_has_is_refused(block: int) -> None:
+    uses = block_uses()
+    with pytest.raises((ValueError, OverflowError)):
+        uses.give("a", [block])
+
+
+def test_blocks_of_several_groups_are_refused() -> None:
+    uses = block_uses()
+    uses.give("a", [1])
+    with pytest.raises(ValueError, match="blocks of 2 groups; allowed: those of one"):
+        uses.follow(["a"], [([2], [3])], set())

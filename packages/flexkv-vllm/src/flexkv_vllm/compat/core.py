@@ -7,11 +7,11 @@ feature and not at the version.
 
 from __future__ import annotations
 
+import functools
 import inspect
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -25,9 +25,6 @@ from flexkv.adapter.releases import Age
 from flexkv.changes import Medium
 from flexkv_vllm.compat.features import missing_features
 from flexkv_vllm.compat.versions import CONNECTOR
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import CachedRequestData
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -84,6 +81,7 @@ def fences_get_through() -> bool:
     )
 
 
+@functools.cache  # the offloading connector asks for each block
 def hit_source(medium: Medium) -> Any:
     """vLLM's name of a tier in its statistics, from 0.32 on. It has none for stores that nodes
     share but `EXTERNAL_UNSPECIFIED`."""
@@ -186,12 +184,6 @@ def blocks_beside_requests(output: SchedulerOutput) -> list[int]:
     for copy in getattr(output, "kv_cache_block_copies", None) or ():
         used += copy
     return used
-
-
-def given_blocks(cached: CachedRequestData) -> Iterator[int]:
-    """The places of those running requests that a step gives blocks."""
-    given = cached.new_block_ids  # None for most requests of a batch that decodes
-    return itertools.compress(range(len(given)), given)
 
 
 def transfer_results(

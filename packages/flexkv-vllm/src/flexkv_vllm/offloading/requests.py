@@ -60,8 +60,8 @@ class RequestBlocks:
 
     def lookup(self, key: bytes) -> LookupResult:
         """Whether the block can be loaded, or will be once a lower tier has given it."""
-        (presence,) = self._cache.presence((key,))
-        if presence is Presence.HOST:
+        # One block a call, thousands for a long prompt: the usual case first.
+        if self._cache.lookup((key,)):
             if not (self._from_host or key in self._awaited):
                 return LookupResult.MISS
             self._wanted[key] = None
@@ -69,12 +69,14 @@ class RequestBlocks:
         if self._fetch is not None and not self._fetch.done and key in self._awaited:
             self._wanted[key] = None
             return LookupResult.HIT_PENDING
-        below = presence in (Presence.BELOW, Presence.UNKNOWN)
-        if below and self._from_below and key not in self._tried:
-            self._wanted[key] = None
-            self._lacks = True
-            return LookupResult.HIT_PENDING
-        return LookupResult.MISS
+        if not self._from_below or key in self._tried:
+            return LookupResult.MISS
+        (presence,) = self._cache.presence((key,))
+        if presence is Presence.ABSENT:
+            return LookupResult.MISS
+        self._wanted[key] = None
+        self._lacks = True
+        return LookupResult.HIT_PENDING
 
     def fetch_lacking(self) -> None:
         """The step's lookups are over: fetch those blocks that lower tiers have. Blocks in host

@@ -122,12 +122,6 @@ class TrackedRequest:
         """It has exactly these blocks, by cached group."""
         self.engine_blocks = [list(table) for table in tables]
 
-    def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
-        """It has these blocks beside the known ones. Without known blocks, this does nothing."""
-        if self.engine_blocks:
-            for table, blocks in zip(self.engine_blocks, tables, strict=True):
-                table.extend(blocks)
-
     def store_nothing(self) -> None:
         """Nothing more of it is stored."""
         self.next_fill = NEVER

@@ -8,7 +8,7 @@
 
 #include <memory>
 
-namespace flexkv::index {
+namespace flexkv::python {
 
 // Thrown where an exception of Python is set.
 struct PythonError {};
@@ -60,4 +60,4 @@ class Items {
   Py_ssize_t size_;
 };
 
-}  // namespace flexkv::index
+}  // namespace flexkv::python
