@@ -69,28 +69,29 @@ class Groups:
         members: the groups, at least one.
         hash_tokens: tokens of one of the engine's block hashes.
         all_of_engine: whether the engine has no other groups, such as a draft model's.
+        plain: whether there is only full attention in the engine's only group. Then any prefix of
+            blocks is worth loading, and the engine accepts a load that failed in part.
+        alignment: a load ends at a multiple of these tokens: all groups have a block that ends
+            there. Computed once, as `plain` is, because each lookup needs it.
     """
 
     members: tuple[Group, ...]
     hash_tokens: int
     all_of_engine: bool = True
+    plain: bool = field(init=False)
+    alignment: int = field(init=False)
 
-    @property
-    def plain(self) -> bool:
-        """Whether there is only full attention in the engine's only group. Then any prefix of
-        blocks is worth loading, and the engine accepts a load that failed in part."""
+    def __post_init__(self) -> None:
         only = self.members[0]
-        return len(self.members) == 1 and only.reach is Reach.ALL and self.all_of_engine
+        plain = len(self.members) == 1 and only.reach is Reach.ALL and self.all_of_engine
+        object.__setattr__(self, "plain", plain)
+        alignment = math.lcm(*(group.block_tokens for group in self.members))
+        object.__setattr__(self, "alignment", alignment)
 
     @property
     def furthest(self) -> Group:
         """The first group that reaches furthest back: one of full attention, if there is one."""
         return next((each for each in self.members if each.reach is Reach.ALL), self.members[0])
-
-    @property
-    def alignment(self) -> int:
-        """A load ends at a multiple of these tokens: all groups have a block that ends there."""
-        return math.lcm(*(group.block_tokens for group in self.members))
 
     def describe(self) -> str:
         """Text for the fingerprint: number, kind, span and engine block of each group."""

@@ -56,7 +56,10 @@ class Matcher:
         else:
             if self._awaits_answers(tracked, limit):
                 return  # `match` fetches
-            hit = longest_hit(self._groups, self._obtainable(tracked), local_tokens, limit)
+            obtainable = self._obtainable(tracked)
+            hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+            if obtainable.in_host:
+                return
             wanted = self._needed(tracked, local_tokens, hit)
         self._fetches.begin_early(tracked, flat(wanted))
         self._describe_awaited(tracked, wanted)
