@@ -15,7 +15,7 @@ using Table = std::vector<std::uint32_t>;
 // All methods that take blocks may throw std::bad_alloc.
 class Uses {
  public:
-  // The largest number of a block, for which `uses_` takes 1 GiB.
+  // More blocks than any engine has; `uses_` would take 1 GiB for them.
   static constexpr std::uint32_t kMostBlocks = 1U << 26;
   static constexpr std::int64_t kEverything = INT64_MAX;
 

@@ -64,7 +64,9 @@ class Block(Protocol):
 class BlockIndex(Protocol):
     """Keys, slots, states, leases and pins of one tier; `block_index` makes one.
 
-    A call raises TypeError for a key that is no bytes, and what the policy raises.
+    A call raises TypeError for a key that is no bytes, and what the policy raises. `lookup` and
+    `present` compare Python's hashes of keys, which have 64 bits, and not the keys: they read a
+    fifth of the memory. `lease` compares keys, so no reader gets the block of another key.
 
     Attributes:
         num_slots: slots of the tier.
