@@ -23,7 +23,7 @@ from flexkv.adapter.worker import WorkerSide
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
-from flexkv_sglang.copies import Offload, QueuedLoad
+from flexkv_sglang.copies import Offload, QueuedLoad, reserve
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.key_epoch import KeyEpoch
 from flexkv_sglang.queries import Queries
@@ -255,13 +255,11 @@ class RankSide:
         transfer, stored, slots = None, False, [-1] * len(pages)
         if self._cache is not None:
             with self._edge.guard("storing blocks", "they are not cached"):
-                keys = self.keys_of(hashes)
-                transfer = self._reserve(self._cache, keys)
-                if transfer is not None:
-                    given = {block.key: block.slot for block in transfer.blocks}
-                    slots = [given.get(key, -1) for key in keys]
-                # Last: an error behind it would leave a transfer that copies nothing.
-                stored = not self._cache.missing(keys)
+                before, self._before = self._before, None
+                chain = self.keys_of([before, *hashes] if before else hashes)
+                # With its slots: blocks of a store that copies nothing would be found.
+                transfer, slots = reserve(self._cache, chain, len(hashes))
+                stored = not self._cache.missing(self.keys_of(hashes))
         number, cell, *slots = self._agree(transfer, slots)
         if number:
             chosen = [(page, slot) for page, slot in zip(pages, slots, strict=True) if slot >= 0]
@@ -355,15 +353,6 @@ class RankSide:
         if self._queries is not None:
             self._queries.asked(rid, asked, left, found - blocks)
         return blocks
-
-    def _reserve(self, cache: KVCache, keys: Sequence[bytes]) -> Transfer | None:
-        """Begin the store of blocks. If host memory has the block before them, it keeps that
-        block at least as long as them."""
-        before, self._before = self._before, None
-        chain = [*self.keys_of([before] if before else []), *keys]
-        if before and not cache.missing(chain[:1]):
-            return cache.store(chain, range(1, len(chain)), begins=())
-        return cache.store(keys, range(len(keys)))
 
     def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
         """Begin a load; None if host memory lacks one of the blocks."""
