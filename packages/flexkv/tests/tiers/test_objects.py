@@ -7,6 +7,8 @@ import asyncio
 import mmap
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -92,6 +94,33 @@ def start(store: Any) -> Iterator[Callable[..., Node]]:
     yield make
     for node in made:
         node.blocks.close()
+
+
+def test_a_write_ends_when_no_block_is_read_any_more(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the error of one block: memory that is used for other blocks afterwards would be
+    sealed under the names of the others."""
+    node = Node(store)
+    keys, buffers = names("ab"), node.buffers(2)
+    for key, buffer in zip(keys, buffers, strict=True):
+        buffer[:] = content(key)
+    reused = threading.Event()
+
+    def seal_late(name: bytes, block: memoryview) -> bytes:
+        if name.endswith(keys[0].hex().encode()):
+            raise RuntimeError("can't start new thread")
+        reused.wait(0.5)  # in vain if the write waits for it
+        return seal(name, block)
+
+    monkeypatch.setattr(module, "seal", seal_late)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        node.blocks.put(node.epoch, keys, buffers)
+    buffers[1][:] = content(b"of another block")
+    reused.set()
+    while asyncio.all_tasks(node.blocks._requests._loop):
+        time.sleep(0.001)
+    assert node.get("ab") == [MISSING, DONE]
 
 
 def test_what_one_node_wrote_another_finds_and_reads(start: Callable[..., Node]) -> None:

@@ -254,11 +254,21 @@ class Requests:
         return asyncio.run_coroutine_threadsafe(self._timed(work), self._loop).result()
 
     def run_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T | OSError]:
-        """The result of each of `works`, or the error that it ended with, in their order."""
+        """The result of each of `works`, or the OSError that it ended with, in their order.
+        Returns when all have ended, because each may use memory that the caller lends.
+
+        Raises:
+            Exception: the first error of another kind.
+        """
 
         async def gather() -> list[T | OSError]:
-            tried = [self._try(work) for work in works]
-            return list(await asyncio.gather(*tried))
+            ended = await asyncio.gather(*map(self._timed, works), return_exceptions=True)
+            results: list[T | OSError] = []
+            for each in ended:
+                if isinstance(each, BaseException) and not isinstance(each, OSError):
+                    raise each
+                results.append(each)
+            return results
 
         return asyncio.run_coroutine_threadsafe(gather(), self._loop).result()
 
@@ -347,9 +357,3 @@ class Requests:
             raise StoreError(
                 f"the object store did not answer within {self._timeout_seconds:g} s"
             ) from None
-
-    async def _try(self, work: Coroutine[Any, Any, T]) -> T | OSError:
-        try:
-            return await self._timed(work)
-        except OSError as error:
-            return error
