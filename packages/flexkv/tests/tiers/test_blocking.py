@@ -218,6 +218,24 @@ def test_buffers_come_back_from_a_caller_that_fails(tier: MemoryTier) -> None:
     assert len(blocks._writing.free) == BUFFERS
 
 
+def test_buffers_come_back_from_a_caller_that_fails_to_take_a_block(
+    tier: MemoryTier, caller: ThreadPoolExecutor
+) -> None:
+    """Otherwise, later reads would wait in vain for a free one."""
+    keys = names(3)
+    keep(tier, keys)
+    blocks = patient(tier)
+
+    def fail(position: int, block: memoryview) -> None:
+        raise MemoryError
+
+    call = caller.submit(blocks.read, keys, fail)
+    with pytest.raises(MemoryError):
+        end_all(blocks, tier, call)
+    assert blocks.contains(keys) == [True] * 3
+    assert len(blocks._reading.free) == BUFFERS
+
+
 def test_a_closed_tier_has_nothing(tier: MemoryTier) -> None:
     keys = names(1)
     keep(tier, keys)

@@ -232,12 +232,7 @@ class BlockingTier:
                 begun += len(batch)
                 self._fill(call, batch)
                 ended = self._exchange(call, batch)
-                for position, buffer, outcome in ended:
-                    if outcome is Outcome.DONE:
-                        call.end(position, buffer)
-                    else:
-                        failed = min(failed, position)
-                self._give_back(call, [each.buffer for each in ended])
+                failed = min(failed, self._hand_over(call, ended))
                 now = time.monotonic()
                 if ended:
                     quiet = now + quiet_seconds
@@ -265,6 +260,19 @@ class BlockingTier:
         finally:
             if not filled:
                 self._give_back(call, batch.values())
+
+    def _hand_over(self, call: _Call, ended: Sequence[_Ended]) -> float:
+        """Give blocks that are DONE to the caller. Returns the first position of the others."""
+        failed = _NONE
+        try:
+            for position, buffer, outcome in ended:
+                if outcome is Outcome.DONE:
+                    call.end(position, buffer)
+                else:
+                    failed = min(failed, position)
+        finally:
+            self._give_back(call, [each.buffer for each in ended])
+        return failed
 
     def _give_back(self, call: _Call, buffers: Iterable[memoryview]) -> None:
         with self._lock:
