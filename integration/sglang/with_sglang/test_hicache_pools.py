@@ -14,6 +14,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -25,6 +26,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from flexkv.tiers.blocking import BlockingTier
 from flexkv_sglang.hicache import storage
 from integration.sglang.hicache import BACKEND
 
@@ -172,6 +174,23 @@ def test_hybrid_models_ask_for_all_their_pools(tmp_path: Path) -> None:
     assert made.batch_get_v2([state]) == {"mamba": [True]}
     assert torch.equal(page_of(states, 7), before)
     made.close()
+
+
+def test_pages_before_those_of_a_call_count_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang names them where its option `hicache_storage_pass_prefix_keys` is set."""
+    pool, keys = make_pool("mha", "page_first"), names_of(12)
+    before = HiCacheStorageExtraInfo(prefix_keys=keys[:2])
+    used: list[list[bytes]] = []
+    with backend(tmp_path, "mha", pool) as made:
+        monkeypatch.setattr(BlockingTier, "touch", lambda _, each: used.append(each))
+        assert made.batch_exists(keys[2:], before) == 0
+        assert made.batch_set_v1(keys[2:], indices(0), before) == [True]
+        assert made.batch_get_v1(keys[2:], indices(1), before) == [True]
+        assert made.batch_exists(keys[2:], HiCacheStorageExtraInfo()) == 1
+    names = [key.encode() for key in keys]
+    assert used == [names[:2], names, names, []]
 
 
 def test_a_setting_that_is_wrong_stops_the_start(tmp_path: Path) -> None:

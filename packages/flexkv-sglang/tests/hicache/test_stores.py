@@ -183,6 +183,39 @@ def test_a_full_disk_keeps_within_its_bound(tmp_path: Path) -> None:
     assert sum(path.stat().st_blocks * 512 for path in files) <= 1 << 20
 
 
+@pytest.mark.parametrize("call", ["contains", "get", "set"])
+def test_a_prefix_that_sglang_has_itself_stays_on_disk(tmp_path: Path, call: str) -> None:
+    """A system prompt that every request has, and that SGLang therefore never reads again."""
+    with stores(tmp_path, full()) as kept:
+        system, turns = KEYS[:3], 2 * kept.figures()["kv"].slots
+        assert kept.set("kv", system, tokens_of(0, 1, 2)) == [True] * 3
+        for number in range(100, 100 + turns):
+            own = [f"{number:064x}"]
+            before = system if call == "set" else ()
+            assert kept.set("kv", own, tokens_of(3), before) == [True]
+            if call == "contains":
+                assert kept.contains("kv", own, system) == [True]
+            elif call == "get":
+                assert kept.get("kv", own, tokens_of(4), system) == [True]
+        assert kept.contains("kv", system) == [True] * 3
+
+
+@pytest.mark.parametrize("call", ["get", "set"])
+def test_a_prefix_leaves_the_disk_from_its_end(tmp_path: Path, call: str) -> None:
+    """SGLang passes a long prefix in several calls."""
+    with stores(tmp_path, full()) as kept:
+        slots = kept.figures()["kv"].slots
+        prefix = [f"{number:064x}" for number in range(100, 108)]
+        pages = tokens_of(*range(4))
+        for calls in ("set", call):
+            for first in (0, 4):
+                part, before = prefix[first : first + 4], prefix[:first]
+                assert getattr(kept, calls)("kv", part, pages, before) == [True] * 4
+        for number in range(1000, 1000 + slots - 4):
+            assert kept.set("kv", [f"{number:064x}"], tokens_of(5)) == [True]
+        assert kept.contains("kv", prefix) == [True] * 4 + [False] * 4
+
+
 def test_cleared_pages_are_gone_after_a_restart_too(tmp_path: Path) -> None:
     with stores(tmp_path, full()) as first:
         first.set("kv", KEYS[:1], tokens_of(0))

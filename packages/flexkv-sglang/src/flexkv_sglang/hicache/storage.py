@@ -92,7 +92,7 @@ class FlexKVStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return leading(self._contains(_KV, keys))
+        return leading(self._contains(_KV, keys, extra_info))
 
     def batch_exists_v2(
         self,
@@ -105,12 +105,12 @@ class FlexKVStorage(HiCacheStorage):
             others = {
                 str(transfer.name): PoolPages(
                     Need(transfer.hit_policy.value),
-                    self._contains(str(transfer.name), keys),
+                    self._contains(str(transfer.name), keys, extra_info),
                     max(1, len(transfer.keys or ())),
                 )
                 for transfer in pool_transfers or ()
             }
-            hit = find_hit(_KV, self._contains(_KV, keys), others)
+            hit = find_hit(_KV, self._contains(_KV, keys, extra_info), others)
         return PoolTransferResult(hit.pages, dict(hit.by_pool), hit.restorable)
 
     def batch_get_v1(
@@ -119,7 +119,7 @@ class FlexKVStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._get(_KV, keys, host_indices)
+        return self._get(_KV, keys, host_indices, extra_info)
 
     def batch_set_v1(
         self,
@@ -127,7 +127,7 @@ class FlexKVStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._set(_KV, keys, host_indices)
+        return self._set(_KV, keys, host_indices, extra_info)
 
     def batch_get_v2(
         self,
@@ -135,7 +135,7 @@ class FlexKVStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         return {
-            each.name: self._get(str(each.name), each.keys or [], each.host_indices)
+            each.name: self._get(str(each.name), each.keys or [], each.host_indices, extra_info)
             for each in transfers
         }
 
@@ -145,7 +145,7 @@ class FlexKVStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         return {
-            each.name: self._set(str(each.name), each.keys or [], each.host_indices)
+            each.name: self._set(str(each.name), each.keys or [], each.host_indices, extra_info)
             for each in transfers
         }
 
@@ -201,24 +201,38 @@ class FlexKVStorage(HiCacheStorage):
             backup_bandwidth=[rate for _, rate in writes],
         )
 
-    def _contains(self, pool: str, keys: Sequence[str]) -> list[bool]:
+    def _contains(
+        self, pool: str, keys: Sequence[str], extra: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
         if self._stores is None:
             return [False] * len(keys)
-        return self._stores.contains(pool, keys)
+        return self._stores.contains(pool, keys, _before(extra))
 
-    def _get(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+    def _get(
+        self,
+        pool: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        extra: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
         if self._stores is None:
             return [False] * len(keys)
         begin = time.monotonic()
-        read = self._stores.get(pool, keys, indices)
+        read = self._stores.get(pool, keys, indices, _before(extra))
         self._count(self._reads, pool, leading(read), begin)
         return read
 
-    def _set(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+    def _set(
+        self,
+        pool: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        extra: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
         if self._stores is None:
             return [False] * len(keys)
         begin = time.monotonic()
-        written = self._stores.set(pool, keys, indices)
+        written = self._stores.set(pool, keys, indices, _before(extra))
         self._count(self._writes, pool, leading(written), begin)
         return written
 
@@ -226,3 +240,9 @@ class FlexKVStorage(HiCacheStorage):
         if self._counts and pages and self._stores is not None:
             size = pages * self._stores.page_bytes(pool)
             calls.append((pages, size / GIB / max(time.monotonic() - begin, 1e-9)))
+
+
+def _before(extra: HiCacheStorageExtraInfo | None) -> Sequence[str]:
+    """The keys of the pages before those of a call. SGLang names them if its option
+    `hicache_storage_pass_prefix_keys` is set."""
+    return (extra and extra.prefix_keys) or ()

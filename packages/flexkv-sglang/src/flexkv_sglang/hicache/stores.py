@@ -108,27 +108,37 @@ class PoolStores:
                     for store in opened.values():
                         store.close()
 
-    def contains(self, pool: str, keys: Sequence[str]) -> list[bool]:
+    def contains(self, pool: str, keys: Sequence[str], before: Sequence[str] = ()) -> list[bool]:
         """For each page whether it can be read now.
 
         Args:
             pool: name of the pool.
             keys: SGLang's keys of the pages.
+            before: keys of the pages before them in the prompt, which SGLang has itself. They count
+                as used.
         """
         present = [False] * len(keys)
         with self._edge.guard("contains", "pages count as missing"):
             store = self._store(pool)
             if store is not None:
                 present = store.contains(_encoded(keys))
+                store.touch(_encoded(before))
         return present
 
-    def get(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+    def get(
+        self,
+        pool: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        before: Sequence[str] = (),
+    ) -> list[bool]:
         """Read pages into the host pool, up to the first that is missing. Waits for the disk.
 
         Args:
             pool: name of the pool.
             keys: SGLang's keys of the pages.
             indices: indices of all their tokens in the host pool, int64; None for no tokens.
+            before: see `contains`.
 
         Returns:
             For each page whether it was read and verified. The memory of the others is undefined.
@@ -139,9 +149,16 @@ class PoolStores:
             if store is not None and indices is not None:
                 pages = self._pools[pool].at(indices, len(keys))
                 read = store.read(_encoded(keys), pages.copy_in)
+                store.touch(_encoded([*before, *keys[:read]]))
         return _first(read, len(keys))
 
-    def set(self, pool: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+    def set(
+        self,
+        pool: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        before: Sequence[str] = (),
+    ) -> list[bool]:
         """Write pages from the host pool, up to the first for which there is no room. Waits for the
         disk.
 
@@ -149,6 +166,7 @@ class PoolStores:
             pool: name of the pool.
             keys: SGLang's keys of the pages, in the order of the prompt.
             indices: indices of all their tokens in the host pool, int64; None for no tokens.
+            before: see `contains`.
 
         Returns:
             For each page whether the disk has it now.
@@ -159,6 +177,7 @@ class PoolStores:
             if store is not None and indices is not None:
                 pages = self._pools[pool].at(indices, len(keys))
                 written = store.write(_encoded(keys), pages.copy_out)
+                store.touch(_encoded([*before, *keys[:written]]))
         return _first(written, len(keys))
 
     def clear(self) -> None:

@@ -54,6 +54,8 @@ class Blocks(Protocol):
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int: ...
 
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
     def clear(self) -> None: ...
 
     def cancel(self, ticket: int) -> None: ...
@@ -205,6 +207,12 @@ class BlockingTier:
         missing = [position for position, there in enumerate(done) if not there]
         self._run(_Call(self._writing, submit, end, fill), missing, self._call_seconds)
         return _leading(done)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `IndexedTier.touch`."""
+        with self._lock:
+            if not self._closed:
+                self._tier.touch(keys)
 
     def clear(self) -> None:
         """See `LowerTier`."""

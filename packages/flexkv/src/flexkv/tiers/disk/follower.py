@@ -100,6 +100,9 @@ class FollowerTier:
         self._results += [BlockResult(ticket, each, Outcome.DROPPED) for each in positions]
         return ticket
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: the owner of a folder knows the order of use."""
+
     def clear(self) -> None:
         """Do nothing: only the owner of a folder clears it."""
 
