@@ -16,6 +16,7 @@ from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 from flexkv.adapter.guard import Edge
 from flexkv.config import CacheConfig
 from flexkv.errors import ConfigError, DiskError
+from flexkv.tiers.blocking import BlockingTier
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores
 
@@ -223,6 +224,28 @@ def test_cleared_pages_are_gone_after_a_restart_too(tmp_path: Path) -> None:
         assert first.contains("kv", KEYS[:1]) == [False]
     with stores(tmp_path, full()) as second:
         assert second.contains("kv", KEYS[:1]) == [False]
+
+
+def test_after_a_clear_that_failed_no_page_is_kept_or_found_until_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages may be those of old weights."""
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with stores(tmp_path, full()) as kept:
+        kept.set("kv", KEYS[:1], tokens_of(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockingTier, "clear", fail)
+            kept.clear()
+        assert kept.contains("kv", KEYS[:1]) == [False]
+        assert kept.get("kv", KEYS[:1], tokens_of(1)) == [False]
+        assert kept.set("kv", KEYS[1:2], tokens_of(1)) == [False]
+        kept.clear()
+        assert kept.contains("kv", KEYS[:2]) == [False, False]
+        assert kept.set("kv", KEYS[:1], tokens_of(0)) == [True]
+        assert kept.contains("kv", KEYS[:1]) == [True]
 
 
 def test_nothing_is_found_once_it_is_closed(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class PoolStores:
         self._edge = edge
         self._lock = threading.Lock()
         self._opened = False
+        self._cleared = True
         self._pools: dict[str, PagePool] = {}
         self._stores: dict[str, BlockingTier] = {}
 
@@ -182,10 +183,13 @@ class PoolStores:
 
     def clear(self) -> None:
         """Forget all pages of this rank. Pages that are written later are found until the process
-        ends, but not by the next process."""
-        with self._edge.guard("clear", "pages may be left"):
+        ends, but not by the next process. After a failure, all pages are misses until a call
+        succeeds."""
+        self._cleared = False
+        with self._edge.guard("clear", "no page is read or written until a clear succeeds"):
             for store in self._open_stores().values():
                 store.clear()
+            self._cleared = True
 
     def close(self) -> None:
         """Write waiting pages for up to `FLUSH_SECONDS`, and release the folders. Idempotent."""
@@ -211,7 +215,7 @@ class PoolStores:
     def _store(self, pool: str) -> BlockingTier | None:
         if not self._opened:
             self.open()
-        return self._stores.get(pool)
+        return self._stores.get(pool) if self._cleared else None
 
     def _open(self, pool: PagePool) -> BlockingTier:
         config, place = self._config, self._place
