@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -190,3 +191,19 @@ def test_a_process_without_descriptors_accepts_again_when_it_has_some(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["fingerprint"] == "same"
+
+
+def test_an_odd_error_at_a_process_refuses_that_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with led(tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", without_memory)
+            with connected(tmp_path) as peer:
+                peer.settimeout(60)
+                assert peer.recv(65536) == b""
+        attach(str(tmp_path), "engine").close()
+
+
+def without_memory(_: threading.Thread) -> None:
+    raise MemoryError

@@ -53,6 +53,25 @@ def test_others_read_what_a_store_is_like_until_it_is_closed(tmp_path: Path) -> 
     assert (read_states(str(root)), files(root)) == ([], [])
 
 
+def test_an_odd_error_does_not_end_the_reports(tmp_path: Path) -> None:
+    root, now = tmp_path / "run", {"reads": "closed"}
+    failed: list[str] = []
+
+    def read() -> dict[str, str]:
+        if now["reads"] == "open" and not failed:
+            failed.append("once")
+            raise MemoryError
+        return now
+
+    states = StoreStates(str(root), ABOUT)
+    states.begin(read)
+    (found,) = read_states(str(root))
+    now["reads"] = "open"
+    await_states(root, [{**found, "reads": "open"}])
+    assert failed == ["once"]
+    states.close()
+
+
 def test_what_a_killed_engine_left_counts_for_nothing_and_is_removed(tmp_path: Path) -> None:
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(tmp_path / "run")],

@@ -174,7 +174,7 @@ class Server:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - nobody could join if the thread ended
                 if self._closed.is_set():
                     return
                 logger.warning(
@@ -189,7 +189,7 @@ class Server:
                 threading.Thread(
                     target=self._attend, args=(connection,), name="flexkv-greeting", daemon=True
                 ).start()
-            except RuntimeError as error:  # no more threads
+            except Exception as error:  # noqa: BLE001 - no more threads, or no memory
                 logger.warning("session %r refused a process: %s", self._name, error)
                 connection.close()
 

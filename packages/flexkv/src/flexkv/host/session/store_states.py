@@ -96,7 +96,9 @@ class StoreStates:
 
     def _run(self, read: Callable[[], Mapping[str, str]]) -> None:
         while not self._ended.wait(SECONDS):
-            with contextlib.suppress(OSError):  # if the disk is full, the next update tries again
+            # Whatever it is, such as a full disk: the next update tries again. If the thread ended,
+            # the last states would be shown for ever.
+            with contextlib.suppress(Exception):
                 self._write(read())
 
     def _write(self, states: Mapping[str, str]) -> None:
