@@ -429,3 +429,30 @@ def test_a_prefetch_leaves_what_others_hold_within_half(make: Callable[..., Node
         node.cache.end_fetch(each)
     node.cache.poll()
     node.assert_at_rest()
+
+
+def test_a_tier_that_raises_keeps_no_fetch_and_no_key(make: Callable[..., Node]) -> None:
+    """The slots stay unused: the tier may have begun to write to them."""
+    node = make("abc", slots=8)
+    (tier,) = node.tiers
+    read = tier.read
+    node.store("a")
+
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    tier.read = fail  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        node.fetch("abc")
+    index = node.cache._index
+    assert not node.cache.busy
+    assert not node.leased()
+    assert not writing_blocks(index)
+    assert index.free_slots == index.num_slots - 3
+    tier.read = read  # type: ignore[method-assign]
+    fetch = node.fetch("abc")
+    tier.end_all()
+    node.cache.poll()
+    assert (fetch.done, fetch.arrived, node.ready()) == (True, 3, "abc")
+    node.cache.end_fetch(fetch)
+    assert not node.cache.busy

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -87,7 +88,10 @@ class Fetcher:
         fetch = Fetch(keys, list(self._index.lease(keys[:first]) or ()), priority=priority)
         fetch.begun = fetch.progressed = time.monotonic()
         self._fetches[fetch] = None
-        self._extend(fetch)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.end, fetch)  # nobody else could
+            self._extend(fetch)
+            undo.pop_all()
         fetch.first = fetch.arrived
         blocks = fetch.blocks
         fetch.awaited = [

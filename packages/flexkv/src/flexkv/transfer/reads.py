@@ -7,6 +7,7 @@ the next tier that has the block reads it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -85,10 +86,17 @@ class Reads:
             source: the tier.
             blocks: blocks that the index has reserved.
             priority: priority of the batch.
+
+        Raises:
+            Exception: the tier raised. The keys are free again. The slots stay unused, because the
+                tier may have begun to write to them.
         """
         keys = [block.key for block in blocks]
-        views = [self._slot_view(block.slot) for block in blocks]
-        ticket = source.tier.read(keys, views, priority)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._index.discard, blocks)
+            views = [self._slot_view(block.slot) for block in blocks]
+            ticket = source.tier.read(keys, views, priority)
+            undo.pop_all()
         read = Read(source, ticket, dict(enumerate(blocks)), priority, time.monotonic())
         self._reads[source, ticket] = read
         self._read_of.update(dict.fromkeys(keys, read))
