@@ -21,6 +21,10 @@ _PAUSE_SECONDS = 0.0005
 """Pause between two polls of a lower tier that reads: less than an NVMe drive needs for a block.
 Not tuned."""
 
+_BLOCKS_A_POLL = 16
+"""The least number of waiting blocks that a poll begins to write to a lower tier; see
+`flexkv.transfer.demote`."""
+
 _WAIT_SECONDS = 0.1
 """Seconds of one wait for a copy. The mover ends the wait earlier if the copy ends. Not tuned."""
 
@@ -98,12 +102,20 @@ class Copier:
 
     def advance(self) -> None:
         """Poll the cache, and let every copy go on as far as it can without waiting. Within `use`
-        only."""
+        only.
+
+        When copies have ended, lower tiers begin to write all of their blocks: until its next call
+        the program may compute for hours."""
         self.cache.poll()
+        ended = 0
         for copy in list(self.under_way):
             copy.advance()
             if copy.ended:
                 del self.under_way[copy]
+                ended += copy.blocks
+        if ended and self.cache.has_lower_tiers:
+            for _ in range(1 + -(-ended // _BLOCKS_A_POLL)):
+                self.cache.poll()
 
 
 class PageCopy(ABC):
