@@ -312,3 +312,21 @@ def test_requests_that_leave_are_forgotten(make_rank: MakeRank) -> None:
     schedule(side, "r 0", "r 999", "r 500")
     # One page of 4 tokens; the last one is too young, the other one had left.
     assert side.take_samples()["query_tokens:host"] == 2 * 8
+
+
+def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    side: Any = rank.side
+    closed: list[float] = []
+
+    def fail() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(side._awaited, "end_all", fail)
+        patch.setattr(side._followed, "close", fail)
+        patch.setattr(side._cache, "close", closed.append)
+        side.close(2.5)
+    assert closed == [2.5]

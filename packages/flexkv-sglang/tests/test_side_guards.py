@@ -106,6 +106,9 @@ class Engine:
         assert_no_slot_is_lost(index)
         assert fetcher._fetches == fetcher._waiting == {}
 
+    def leave(self) -> None:
+        self._call(self.rank.close)
+
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call `method`, which may raise nothing, while the error is to come."""
         # Python ends tracing with an error that the tracing raised.
@@ -142,5 +145,6 @@ def test_after_an_error_all_is_as_without_flexkv(
     rng = random.Random(1)
     for _ in itertools.repeat(None, ROUNDS):
         engine.play(rng)
-    assert engine.hit
     engine.assert_at_rest(place)
+    engine.leave()
+    assert engine.hit

@@ -8,6 +8,7 @@ decides. It sends each decision to the others within the same call, so that all 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class RankSide:
         self._chooser = chooser
         self._edge = edge
         self._before: str | None = None
+        self._closed = False
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
         self._seen: set[str] = set()
@@ -319,15 +321,21 @@ class RankSide:
             self.events.forget_all(self.epoch.end)
 
     def close(self, flush_seconds: float) -> None:
-        """End all copies and close the cache. Idempotent. Blocks that wait may be written to lower
-        tiers for `flush_seconds`."""
+        """End all copies; close the cache, which may write for `flush_seconds`. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.reset()
-        if self._awaited is not None:
-            self._awaited.end_all()
-        if self._followed is not None:
-            self._followed.close()
-        if self._cache is None or self._cache.close(flush_seconds):
-            self._worker.close()
+        with (
+            self._edge.guard("shutdown", "the kernel cleans up when the process ends"),
+            contextlib.ExitStack() as ends,
+        ):
+            # Each of them, also if another one fails.
+            ends.callback(self._leave, flush_seconds)
+            if self._followed is not None:
+                ends.callback(self._followed.close)
+            if self._awaited is not None:
+                ends.callback(self._awaited.end_all)
 
     @property
     def has_samples(self) -> bool:
@@ -341,6 +349,10 @@ class RankSide:
         if self._figures is not None:
             add(samples, self._figures.take())
         return samples
+
+    def _leave(self, flush_seconds: float) -> None:
+        if self._cache is None or self._cache.close(flush_seconds):
+            self._worker.close()
 
     def _worth_loading(self, rid: str, asked: int, found: int) -> int:
         """How many of the `found` pages in host memory to load; the engine computes the others."""
