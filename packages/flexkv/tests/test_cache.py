@@ -275,6 +275,34 @@ def test_a_reset_ends_all_pins() -> None:
         workers.arena.close()
 
 
+def test_an_error_at_the_end_of_one_transfer_loses_no_other(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, blocks of the other would be written for ever, and nobody would learn of its
+    end."""
+    cache = workers.cache
+    first, second = cache.store(keys("a"), [0]), cache.store(keys("b"), [0])
+    assert first is not None
+    assert second is not None
+    for transfer in (first, second):
+        workers.report(transfer, Status.DONE, Status.DONE)
+    finish = cache._finish_store
+
+    def fail(transfer: Transfer, count: int) -> None:
+        if transfer is first:
+            raise MemoryError
+        finish(transfer, count)
+
+    ended: list[Transfer] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_finish_store", fail)
+        with contextlib.suppress(MemoryError):
+            ended += cache.poll()
+        ended += cache.poll()
+    assert second in ended
+    assert cache.lookup(keys("b")) == 1
+
+
 class CacheModel(RuleBasedStateMachine):
     """The slots hold the key that was stored last, as bytes would: a hit must find its own."""
 

@@ -162,3 +162,22 @@ def test_what_a_reset_tier_gets_from_before_is_not_remembered(is_reset: bool) ->
         assert demoter.take(result) is block
     assert list(source.look(keys("a"))) == [None if is_reset else True]
     assert block.leases == 0
+
+
+def test_no_block_waits_for_one_that_a_tier_raised_at() -> None:
+    """Otherwise, all blocks behind it would be leased for ever, and the engine would never rest."""
+    with arena(16) as node:
+        first, write = node.add("ab"), node.tier.write
+
+        def fail(*_: object) -> int:
+            raise MemoryError
+
+        node.tier.write = fail  # type: ignore[assignment]
+        with pytest.raises(MemoryError):
+            node.offer("ab")
+        node.tier.write = write  # type: ignore[method-assign]
+        later = node.add("cde", parent="b")
+        node.offer("cde")
+        assert not node.demoter.busy
+        assert [block.leases for block in later] == [0, 0, 0]
+        node.index.release_unused(first)  # the tier may read them, so they were still leased
