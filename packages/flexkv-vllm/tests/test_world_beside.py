@@ -12,7 +12,9 @@ from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.request import RequestStatus
-from world_config import IN_MULTI
+from world_config import IN_MULTI, IN_TREE, PLUGIN
+
+from flexkv.mover import Direction
 
 TOKENS = 8 * BLOCK_TOKENS
 
@@ -44,15 +46,16 @@ class OtherConnector:
         monkeypatch.setattr(adapter, "get_finished", report)
 
 
+@pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
 @pytest.mark.parametrize(
     "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR], ids=lambda s: s.name
 )
 def test_what_another_connector_has_not_loaded_yet_is_not_stored(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, status: RequestStatus
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, status: RequestStatus, entry: str
 ) -> None:
     """vLLM counts the tokens of a load as computed as soon as it has begun. A request that ends
     then has nothing in its blocks."""
-    world = make_world()
+    world = make_world(entry=entry)
     prompt = random_prompt(random.Random(1), TOKENS)
     with monkeypatch.context() as patch:
         other = OtherConnector(world, patch)
@@ -62,6 +65,35 @@ def test_what_another_connector_has_not_loaded_yet_is_not_stored(
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert request.num_computed_tokens == TOKENS
         world.scheduler.finish_requests([request_id], status)
+        world.step()
+        other.ended.add(request_id)
+        world.run()
+    again = world.generate(prompt)
+    assert world.external_tokens[again] == 0
+    world.check_outputs()
+
+
+@pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
+def test_what_another_connector_loads_for_a_request_that_begins_anew_is_not_stored(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """It has run before vLLM took its blocks. What it stored then has failed."""
+    world = make_world(entry=entry)
+    rng = random.Random(2)
+    prompt = random_prompt(rng, TOKENS)
+    (late,) = world.slow_down(rng, polls=(0, 0))
+    late.failing, late.failure_rate = frozenset({Direction.STORE}), 1.0
+    request_id = world.add(prompt)
+    world.step()
+    assert world.outputs[request_id]
+    late.failure_rate = 0.0
+    assert world.restart(reset_connector=False)
+    with monkeypatch.context() as patch:
+        other = OtherConnector(world, patch)
+        world.step()
+        request = world.scheduler.requests[request_id]
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        world.abort(request_id)
         world.step()
         other.ended.add(request_id)
         world.run()
