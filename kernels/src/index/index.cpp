@@ -103,12 +103,12 @@ void Index::publish(const std::vector<Block*>& blocks) {
       free_.push_back(block->slot);
       continue;
     }
+    note(block->key);
+    policy_->inserted(block);  // what may raise comes first: the block is being written until then
     block->state = State::ready;
     table_.set_ready(block);
     block->used = used;
     ++ready_;
-    note(block->key);
-    policy_->inserted(block);
     if (block->evictable()) {
       policy_->released(block);
     }

@@ -31,6 +31,7 @@ from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
 from flexkv.adapter.cost import Span
+from flexkv.adapter.request import TrackedRequest
 from flexkv.transfer.fetch import Fetch
 from flexkv_vllm import identity
 
@@ -374,6 +375,33 @@ def test_the_rest_of_a_load_that_does_not_come_is_computed(
     world.run()
     hang.end()
     world.settle()
+    world.check_outputs()
+
+
+def test_blocks_that_come_in_the_step_of_a_first_part_are_ordered_in_the_next(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has one order for a request: a second one would take the place of the first."""
+    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
+    world = make_world(slots=14, disk_slots=100)
+    texts = prompts(14, 4)
+    fill(world, texts)
+    hang = Hang(world, free=2)
+    request_id = world.add(texts[0])
+    begin, parts = world.side._loads.begin, []
+
+    def come_meanwhile(tracked: TrackedRequest, *args: Any) -> None:
+        begin(tracked, *args)
+        parts.append(tracked.loading is not None)  # the rest is still read
+        fetch = tracked.waiting
+        hang.end()
+        wait_until(lambda: fetch is None or fetch.done, world.side._poll)
+
+    monkeypatch.setattr(world.side._loads, "begin", come_meanwhile)
+    world.run()
+    assert parts == [True]
+    assert world.cache.counters.loads >= 2
+    assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
     world.check_outputs()
 
 

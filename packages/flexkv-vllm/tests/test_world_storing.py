@@ -41,9 +41,14 @@ def test_a_step_stores_with_one_transfer(make_world: MakeWorld, windows: tuple[i
     assert [external(world, prompt) for prompt in prompts] == 3 * [5 * BLOCK_TOKENS]
 
 
-def test_each_prefix_of_a_store_begins_anew(make_world: MakeWorld) -> None:
-    """A block that is said to build on another request's would keep that one in host memory."""
-    world = make_world(num_blocks=100, slots=100, budget=512)
+@pytest.mark.parametrize("budget", [512, 64], ids=["at-once", "step-by-step"])
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+def test_each_prefix_of_a_store_begins_anew(
+    make_world: MakeWorld, windows: tuple[int, ...], budget: int
+) -> None:
+    """A block that is said to build on another request's would keep that one in host memory. One
+    that is said to begin a prefix would outlive the blocks that it builds on."""
+    world = make_world(num_blocks=100, slots=100, budget=budget, windows=windows)
     rng = random.Random(7)
     requests = [world.add(random_prompt(rng, 4 * BLOCK_TOKENS + 1)) for _ in range(3)]
     world.run()

@@ -17,7 +17,7 @@ from flexkv.eviction import (
     RequestContext,
     S3FIFOPolicy,
 )
-from flexkv.index import BlockIndex, block_index
+from flexkv.index import BlockIndex, BlockState, block_index, publish
 
 NUMBERS = count()
 
@@ -356,6 +356,19 @@ def test_what_a_policy_raises_is_raised() -> None:
         index.reserve(b"b", None)
 
 
+def test_blocks_that_an_error_keeps_from_being_ready_give_their_slots_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = block_index(3, FailingPolicy())
+    blocks = index.reserve_all([b"a", b"b", b"c"], [0, 1, 2], [0])
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="broken by the test"):
+        patched.setattr(FailingPolicy, "broken", b"b")
+        publish(index, blocks)
+    assert index.lookup([b"a"]) == 1
+    assert [block.state for block in blocks[1:]] == [BlockState.DROPPED] * 2
+    assert (index.free_slots, b"b" in index, b"c" in index) == (2, False, False)
+
+
 def test_a_policy_that_names_what_may_not_leave_is_refused() -> None:
     policy = FailingPolicy()
     policy.named = b"a"
@@ -369,9 +382,15 @@ def test_a_policy_that_names_what_may_not_leave_is_refused() -> None:
 
 
 class FailingPolicy(S3FIFOPolicy):
-    """Names one block, whether it may leave or not, or fails."""
+    """Names one block, whether it may leave or not, or fails; and fails at the block `broken`."""
 
     named: bytes | None = None
+    broken: bytes | None = None
+
+    def inserted(self, key: bytes, after: bytes | None) -> None:
+        if key == self.broken:
+            raise RuntimeError("broken by the test")
+        super().inserted(key, after)
 
     def victim(self, newcomer: bytes | None = None) -> bytes | None:
         if self.named is None:

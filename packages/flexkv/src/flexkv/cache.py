@@ -17,7 +17,7 @@ from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters, Latencies, TierCounters
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.host.arena import Arena
-from flexkv.index import Block, block_index
+from flexkv.index import Block, block_index, publish
 from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
 from flexkv.presence import Presence, presence_below
@@ -284,18 +284,13 @@ class KVCache:
 
     def poll(self) -> list[Transfer]:
         """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
-        Returns the loads and stores that have ended, with status DONE or FAILED."""
+        Returns the loads and stores that have ended, with status DONE or FAILED. If this raises,
+        the next call returns them."""
         self._below.poll()
-        finished = self._device.poll()
-        for transfer in finished:
-            count = len(transfer.blocks)
-            if transfer.direction is Direction.STORE:
-                self._finish_store(transfer, count)
-            else:
-                self._finish_load(transfer, count)
-        if any(transfer.status is Status.FAILED for transfer in finished) and not self._stopped:
+        ended = self._device.poll(self._finish)
+        if not self._stopped and any(each.status is Status.FAILED for each in ended):
             self._check_ranks()
-        return finished
+        return ended
 
     def pin(
         self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
@@ -376,9 +371,14 @@ class KVCache:
             ", ".join(map(str, stopped)),
         )
 
+    def _finish(self, transfer: Transfer) -> None:
+        stored = transfer.direction is Direction.STORE
+        finish = self._finish_store if stored else self._finish_load
+        finish(transfer, len(transfer.blocks))
+
     def _finish_store(self, transfer: Transfer, count: int) -> None:
         if transfer.status is Status.DONE:
-            self._index.publish(transfer.blocks)
+            publish(self._index, transfer.blocks)
             self._counters.stored_blocks += count
             self._counters.stored_bytes += count * self._block_bytes
         else:

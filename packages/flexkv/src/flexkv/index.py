@@ -244,3 +244,13 @@ def block_index(num_slots: int, policy: AnyPolicy) -> BlockIndex:
     asked = None if isinstance(policy, LRUPolicy) else policy
     index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked)
     return index
+
+
+def publish(index: BlockIndex, blocks: Sequence[Block]) -> None:
+    """Publish blocks as `BlockIndex.publish` does. If that raises, those that are not ready are
+    abandoned: nobody else would end their writes."""
+    try:
+        index.publish(blocks)
+    except BaseException:
+        index.abandon([block for block in blocks if block.state is BlockState.WRITING])
+        raise

@@ -7,6 +7,7 @@ The engine's workers copy. This module keeps the ordered transfers and reads the
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -62,11 +63,17 @@ class DeviceLink:
         self._board = board
         self._seconds = {Direction.LOAD: latencies.load, Direction.STORE: latencies.store}
         self._pending: dict[int, Transfer] = {}
+        self._ending: deque[Transfer] = deque()
+        self._ended: list[Transfer] = []
         self._next_id = 1
 
     def __len__(self) -> int:
         """The number of transfers under way."""
         return len(self._pending)
+
+    def __bool__(self) -> bool:
+        """Whether `poll` may find or return anything."""
+        return bool(self._pending or self._ending or self._ended)
 
     @property
     def loading_blocks(self) -> int:
@@ -102,19 +109,30 @@ class DeviceLink:
         del self._pending[transfer.id]
         self._board.give_back(transfer.cell)
 
-    def poll(self) -> list[Transfer]:
+    def poll(self, finish: Callable[[Transfer], None]) -> list[Transfer]:
         """The transfers that all ranks have reported since the last call; their status is DONE or
-        FAILED. Does not wait."""
-        finished = []
+        FAILED. Does not wait.
+
+        Args:
+            finish: called with each of them, once. If it raises, this raises; the next call goes on
+                with the other transfers and returns all.
+        """
+        reported = []
         for transfer in self._pending.values():
             status = self._board.status(transfer.cell)
             if status is not Status.PENDING:
                 transfer.status = status
-                finished.append(transfer)
-        for transfer in finished:
+                reported.append(transfer)
+        for transfer in reported:
             del self._pending[transfer.id]
             self._board.give_back(transfer.cell)
             if transfer.status is Status.DONE:
                 seconds = time.monotonic() - transfer.begun
                 self._seconds[transfer.direction].observe(seconds)
-        return finished
+        self._ending += reported
+        while self._ending:
+            transfer = self._ending.popleft()
+            self._ended.append(transfer)
+            finish(transfer)
+        ended, self._ended = self._ended, []
+        return ended

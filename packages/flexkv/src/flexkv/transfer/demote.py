@@ -75,6 +75,7 @@ class Demoter:
         self._slot_view = slot_view
         self._waiting: deque[Block] = deque()
         self._leaving: deque[Block] = deque()
+        self._unwritten: list[Block] = []  # until a call of `write_waiting` returns them
         self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
         self._writes: dict[int, dict[int, Block]] = {}
         # By key, without the writes that a reset has made worthless. Another block may have got
@@ -154,6 +155,9 @@ class Demoter:
         Returns:
             Blocks that waited or leave and are not written: the tier has them, or their parent does
             not reach it.
+
+        Raises:
+            Exception: what the tier raises. The next call returns the blocks of this one, too.
         """
         ended = self._follow_leaving(all_blocks)
         waiting = self._waiting
@@ -184,9 +188,11 @@ class Demoter:
                 self.source.counters.dropped_demotions += 1
             unwritten.append(block)
             del self._held[key]
-        self._write(list(batch.values()))
         self._index.release_unused(unwritten)
-        return ended + unwritten
+        self._unwritten += ended + unwritten
+        self._write(list(batch.values()))
+        ended, self._unwritten = self._unwritten, []
+        return ended
 
     def drop_newest(self) -> list[Block]:
         """Do not write the newest of the blocks that leave, or else of those that wait, about as
@@ -319,7 +325,15 @@ class Demoter:
         if not blocks:
             return
         views = [self._slot_view(block.slot) for block in blocks]
-        ticket = self.source.tier.write([block.key for block in blocks], views)
+        try:
+            ticket = self.source.tier.write([block.key for block in blocks], views)
+        except BaseException:
+            # The tier may read the slots all the same, so their leases stay. No block waits for
+            # these.
+            for block in blocks:
+                del self._held[block.key]
+            self.source.counters.failed_demotions += len(blocks)
+            raise
         self._writes[ticket] = dict(enumerate(blocks))
         self._writing.update((block.key, block) for block in blocks)
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of the blocks that a step of vLLM's gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+from flexkv_vllm.orders import StepMetadata
+
+
+def step_that_gives(*blocks: list[int]) -> SchedulerOutput:
+    """A step in which requests that nobody tracks get blocks."""
+    ids = [f"request {i}" for i in range(len(blocks))]
+    given: Any = [(each,) for each in blocks]
+    cached = CachedRequestData(
+        req_ids=ids,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=given,
+        num_computed_tokens=[0] * len(ids),
+        num_output_tokens=[0] * len(ids),
+    )
+    return dataclasses.replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=cached)
+
+
+@pytest.mark.parametrize(
+    ("others", "fenced"), [([], True), ([[]], True), ([[90]], False), ([[90], []], True)]
+)
+def test_stores_are_fenced_where_their_blocks_may_be_written_to(
+    make_world: MakeWorld, others: list[list[int]], fenced: bool
+) -> None:
+    """The first step gives a block that the store reads; the others give none of these. An entry
+    without blocks may be about any."""
+    world = make_world(num_blocks=100, slots=100, budget=512)
+    world.slow_down(random.Random(1), polls=(1_000_000, 1_000_000))
+    world.add(random_prompt(random.Random(2), 4 * BLOCK_TOKENS + 1), max_tokens=40)
+    world.step()
+    ((transfer_id, running),) = world.side._stores._running.items()
+    orders = StepMetadata()
+    given = others or [[max(running.engine_blocks)]]
+    world.side._tables.follow(step_that_gives(*given), orders)
+    assert orders.fences == ([transfer_id] if fenced else [])
