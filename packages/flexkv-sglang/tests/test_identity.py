@@ -67,6 +67,17 @@ def test_an_adapter_trained_anew_is_another_one(model: Path) -> None:
     assert identity(model, lora_paths=adapter(weights.parent)) != before
 
 
+def test_an_adapter_of_another_scale_is_another_one(model: Path) -> None:
+    folder = model / "adapter"
+    folder.mkdir()
+    (folder / "adapter.safetensors").write_bytes(b"1")
+    names = []
+    for alpha in (16, 16, 32):
+        (folder / "adapter_config.json").write_text(f'{{"r": 8, "lora_alpha": {alpha}}}')
+        names.append(identity(model, lora_paths=adapter(folder)))
+    assert names[0] == names[1] != names[2]
+
+
 def test_an_adapter_that_is_not_here_is_never_the_same(model: Path) -> None:
     elsewhere = adapter(model / "elsewhere")
     assert identity(model, lora_paths=elsewhere) != identity(model, lora_paths=elsewhere)

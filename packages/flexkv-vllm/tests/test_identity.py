@@ -236,6 +236,16 @@ def test_an_adapter_is_its_files(adapter: LoRARequest) -> None:
     assert identity.adapter_stamp(adapter) != first
 
 
+def test_an_adapter_of_another_scale_is_another_one(adapter: LoRARequest) -> None:
+    settings = Path(adapter.lora_path, "adapter_config.json")
+    stamps = []
+    for alpha in (16, 16, 32):
+        settings.write_text(f'{{"r": 8, "lora_alpha": {alpha}}}')
+        identity._stamp.cache_clear()
+        stamps.append(identity.adapter_stamp(adapter))
+    assert stamps[0] == stamps[1] != stamps[2]
+
+
 def test_an_adapter_that_is_not_here_is_another_one_in_every_process() -> None:
     elsewhere = LoRARequest("name", 1, "someone/something")
     first = identity.adapter_stamp(elsewhere)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flexkv.adapter.weights import digest, file_stamps, weight_files, weights_in
+from flexkv.adapter.weights import adapter_stamps, digest, file_stamps, weight_files
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -78,8 +78,7 @@ def _adapters(references: Iterable[Any]) -> list[str]:
     for reference in references:
         path = Path(str(reference.lora_path))
         # Without local files, FlexKV cannot know whether the next process has the same weights.
-        files = weights_in(path) if path.exists() else []
-        known = file_stamps(files) or [secrets.token_hex()]
+        known = adapter_stamps(path) or [secrets.token_hex()]
         parts += [str(reference.lora_name), str(path), *known]
     return parts
 

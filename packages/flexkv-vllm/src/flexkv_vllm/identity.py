@@ -21,12 +21,12 @@ from vllm.v1.core import kv_cache_utils
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.weights import (
+    adapter_stamps,
     digest,
     file_digests,
     file_stamps,
     processor_files,
     weight_files,
-    weights_in,
 )
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ _loads: Counter[tuple[str, str]] = Counter()
 def _stamp(name: str, path: str, load: int) -> bytes:
     """The stamp of an adapter's files as they are at the first call for a load."""
     # Without local files, FlexKV cannot know whether the next process has the same weights.
-    files = weights_in(Path(path)) if Path(path).exists() else []
-    known = file_stamps(files) or [secrets.token_hex()]
+    known = adapter_stamps(Path(path)) or [secrets.token_hex()]
     return bytes.fromhex(digest([name, path, *known]))
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from flexkv.adapter.weights import (
+    adapter_stamps,
     digest,
     file_digests,
     file_stamps,
@@ -71,3 +72,18 @@ def test_the_files_of_a_processor_count_by_their_bytes(tmp_path: Path) -> None:
     files[0].write_text("[]")
     assert file_digests(files) != before
     assert file_digests(files)[1:] == before[1:]
+
+
+def test_an_adapter_is_its_weights_and_how_they_are_applied(tmp_path: Path) -> None:
+    weights, settings = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    settings.write_text('{"lora_alpha": 16}')
+    assert adapter_stamps(tmp_path) == []
+    stamps = []
+    for size, alpha in ((1, 16), (1, 16), (1, 32), (2, 32)):
+        weights.write_bytes(b"w" * size)
+        os.utime(weights, ns=(1, 1))
+        settings.write_text(f'{{"lora_alpha": {alpha}}}')
+        stamps.append(adapter_stamps(tmp_path))
+    assert stamps[0] == stamps[1] != stamps[2] != stamps[3]
+    assert adapter_stamps(weights) == stamps[3][:1]
+    assert adapter_stamps(tmp_path / "elsewhere") == []

@@ -16,6 +16,9 @@ _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
 _PROCESSORS = "*processor_config.json"
 """Files by which engines prepare images, video and sound for a model."""
 
+_ADAPTERS = "adapter_config.json"
+"""File with the rank, the scale and the target modules of a LoRA adapter, beside its weights."""
+
 _BLOB = re.compile(r"[0-9a-f]{64}")
 """Name of a large file in the Hugging Face cache: its SHA-256."""
 
@@ -72,6 +75,20 @@ def file_stamps(files: Iterable[Path]) -> list[str]:
         OSError: a file cannot be examined.
     """
     return [f"{file.name} {file.stat().st_size} {_content(file)}" for file in files]
+
+
+def adapter_stamps(path: Path) -> list[str]:
+    """Describe the weights of a LoRA adapter, and the settings by which an engine applies them.
+    Empty if its weights are not on this machine.
+
+    Args:
+        path: of the adapter's folder, or of the file with its weights.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    weights = file_stamps(weights_in(path)) if path.exists() else []
+    return weights and [*weights, *file_digests(sorted(path.rglob(_ADAPTERS)))]
 
 
 def file_digests(files: Iterable[Path]) -> list[str]:
