@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm
 from vllm.config import MultiModalConfig, VllmConfig
 from vllm.lora.request import LoRARequest
@@ -79,16 +80,22 @@ def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -
     ("part", "name", "value"),
     [
         ("attention_config", "backend", "ANOTHER"),
+        ("attention_config", "backend_per_kind", {"sliding_window": "ANOTHER"}),
+        ("attention_config", "use_non_causal", True),
         ("model_config", "model", "/another/path"),
         ("model_config", "revision", "a-branch"),
         ("model_config", "dtype", "another"),
         ("model_config", "quantization", "another"),
+        ("model_config", "quantization_config", {"ignore": ["lm_head"]}),
+        ("model_config", "model_class_overrides", {"LlamaForCausalLM": "module:Class"}),
+        ("model_config", "code_revision", "a-branch"),
         ("cache_config", "cache_dtype", "another"),
         ("cache_config", "block_size", 7),
         ("cache_config", "prefix_caching_hash_algo", "another"),
         ("cache_config", "mamba_cache_dtype", "float16"),
         ("cache_config", "mamba_ssm_cache_dtype", "float16"),
         ("load_config", "load_format", "another"),
+        ("load_config", "model_loader_extra_config", {"tensorizer_uri": "s3://bucket/model"}),
     ],
 )
 def test_each_part_of_the_configuration_makes_another_model(
@@ -244,6 +251,37 @@ def test_an_adapter_of_another_scale_is_another_one(adapter: LoRARequest) -> Non
         identity._stamp.cache_clear()
         stamps.append(identity.adapter_stamp(adapter))
     assert stamps[0] == stamps[1] != stamps[2]
+
+
+def test_how_adapters_are_applied_counts(config: VllmConfig) -> None:
+    """vLLM may apply an adapter to some modules alone, or in another precision."""
+    names = [tuple(identity.model_identity(config))]
+    dtype = config.model_config.dtype
+    for lora_dtype, modules in (
+        (dtype, None),
+        (torch.float16, None),
+        (dtype, ["q_proj", "o_proj"]),
+        (dtype, ["o_proj", "q_proj"]),
+        (dtype, ["o_proj"]),
+    ):
+        lora = SimpleNamespace(lora_dtype=lora_dtype, target_modules=modules)
+        object.__setattr__(config, "lora_config", lora)
+        names.append(tuple(identity.model_identity(config)))
+    none, default, half, two, same_two, one = names
+    assert none == default
+    assert two == same_two
+    assert len({default, half, two, one}) == 4
+
+
+def test_blocks_of_scales_that_a_process_computes_are_not_kept(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+    with caplog.at_level(logging.WARNING, "flexkv.vllm"):
+        assert not identity.outlives_process(config)
+    assert "no blocks are kept on disk or shared" in caplog.text
+    object.__setattr__(config.cache_config, "calculate_kv_scales", False)
+    assert identity.outlives_process(config)
 
 
 def test_an_adapter_that_is_not_here_is_another_one_in_every_process() -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,13 @@ logger = logging.getLogger("flexkv.vllm")
 _STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 """Fields of vLLM's cache configuration that determine a page of a model with recurrent layers."""
 
+_MODEL_SETTINGS = ("quantization_config", "model_class_overrides", "code_revision")
+"""Fields of vLLM's model configuration that change what the same weights compute. vLLM before 0.26
+lacks some."""
+
+_ATTENTION_SETTINGS = ("backend_per_kind", "use_non_causal")
+"""Fields of vLLM's attention configuration that change pages beside `backend`."""
+
 _MEDIA_SETTINGS = (
     "media_io_kwargs",
     "mm_processor_kwargs",
@@ -66,6 +74,10 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
         str(model.dtype),
         str(model.quantization),
         digest([model.hf_config.to_json_string()]),
+        *_set_fields(model, _MODEL_SETTINGS),
+        *_set_fields(vllm_config.attention_config, _ATTENTION_SETTINGS),
+        *_set_fields(vllm_config.load_config, ("model_loader_extra_config",)),
+        *_adapter_traits(vllm_config),
         *_length_traits(vllm_config),
         *_media_traits(vllm_config),
         _weights(vllm_config),
@@ -85,6 +97,12 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
             "Hugging Face cache, and cannot notice when they change; no blocks are kept on disk "
             "or shared",
             model.model,
+        )
+        return False
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # before vLLM 0.32
+        logger.warning(
+            "--calculate-kv-scales: vLLM scales its KV cache by the first prompts of each process; "
+            "no blocks are kept on disk or shared; use a checkpoint that has scales"
         )
         return False
     if _counts_media(vllm_config):
@@ -164,6 +182,25 @@ def _weights(vllm_config: VllmConfig) -> str:
     stamps = file_stamps(weight_files(model.model, model.revision))
     seed = [str(model.seed)] if _is_dummy(vllm_config) else []
     return digest([str(load.load_format), *seed, *stamps])
+
+
+def _set_fields(config: object, names: Iterable[str]) -> list[str]:
+    """The fields of a configuration that the user has set."""
+    return [f"{name} {value}" for name in names if (value := getattr(config, name, None))]
+
+
+def _adapter_traits(vllm_config: VllmConfig) -> list[str]:
+    """How vLLM applies LoRA adapters, if not as their files say."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return []
+    traits = []
+    if lora.lora_dtype not in ("auto", vllm_config.model_config.dtype):
+        traits.append(f"adapters {lora.lora_dtype}")
+    modules = getattr(lora, "target_modules", None)
+    if modules is not None:
+        traits.append(f"adapters of {sorted(modules)}")
+    return traits
 
 
 def _length_traits(vllm_config: VllmConfig) -> list[str]:
