@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine_world import MakeWorld, World, random_prompt
@@ -24,10 +25,12 @@ HIT = 6 * BLOCK_TOKENS
 CHANGES = ["reload_weights", "update_weights", "finish_weight_update", "sync_policy_weights"]
 
 
-def call_workers(method: object, effect: Callable[[], None] = lambda: None) -> None:
+def call_workers(
+    method: object, effect: Callable[[], None] = lambda: None, args: tuple[object, ...] = ()
+) -> None:
     """vLLM's engine core calls `method` in workers on which it has this effect."""
     executor = SimpleNamespace(collective_rpc=lambda *_: effect())
-    EngineCore.collective_rpc(SimpleNamespace(model_executor=executor), method)
+    EngineCore.collective_rpc(SimpleNamespace(model_executor=executor), method, None, args)
 
 
 def change_weights(world: World, method: object = "reload_weights") -> None:
@@ -144,6 +147,41 @@ def test_a_function_is_known_by_its_name(
     change_weights(world, function)
     assert hits(world, prompt) == 0
     world.check_outputs()
+
+
+def into(model: Any) -> None:
+    model.load_weights([("a", "tensor")])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [load_new_weights, into, functools.partial(into), lambda model: model.load_state_dict({})],
+    ids=["name", "call", "partial", "lambda"],
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_function_that_loads_weights_into_the_model_changes_them(
+    make_world: MakeWorld, prompt: list[int], function: object, *, by_name: bool
+) -> None:
+    """As `LLM.apply_model` passes one."""
+    world = make_world()
+    world.generate(prompt)
+    executor = SimpleNamespace(collective_rpc=lambda *_: setattr(world, "weights", b"new"))
+    given = {"args": (function,)} if by_name else {}
+    positional = () if by_name else (None, (function,))
+    core = SimpleNamespace(model_executor=executor)
+    EngineCore.collective_rpc(core, "apply_model", *positional, **given)
+    assert hits(world, prompt) == 0
+    world.check_outputs()
+
+
+def test_a_function_that_looks_at_the_model_keeps_all_blocks(
+    make_world: MakeWorld, prompt: list[int]
+) -> None:
+    world = make_world()
+    world.generate(prompt)
+    call_workers("apply_model", args=(lambda model: model.lm_head.weight.shape,))
+    call_workers("apply_model", args=(len, "load_weights"))
+    assert hits(world, prompt) == HIT
 
 
 @pytest.mark.parametrize("method", ["probe_scrub", "compute_weight_checksums"])

@@ -2,15 +2,18 @@
 """Tells caches that the weights of a running vLLM were replaced, so that they discard all blocks.
 
 vLLM replaces weights by methods of its workers (`reload_weights`, `update_weights`, and those that
-users add for reinforcement learning), and tells connectors nothing of it. Nor does it tell them
-that a LoRA adapter is loaded again from the same path.
+users add for reinforcement learning) or by functions that it applies to the model (`apply_model`),
+and tells connectors nothing of it. Nor does it tell them that a LoRA adapter is loaded again from
+the same path.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 from flexkv_vllm.compat.patches import call_after_adapter_loads, call_after_rpcs
@@ -27,12 +30,16 @@ _HARMLESS = frozenset(
 """vLLM's methods that are named after weights and change none."""
 
 
+_LOADS = frozenset({"load_weights", "load_state_dict"})
+"""Methods by which functions that vLLM applies to its model change weights."""
+
 _discards: list[weakref.WeakMethod[Callable[[], object]]] = []
 
 
 def watch_weights(discard: Callable[[], object]) -> None:
     """Call `discard` from now on when a method with `weight` in its name has run in the workers, or
-    vLLM has loaded a LoRA adapter whose files have changed since its last load.
+    a function that loads weights, or vLLM has loaded a LoRA adapter whose files have changed since
+    its last load.
 
     Which engine of this process ran it is not distinguished.
 
@@ -45,9 +52,20 @@ def watch_weights(discard: Callable[[], object]) -> None:
     call_after_adapter_loads(_loaded)
 
 
-def _ran(method: str) -> None:
-    if "weight" in method.lower() and method not in _HARMLESS:
+def _ran(method: str, arguments: Sequence[object]) -> None:
+    changes = "weight" in method.lower() and method not in _HARMLESS
+    if changes or any(_loads_weights(each) for each in arguments):
         _discard_all(f"the workers of vLLM ran {method}")
+
+
+def _loads_weights(function: object) -> bool:
+    """Whether an argument is a function that is named after weights, or loads them."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, FunctionType):
+        return False
+    named = "weight" in function.__name__.lower()
+    return named or not _LOADS.isdisjoint(function.__code__.co_names)
 
 
 def _loaded(adapter: LoRARequest) -> None:

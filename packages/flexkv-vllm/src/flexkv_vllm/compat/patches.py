@@ -7,7 +7,7 @@ vLLM may change any of them without notice. Callers handle the names that a rele
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -167,10 +167,10 @@ def offer_only_what_was_computed() -> None:
     connector._calc_num_offloadable_tokens = count_computed
 
 
-def call_after_rpcs(after: Callable[[str], None]) -> None:
-    """Make vLLM's engine core call `after` with the name of each method that it has called in its
-    workers on behalf of a user. `after` runs on the scheduler's thread, between two steps, also if
-    the method raised. A second call changes nothing."""
+def call_after_rpcs(after: Callable[[str, Sequence[object]], None]) -> None:
+    """Make vLLM's engine core call `after` with the name and the arguments of each method that it
+    has called in its workers on behalf of a user. `after` runs on the scheduler's thread, between
+    two steps, also if the method raised. A second call changes nothing."""
     from vllm.v1.engine.core import EngineCore
 
     call_workers: Any = EngineCore.collective_rpc
@@ -183,7 +183,9 @@ def call_after_rpcs(after: Callable[[str], None]) -> None:
             return call_workers(self, method, *args, **kwargs)
         finally:
             # Users may pass functions. A `functools.partial` has no name, but shows its function.
-            after(method if isinstance(method, str) else getattr(method, "__name__", repr(method)))
+            name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+            # As vLLM names them; the first of `args` is a timeout.
+            after(name, kwargs.get("args") or next(iter(args[1:2]), None) or ())
 
     EngineCore.collective_rpc = call_and_tell
 
