@@ -199,6 +199,51 @@ def test_a_block_that_vllm_zeroes_first_is_not_stored(
     assert world.external_tokens[again] == 0
 
 
+@pytest.mark.skipif(
+    "kv_cache_block_copies" not in SchedulerOutput.__dataclass_fields__,
+    reason="vLLM copies blocks from 0.31 on",
+)
+def test_a_block_that_vllm_copies_another_to_is_not_stored(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it keeps a recurrent state in its prefix cache: no request has the block."""
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    world = make_world(num_blocks=64)
+    rng = random.Random(6)
+    (late,) = world.slow_down(rng, polls=NOT_BEFORE_SOMEBODY_WAITS)
+    prompt = random_prompt(rng, 100)
+    world.generate(prompt, max_tokens=1)
+    (rank,) = world.ranks
+    (store,) = world.side._stores._running.values()
+    pool = world.scheduler.kv_cache_manager.block_pool.blocks
+    free = min(store.engine_blocks)
+    assert pool[free].ref_cnt == 0
+    build, fence = world.connector.build_connector_meta, rank.adapter.fence
+
+    def build_with_copy(output: SchedulerOutput) -> Any:
+        copies = [KVCacheBlockCopy(src_block_id=0, dst_block_id=free)]
+        return build(dataclasses.replace(output, kv_cache_block_copies=copies))
+
+    def fence_late(metadata: Any) -> None:
+        for pages in rank.pages.values():
+            pages[free] = 0
+        fence(metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.connector, "build_connector_meta", build_with_copy)
+        patch.setattr(type(rank.adapter), "fence", lambda _, metadata: fence_late(metadata))
+        world.add(random_prompt(rng, BLOCK_TOKENS), max_tokens=1)
+        world.step()
+        assert all(free not in table for tables in rank.tables.values() for table in tables)
+        world.run()
+    late.polls = (0, 0)
+    world.forget()
+    again = world.generate(prompt)
+    world.check_outputs()
+    assert world.external_tokens[again] == 0
+
+
 def test_a_load_waits_for_the_stores_that_read_its_blocks(make_world: MakeWorld) -> None:
     world = make_world(num_blocks=40, budget=512)
     rng = random.Random(7)

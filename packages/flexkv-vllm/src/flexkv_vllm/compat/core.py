@@ -135,9 +135,14 @@ def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, in
 
 
 def zeroed_blocks(output: SchedulerOutput) -> list[int] | None:
-    """Blocks that vLLM zeroes in a step, possibly before workers get the step's fences; None if
-    there are none."""
-    return getattr(output, "new_block_ids_to_zero", None)
+    """Blocks that vLLM zeroes in a step, or copies others to (from 0.31 on), possibly before
+    workers get the step's fences; None if there are none. Copies also go to blocks that no request
+    has: vLLM keeps a state in its prefix cache that way."""
+    zeroed: list[int] | None = getattr(output, "new_block_ids_to_zero", None)
+    copies = getattr(output, "kv_cache_block_copies", None)
+    if not copies:
+        return zeroed
+    return [*(zeroed or ()), *(destination for _, destination in copies)]
 
 
 _NAME_NO_BLOCKS = {
