@@ -31,14 +31,11 @@ from staged_workers import StagedWorkers, Step
 from standstill import step_to_end
 from texts import Text
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -55,6 +52,7 @@ from world_config import (
     disk_settings,
     layers_of_stage,
     make_config,
+    make_hasher,
     make_kv_cache_config,
 )
 
@@ -105,6 +103,8 @@ class World(StagedWorkers):
         closing: what is to be done before the world closes.
     """
 
+    hash_tokens = BLOCK_TOKENS  # of one of vLLM's block hashes
+
     def __init__(
         self,
         directory: Path,
@@ -153,7 +153,7 @@ class World(StagedWorkers):
         self.stages = stages
         self.lag = lag
         self.closing = contextlib.ExitStack()
-        kv_cache_config = make_kv_cache_config(num_blocks, windows, ranks, drafts)
+        kv_cache_config = self._make_kv_cache_config(ranks)
         self.ranks = self._start_ranks(ranks, kv_cache_config)
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler: Scheduler = scheduler_class(
@@ -161,7 +161,7 @@ class World(StagedWorkers):
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.vllm_config),
             block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
+            hash_block_size=self.hash_tokens,
             log_stats=True,
         )
         self.computed_seconds = 0.0
@@ -169,7 +169,7 @@ class World(StagedWorkers):
         self.recorder = EventRecorder()
         self.scheduler.kv_event_publisher = self.recorder
         self.aggregator = KVOutputAggregator(len(self.ranks))
-        self.hasher = make_hasher(self.vllm_config)
+        self.hasher = make_hasher(self.vllm_config, self.hash_tokens)
         self.weights = b""
         self.steps: deque[Step] = deque()
         self.requests: dict[str, Request] = {}
@@ -180,6 +180,9 @@ class World(StagedWorkers):
         self.preemptions = 0
         self.late_movers: list[LateMover] = []
         self.closed = False
+
+    def _make_kv_cache_config(self, ranks: int) -> KVCacheConfig:
+        return make_kv_cache_config(self.num_blocks, self.windows, ranks, self.drafts)
 
     def _set_clock(self) -> None:
         """FlexKV sees steps take as long as their tokens do, and not as this machine does."""
@@ -479,12 +482,6 @@ class World(StagedWorkers):
 
 MakeWorld = Callable[..., World]
 """The fixture `make_world`: closes what it made."""
-
-
-def make_hasher(vllm_config: VllmConfig) -> Callable[[Request], list[Any]]:
-    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_fn)
-    return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
 def run_together(actions: Sequence[Callable[[], object]]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from patience import PATIENCE_SECONDS
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -24,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from vllm.v1.request import Request
 
 from flexkv.tiers.disk.table import RECORD_BYTES
 
@@ -219,3 +222,9 @@ def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dic
         "kv_connector_module_path": entry,
         "kv_connector_extra_config": ours | settings,
     }
+
+
+def make_hasher(vllm_config: VllmConfig, hash_tokens: int) -> Callable[[Request], list[Any]]:
+    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    return get_request_block_hasher(hash_tokens, hash_fn)
