@@ -20,6 +20,7 @@ from world_config import IN_TREE
 from flexkv.adapter.load_choice import Left, LoadChoice
 from flexkv.adapter.orders import StepOrders
 from flexkv.index import Block, BlockIndex
+from flexkv.mover import Status
 from packages.tier_blocks import ready_blocks
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
@@ -329,3 +330,31 @@ def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
     assert (counters.loads, counters.stores) == begun
     assert counters.fetched_blocks == fetched
     world.check_outputs()
+
+
+def test_an_error_with_one_ended_copy_hides_no_other(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(num_blocks=100, slots=100, budget=512)
+    world.slow_down(random.Random(1), polls=NOT_BEFORE_SOMEBODY_WAITS)
+    for seed in (2, 3):
+        world.add(random_prompt(random.Random(seed), 4 * BLOCK_TOKENS + 1), max_tokens=40)
+        world.step()
+    stores, loads = world.side._stores._running, world.side._loads
+    first, _ = stores
+    ended = loads.ended
+    monkeypatch.setattr(loads, "ended", lambda each: broken() if each.id == first else ended(each))
+    device = world.cache._device
+    cells = [transfer.cell for transfer in device._pending.values()]
+    statuses = {device._board.status(cell) for cell in cells}
+    assert statuses == {Status.PENDING}
+    for late in world.late_movers:
+        late.catch_up()
+    wait_until(
+        lambda: {device._board.status(cell) for cell in cells} == {Status.DONE}, lambda: None
+    )
+    with pytest.raises(RuntimeError, match="broken by the test"):
+        world.side._poll()
+    assert len(stores) == 1
+    world.side._poll()
+    assert len(stores) == 0

@@ -361,8 +361,8 @@ def test_blocks_that_an_error_keeps_from_being_ready_give_their_slots_back(
 ) -> None:
     index = block_index(3, FailingPolicy())
     blocks = index.reserve_all([b"a", b"b", b"c"], [0, 1, 2], [0])
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="broken by the test"):
-        patched.setattr(FailingPolicy, "broken", b"b")
+    monkeypatch.setattr(FailingPolicy, "broken", b"b")
+    with pytest.raises(RuntimeError, match="broken by the test"):
         publish(index, blocks)
     assert index.lookup([b"a"]) == 1
     assert [block.state for block in blocks[1:]] == [BlockState.DROPPED] * 2

@@ -14,7 +14,7 @@ from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.storing import Stores
 from flexkv.adapter.tables import extend_tables
-from flexkv_vllm.compat.core import offered_states, zeroed_blocks
+from flexkv_vllm.compat.core import offered_states, overwritten_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -91,9 +91,9 @@ class BlockTables:
             self._stores.fence_all(orders)
         if written and self._stores.under_way:
             self._stores.fence(written, orders)
-        zeroed = zeroed_blocks(output)
-        if zeroed and self._stores.under_way:
-            self._stores.discard(zeroed)
+        overwritten = overwritten_blocks(output)
+        if overwritten and self._stores.under_way:
+            self._stores.discard(overwritten)
 
     @staticmethod
     def states_after(output: SchedulerOutput) -> States:

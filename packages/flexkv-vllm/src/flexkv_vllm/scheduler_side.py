@@ -7,6 +7,7 @@ Runs inside vLLM's scheduler loop. Nothing here waits for anything.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.transfer.copies import Transfer
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -78,6 +80,7 @@ class SchedulerSide:
         )
         self._idle_steps = IdleSteps()
         self._pool: Pool | None = None
+        self._ended: deque[Transfer] = deque()
 
     @property
     def tracked_requests(self) -> int:
@@ -267,10 +270,12 @@ class SchedulerSide:
         logger.info("FlexKV ends: %s", text or "never used")
 
     def _poll(self) -> None:
-        if not self._cache.busy:
+        if not (self._cache.busy or self._ended):
             return
         self.figures.note_activity()
-        for transfer in self._cache.poll():
+        self._ended += self._cache.poll()
+        while self._ended:
+            transfer = self._ended.popleft()  # an error with it keeps no other one from its end
             self._stores.ended(transfer)
             self._loads.ended(transfer)
 

@@ -134,7 +134,7 @@ def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, in
     return {} if state is None else state.boundary_state_offloads
 
 
-def zeroed_blocks(output: SchedulerOutput) -> list[int] | None:
+def overwritten_blocks(output: SchedulerOutput) -> list[int] | None:
     """Blocks that vLLM zeroes in a step, or copies others to (from 0.31 on), possibly before
     workers get the step's fences; None if there are none. Copies also go to blocks that no request
     has: vLLM keeps a state in its prefix cache that way."""
@@ -185,7 +185,7 @@ def knows_used_blocks() -> bool:
 def blocks_beside_requests(output: SchedulerOutput) -> list[int]:
     """Blocks that a step uses before its forward pass: zeroed ones, and those that vLLM copies to
     others (from 0.31 on) or that hold copies."""
-    used = list(zeroed_blocks(output) or ())
+    used = list(overwritten_blocks(output) or ())
     for copy in getattr(output, "kv_cache_block_copies", None) or ():
         used += copy
     return used
