@@ -67,9 +67,9 @@ class Fetches:
         return None
 
     @staticmethod
-    def has(tracked: TrackedRequest) -> bool:
-        """Whether blocks are being fetched for the request, or were."""
-        return tracked.early is not None or tracked.waiting is not None
+    def has_begun(tracked: TrackedRequest) -> bool:
+        """Whether blocks are being fetched for the request, or were since the last `end`."""
+        return bool(tracked.early or tracked.waiting or tracked.awaited)
 
     @staticmethod
     def is_waiting(tracked: TrackedRequest) -> bool:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.engine import EnginePool, EngineRequest
 from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fetches import Fetches
-from flexkv.adapter.groups import Reach
+from flexkv.adapter.groups import Group, Reach
 from flexkv.adapter.hit_sources import fetched_blocks, slowest
 from flexkv.adapter.hits import full_reach, longest_hit
 from flexkv.adapter.load_choice import Left, LoadChooser
@@ -132,11 +132,15 @@ class Matcher:
         if tracked.plan is None and self._awaits_answers(tracked, limit):
             return None
         plan = self._plan(tracked, local_tokens, limit)
-        keys = flat(plan.wanted)
-        hit = plan.hit
-        awaited = hit
-        known = plan.in_host and plan is not tracked.plan and not self._fetches.has(tracked)
-        if keys and not known:
+        hit = awaited = plan.hit
+        keys: Sequence[bytes] = ()
+        if plan.in_host and plan is not tracked.plan and not self._fetches.has_begun(tracked):
+            blocks = self._count_needed(local_tokens, hit)
+        else:
+            wanted = plan.wanted or self._needed(tracked, local_tokens, hit)
+            keys = flat(wanted)
+            blocks = len(keys)
+        if keys:
 
             def is_worth_waiting(fetch: Fetch, _: int) -> bool:
                 nonlocal awaited
@@ -149,18 +153,19 @@ class Matcher:
                 return worth
 
             found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting)
-            self._describe_awaited(tracked, plan.wanted)
+            self._describe_awaited(tracked, wanted)
             if found is None:
                 tracked.plan = plan
                 return None
-            if found < len(keys):
+            if found < blocks:
                 in_host = Obtainable(self._cache, tracked, self._keys, below=False)
                 hit = longest_hit(self._groups, in_host, local_tokens, plan.limit)
                 keys = flat(self._needed(tracked, local_tokens, hit))
+                blocks = len(keys)
         tracked.plan = None
         span = Span(local_tokens, max(local_tokens, hit))
         left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
-        choice = self._chooser.choose_load(span, len(keys), whole=True, others=others)
+        choice = self._chooser.choose_load(span, blocks, whole=True, others=others)
         if choice.left is not None:
             left.append((choice.left, span.tokens))
         tokens = 0 if choice.left else span.tokens
@@ -177,23 +182,32 @@ class Matcher:
             return plan
         obtainable = self._obtainable(tracked)
         hit = longest_hit(self._groups, obtainable, local_tokens, limit)
-        reach = full_reach(self._groups, obtainable, local_tokens, limit)
-        junction = reach if reach > hit else 0
+        junction = 0
+        if limit - hit >= self._groups.alignment:  # else nothing reaches further
+            reach = full_reach(self._groups, obtainable, local_tokens, limit)
+            junction = reach if reach > hit else 0
         in_host = obtainable.in_host
-        return Plan(
-            local_tokens, limit, hit, junction, in_host, self._needed(tracked, local_tokens, hit)
-        )
+        wanted = [] if in_host else self._needed(tracked, local_tokens, hit)
+        return Plan(local_tokens, limit, hit, junction, in_host, wanted)
 
     def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[Wanted]:
         """Blocks to load for a hit that ends at `hit` tokens."""
-        wanted = []
+        return [
+            Wanted(group, start, self._keys.of(tracked, group, start, stop))
+            for group, start, stop in self._ranges(local_tokens, hit)
+        ]
+
+    def _count_needed(self, local_tokens: int, hit: int) -> int:
+        """The number of blocks of `_needed`."""
+        return sum(stop - start for _, start, stop in self._ranges(local_tokens, hit))
+
+    def _ranges(self, local_tokens: int, hit: int) -> Iterator[tuple[Group, int, int]]:
+        """The groups with blocks to load for a hit, with the range of these."""
         for group in self._groups.members:
             start = max(local_tokens // group.block_tokens, group.first_needed(hit))
             stop = hit // group.block_tokens
             if hit > local_tokens and stop > start:
-                keys = self._keys.of(tracked, group, start, stop)
-                wanted.append(Wanted(group, start, keys))
-        return wanted
+                yield group, start, stop
 
     def _obtainable(self, tracked: TrackedRequest) -> Obtainable:
         return Obtainable(self._cache, tracked, self._keys, below=True)
@@ -228,6 +242,8 @@ class Matcher:
         # No slice: it would touch all hashes, which are seldom in the processor's caches.
         hashes = request.block_hashes
         ends = range(step - 1, len(hashes), step)
+        if not ends or not pool.has(hashes[ends[0]], member.index):
+            return 0  # most new prompts
         count = bisect_left(ends, True, key=lambda end: not pool.has(hashes[end], member.index))
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 

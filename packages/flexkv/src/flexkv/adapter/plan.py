@@ -29,7 +29,7 @@ class Plan:
         hit: tokens of the hit.
         junction: as in `Match`.
         in_host: whether all blocks were in host memory when this was made.
-        wanted: the blocks for the hit.
+        wanted: the blocks for the hit; none if all are in host memory.
     """
 
     local_tokens: int
