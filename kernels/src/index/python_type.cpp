@@ -18,6 +18,7 @@ using flexkv::index::object_of;
 using flexkv::index::State;
 using flexkv::python::erased;
 using flexkv::python::guarded;
+using flexkv::python::Holder;
 using flexkv::python::Items;
 using flexkv::python::need_arguments;
 using flexkv::python::none;
@@ -29,12 +30,9 @@ using flexkv::python::share;
 
 PyTypeObject* block_type = nullptr;
 
-struct BlockIndex {
-  PyObject_HEAD
-  Index* index;
-};
+using Self = Holder<Index>;
 
-Index& of(PyObject* self) { return *reinterpret_cast<BlockIndex*>(self)->index; }
+Index& of(PyObject* self) { return Self::of(self); }
 
 Reference block_or_none(Block* block) {
   return share(block == nullptr ? Py_None : object_of(block));
@@ -285,19 +283,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     PyErr_Format(PyExc_ValueError, "%lld slots; allowed: 0 to %lld", slots, kMostSlots);
     return nullptr;
   }
-  return guarded([&] {
-    Reference made = own(PyType_GenericAlloc(type, 0));
-    reinterpret_cast<BlockIndex*>(made.get())->index =
-        new Index(static_cast<std::size_t>(slots), policy, block_type);
-    return made;
-  });
-}
-
-void destroy(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<BlockIndex*>(self)->index;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
+  return guarded(
+      [&] { return Self::make(type, static_cast<std::size_t>(slots), policy, block_type); });
 }
 
 PyMethodDef methods[] = {
@@ -339,7 +326,7 @@ PyGetSetDef properties[] = {
 
 PyType_Slot slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(Self::destroy)},
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
     {Py_sq_length, reinterpret_cast<void*>(length)},
@@ -347,7 +334,7 @@ PyType_Slot slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec spec = {"flexkv_kernels.block_index.BlockIndex", sizeof(BlockIndex), 0,
+PyType_Spec spec = {"flexkv_kernels.block_index.BlockIndex", sizeof(Self), 0,
                     Py_TPFLAGS_DEFAULT, slots};
 
 }  // namespace

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <new>
+#include <utility>
 
 #include "object.hpp"
 
@@ -38,5 +39,30 @@ template <typename Function>
 PyCFunction erased(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
+
+// An object of Python that owns a `T`.
+template <typename T>
+struct Holder {
+  PyObject_HEAD
+  T* held;
+
+  static T& of(PyObject* self) noexcept { return *reinterpret_cast<Holder*>(self)->held; }
+
+  // A new object of `type`. Throws PythonError, and what the constructor of `T` throws.
+  template <typename... Arguments>
+  static Reference make(PyTypeObject* type, Arguments&&... arguments) {
+    Reference made = own(PyType_GenericAlloc(type, 0));
+    reinterpret_cast<Holder*>(made.get())->held = new T(std::forward<Arguments>(arguments)...);
+    return made;
+  }
+
+  // For the slot `tp_dealloc`.
+  static void destroy(PyObject* self) noexcept {
+    PyTypeObject* const type = Py_TYPE(self);
+    delete reinterpret_cast<Holder*>(self)->held;
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+  }
+};
 
 }  // namespace flexkv::python

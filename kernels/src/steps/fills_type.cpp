@@ -14,6 +14,7 @@ namespace {
 
 using flexkv::python::erased;
 using flexkv::python::guarded;
+using flexkv::python::Holder;
 using flexkv::python::Items;
 using flexkv::python::need_arguments;
 using flexkv::python::none;
@@ -227,12 +228,9 @@ class Calendar {
   std::unordered_map<Py_ssize_t, std::vector<Reference>> due_;  // by step
 };
 
-struct FillCalendar {
-  PyObject_HEAD
-  Calendar* calendar;
-};
+using Self = Holder<Calendar>;
 
-Calendar& of(PyObject* self) { return *reinterpret_cast<FillCalendar*>(self)->calendar; }
+Calendar& of(PyObject* self) { return Self::of(self); }
 
 PyObject* watch(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
@@ -278,18 +276,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     for (Py_ssize_t i = 0; i < items.size(); ++i) {
       tokens.push_back(number_of(items[i]));
     }
-    Reference made = own(PyType_GenericAlloc(type, 0));
-    reinterpret_cast<FillCalendar*>(made.get())->calendar =
-        new Calendar(std::move(tokens), alignment);
-    return made;
+    return Self::make(type, std::move(tokens), alignment);
   });
-}
-
-void destroy(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<FillCalendar*>(self)->calendar;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
 }
 
 PyMethodDef methods[] = {
@@ -301,12 +289,12 @@ PyMethodDef methods[] = {
 
 PyType_Slot slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(Self::destroy)},
     {Py_tp_methods, methods},
     {0, nullptr},
 };
 
-PyType_Spec spec = {"flexkv_kernels.steps.FillCalendar", sizeof(FillCalendar), 0,
+PyType_Spec spec = {"flexkv_kernels.steps.FillCalendar", sizeof(Self), 0,
                     Py_TPFLAGS_DEFAULT, slots};
 
 }  // namespace

@@ -12,6 +12,7 @@ namespace {
 
 using flexkv::python::erased;
 using flexkv::python::guarded;
+using flexkv::python::Holder;
 using flexkv::python::Items;
 using flexkv::python::need_arguments;
 using flexkv::python::none;
@@ -160,12 +161,9 @@ class Requests {
   bool lost_ = false;
 };
 
-struct BlockUses {
-  PyObject_HEAD
-  Requests* requests;
-};
+using Self = Holder<Requests>;
 
-Requests& of(PyObject* self) { return *reinterpret_cast<BlockUses*>(self)->requests; }
+Requests& of(PyObject* self) { return Self::of(self); }
 
 PyObject* begin_step(PyObject* self, PyObject* ended) {
   return guarded([&] {
@@ -248,18 +246,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   if (PyArg_ParseTuple(args, "") == 0) {
     return nullptr;
   }
-  return guarded([&] {
-    Reference made = own(PyType_GenericAlloc(type, 0));
-    reinterpret_cast<BlockUses*>(made.get())->requests = new Requests();
-    return made;
-  });
-}
-
-void destroy(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<BlockUses*>(self)->requests;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
+  return guarded([&] { return Self::make(type); });
 }
 
 PyMethodDef methods[] = {
@@ -280,13 +267,13 @@ PyGetSetDef properties[] = {
 
 PyType_Slot slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(Self::destroy)},
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
     {0, nullptr},
 };
 
-PyType_Spec spec = {"flexkv_kernels.steps.BlockUses", sizeof(BlockUses), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec spec = {"flexkv_kernels.steps.BlockUses", sizeof(Self), 0, Py_TPFLAGS_DEFAULT,
                     slots};
 
 }  // namespace
