@@ -144,7 +144,9 @@ class Demoter:
         blocks = index.lease(keys)
         if blocks is None:
             keys = list(itertools.compress(keys, index.present(keys)))
-            blocks = index.lease(keys) or []
+            blocks = index.lease(keys)
+        if blocks is None:
+            return  # `present` compares hashes of keys, `lease` keys
         held.update(zip(keys, blocks, strict=True))
         self._waiting.extend(blocks)
 
