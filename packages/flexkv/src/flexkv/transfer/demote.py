@@ -86,8 +86,9 @@ class Demoter:
 
     @property
     def busy(self) -> bool:
-        """Whether a block waits, or its write has no result yet."""
-        return bool(self._waiting or self._writes or self._leaving)
+        """Whether a block waits, its write has no result yet, or `write_waiting` has to return
+        it."""
+        return bool(self._waiting or self._writes or self._leaving or self._unwritten)
 
     @property
     def waiting_blocks(self) -> int:
