@@ -7,7 +7,6 @@ Runs inside vLLM's scheduler loop. Nothing here waits for anything.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
-from flexkv.transfer.copies import Transfer
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -80,7 +78,6 @@ class SchedulerSide:
         )
         self._idle_steps = IdleSteps()
         self._pool: Pool | None = None
-        self._ended: deque[Transfer] = deque()
 
     @property
     def tracked_requests(self) -> int:
@@ -270,12 +267,10 @@ class SchedulerSide:
         logger.info("FlexKV ends: %s", text or "never used")
 
     def _poll(self) -> None:
-        if not (self._cache.busy or self._ended):
+        if not self._engine.busy:
             return
         self.figures.note_activity()
-        self._ended += self._cache.poll()
-        while self._ended:
-            transfer = self._ended.popleft()  # an error with it keeps no other one from its end
+        for transfer in self._engine.take_ended():
             self._stores.ended(transfer)
             self._loads.ended(transfer)
 

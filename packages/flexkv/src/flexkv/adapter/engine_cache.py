@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from flexkv.adapter.engine import Describe
 from flexkv.adapter.groups import Groups
@@ -12,6 +14,7 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.recorder import Recorder
 from flexkv.cache import KVCache
 from flexkv.host.session import Session
+from flexkv.transfer.copies import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,19 @@ class EngineCache:
     edge: Edge
     describe: Describe | None = None
     recorder: Recorder | None = None
+    _ended: deque[Transfer] = field(default_factory=deque, init=False, repr=False)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `take_ended` may find anything."""
+        return bool(self._ended) or self.cache.busy
+
+    def take_ended(self) -> Iterator[Transfer]:
+        """Poll the cache, and yield the loads and stores that have ended. The next call yields
+        those that an error of the caller kept it from."""
+        self._ended.extend(self.cache.poll())
+        while self._ended:
+            yield self._ended.popleft()
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.
