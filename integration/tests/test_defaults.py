@@ -36,7 +36,7 @@ def engine(
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
-    """Other processes compute on the cores, as many as there are in most tests' machines."""
+    """Two other processes compute on the cores of the engine."""
     spin = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(spin) for _ in range(2)]
     try:

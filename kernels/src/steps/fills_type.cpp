@@ -113,8 +113,8 @@ class Calendar {
     return {start, stop};
   }
 
-  // A list of requests with the tokens that fill blocks of theirs. After an error all other requests
-  // are watched on.
+  // A list of requests with the tokens that fill blocks of theirs. After an error with one request,
+  // all others are watched on.
   Reference take(const Step& step, bool several) {
     ++step_;
     Reference found = own(PyList_New(0));
