@@ -18,6 +18,7 @@ def writing_blocks(index: BlockIndex) -> dict[bytes, Block]:
 
 def assert_no_slot_is_lost(index: BlockIndex) -> None:
     """Each slot is free, or has one block that is ready."""
+    index.sweep(index.num_slots)
     slots = {block.slot for block in ready_blocks(index).values()}
     assert len(slots) == len(index) == index.num_slots - index.free_slots
     assert slots <= set(range(index.num_slots))

@@ -71,16 +71,14 @@ class BlockTable {
 
   void remove(std::uint32_t block) noexcept;
 
-  // Calls `drop` with each key's object, and is empty then.
-  template <typename Drop>
-  void clear(Drop drop) {
-    for (std::uint32_t& slot : slots_) {
+  // Calls `function` with each key's object.
+  template <typename Function>
+  void for_each_key(Function function) const {
+    for (const std::uint32_t slot : slots_) {
       if (slot != 0) {
-        drop(blocks_[block_of(slot)].key);
-        slot = 0;
+        function(blocks_[block_of(slot)].key);
       }
     }
-    free_all();
   }
 
   std::size_t bytes() const noexcept {
@@ -88,7 +86,6 @@ class BlockTable {
   }
 
  private:
-  void free_all() noexcept;
   std::uint32_t tagged(std::uint32_t block) const noexcept {
     return (blocks_[block].digest << number_bits_) | (block + 1);
   }

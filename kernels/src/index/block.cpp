@@ -13,7 +13,7 @@ PyObject* states_of_blocks[3];
 
 PyObject* get_state(PyObject* self, void*) {
   PyObject* const state =
-      states_of_blocks[static_cast<int>(reinterpret_cast<Block*>(self)->state)];
+      states_of_blocks[static_cast<int>(reinterpret_cast<Block*>(self)->state_now())];
   Py_INCREF(state);
   return state;
 }
@@ -79,7 +79,8 @@ PyTypeObject* make_block_type(PyObject* states) {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent) {
+Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent,
+                  const Epoch* now) {
   auto* const block = reinterpret_cast<Block*>(PyType_GenericAlloc(type, 0));  // zeroed
   if (block == nullptr) {
     throw PythonError{};
@@ -89,6 +90,8 @@ Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* pare
   block->key = key;
   block->parent = parent;
   block->hash = hash;
+  block->now = now;
+  block->epoch = *now;
   block->slot = -1;
   return block;
 }

@@ -17,20 +17,37 @@ using python::share;
 
 enum class State : std::uint8_t { writing, ready, dropped };
 
+// The time between two resets of an index. Its number begins again after eight of them.
+using Epoch = std::uint8_t;
+inline constexpr Epoch kEpochs = 8;
+
 struct Block {
   PyObject_HEAD
   PyObject* key;  // owned; bytes
-  State state;    // beside the key: a lookup reads both, seldom from the processor's caches
+  State state;    // before a reset; see `state_now`
+  bool leaving;   // whether `lease_victim` leased it
+  bool was_used;  // whether it was used since then
+  Epoch epoch;    // of the index when it entered
   int slot;
   Block* parent;  // owned; the block that it builds on, or null
   Py_hash_t hash;
-  long long used;     // number of its last use
-  long long leaving;  // its `used` when `lease_victim` leased it, or 0
+  long long used;    // number of its last use
+  const Epoch* now;  // the epoch of its index, which clears `state` before it ends
   int leases;
   int pins;
   int children;  // blocks with a slot that build on it, without those that `lease_victim` leased
 
-  // Whether the block may be evicted. The policy knows every other block as held.
+  // Whether a reset has dropped the block, and the index has not yet noticed.
+  bool is_stale() const noexcept { return state != State::dropped && epoch != *now; }
+
+  State state_now() const noexcept { return is_stale() ? State::dropped : state; }
+
+  void use(long long number) noexcept {
+    used = number;
+    was_used = true;
+  }
+
+  // Whether the block, which is not stale, may be evicted. The policy knows every other as held.
   bool evictable() const noexcept {
     return state == State::ready && leases == 0 && children == 0 && pins == 0;
   }
@@ -39,8 +56,9 @@ struct Block {
 // The type of blocks, which have one of these three objects as their `state`. Throws PythonError.
 PyTypeObject* make_block_type(PyObject* states);
 
-// A new reference to a block in state writing. Throws PythonError.
-Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent);
+// A new reference to a block in state writing. `now` is the epoch of its index. Throws PythonError.
+Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent,
+                  const Epoch* now);
 
 inline PyObject* object_of(Block* block) noexcept { return reinterpret_cast<PyObject*>(block); }
 

@@ -19,7 +19,7 @@ Index::Index(std::size_t slots, PyObject* policy, PyTypeObject* type)
 void Index::watch() {
   changed_ = own(PyDict_New());
   for (Block* const block : blocks_) {
-    if (block != nullptr && block->state == State::ready) {
+    if (block != nullptr && block->state_now() == State::ready) {
       note(block->key);
     }
   }
@@ -57,7 +57,7 @@ std::vector<Block*> Index::lease(const Items& keys) {
 void Index::release(const std::vector<Block*>& blocks) {
   long long use = uses_ += static_cast<long long>(blocks.size());
   for (Block* const block : blocks) {
-    block->used = use--;
+    block->use(use--);
     end_lease(block);
   }
 }
@@ -70,8 +70,11 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
 
 Block* Index::reserve(PyObject* key, PyObject* after, Block* near, bool must) {
   const Py_hash_t hash = hash_of(key);
-  if (table_.find(key, hash) != nullptr) {
-    return nullptr;
+  if (Block* const known = table_.find_any(key, hash); known != nullptr) {
+    if (!known->is_stale()) {
+      return nullptr;
+    }
+    expel(known);
   }
   Block* parent = nullptr;
   if (after != nullptr) {
@@ -80,7 +83,7 @@ Block* Index::reserve(PyObject* key, PyObject* after, Block* near, bool must) {
       return nullptr;
     }
   }
-  const Reference made(object_of(make_block(type_, key, hash, parent)));
+  const Reference made(object_of(make_block(type_, key, hash, parent, table_.epoch())));
   auto* const block = reinterpret_cast<Block*>(made.get());
   // Held from now on: the parent must not be evicted to make room for its child.
   attach(block);
@@ -90,6 +93,7 @@ Block* Index::reserve(PyObject* key, PyObject* after, Block* near, bool must) {
     return nullptr;
   }
   table_.add(block);
+  ++tabled_;
   blocks_[static_cast<std::size_t>(block->slot)] = block;
   Py_INCREF(made.get());
   return block;
@@ -130,10 +134,12 @@ void Index::discard(const std::vector<Block*>& blocks) {
   }
 }
 
-void Index::drop(Block* block) {
-  if (block->state == State::ready) {
-    policy_->evicted(block);
-    remove(block);
+void Index::drop(const std::vector<Block*>& blocks) {
+  for (Block* const block : blocks) {
+    if (block->state == State::ready) {
+      policy_->evicted(block);
+      remove(block);
+    }
   }
 }
 
@@ -155,24 +161,34 @@ void Index::unpin(Block* block) {
   }
 }
 
+bool Index::has_room() {
+  sweep_for_room();
+  return !free_.empty() || policy_->victim(nullptr) != nullptr;
+}
+
 Block* Index::lease_victim() {
+  if (stale_ > 0) {
+    return nullptr;  // their slots become free first
+  }
   Block* const block = policy_->victim(nullptr);
   if (block != nullptr) {
     hold(block);
     ++block->leases;
     detach(block);
-    block->leaving = block->used;
+    block->leaving = true;
+    block->was_used = false;
   }
   return block;
 }
 
 void Index::retire(Block* block) {
-  const bool used = block->leases > 1 || block->used > block->leaving;
+  const bool used = block->leases > 1 || block->was_used;
   if (block->state == State::ready && !used) {
-    drop(block);
+    policy_->evicted(block);
+    remove(block);
     ++evictions_;
   }
-  block->leaving = 0;
+  block->leaving = false;
   if (block->state == State::ready) {
     attach(block);
   }
@@ -183,7 +199,7 @@ void Index::hit(const Items& keys, PyObject* context) {
   uses_ += keys.size();
   table_.find_each(keys, [&](Py_ssize_t i, Block* block) {
     if (is_ready(block)) {
-      block->used = uses_ - i;
+      block->use(uses_ - i);
       policy_->hit(block, context);
     }
     return true;
@@ -194,7 +210,7 @@ void Index::touch(const Items& keys) {
   uses_ += keys.size();
   table_.find_each(keys, [&](Py_ssize_t i, Block* block) {
     if (is_ready(block)) {
-      block->used = uses_ - i;
+      block->use(uses_ - i);
       if (block->evictable()) {
         policy_->touched(block);
       }
@@ -204,18 +220,40 @@ void Index::touch(const Items& keys) {
 }
 
 void Index::clear() {
-  for (Block* const block : blocks_) {
-    if (block != nullptr) {
-      const bool is_idle = block->state == State::ready && block->leases == 0;
-      forget(block);
-      if (is_idle) {
-        free_.push_back(block->slot);
-      }
+  if (stale_ == 0) {
+    resets_ = 0;
+  }
+  if (++resets_ == kEpochs) {
+    sweep(blocks_.size());  // else the blocks of the first reset would be current again
+    resets_ = 1;
+  }
+  table_.begin_epoch();
+  stale_ = tabled_;
+  swept_ = 0;
+  ready_ = 0;
+  pinned_ = 0;
+}
+
+std::size_t Index::sweep(std::size_t limit) {
+  for (; stale_ > 0 && limit > 0; --limit) {
+    Block* const block = blocks_[swept_];
+    if (block != nullptr && block->is_stale()) {
+      expel(block);
+    }
+    swept_ = (swept_ + 1) % blocks_.size();
+  }
+  return stale_;
+}
+
+void Index::settle(const std::vector<Block*>& blocks) {
+  if (stale_ == 0) {
+    return;
+  }
+  for (Block* const block : blocks) {
+    if (block->is_stale()) {
+      expel(block);
     }
   }
-  std::fill(blocks_.begin(), blocks_.end(), nullptr);
-  table_.clear();
-  policy_->clear();
 }
 
 // The block is no victim from now on, whatever the reason.
@@ -240,6 +278,7 @@ void Index::end_lease(Block* block) {
 // A slot for the block of this key, or of any if null: a free one, or that of a victim; -1 if there
 // is none.
 int Index::take_slot(PyObject* newcomer) {
+  sweep_for_room();
   if (!free_.empty()) {
     const int slot = free_.back();
     free_.pop_back();
@@ -269,7 +308,9 @@ void Index::detach(Block* block) {
   Block* const parent = block->parent;
   if (parent != nullptr) {
     --parent->children;
-    parent->used = std::max(parent->used, block->used);
+    if (block->used > parent->used) {
+      parent->use(block->used);
+    }
     if (parent->evictable()) {
       policy_->released(parent);
     }
@@ -284,21 +325,48 @@ void Index::remove(Block* block) {
     table_.prefetch(parent);
     __builtin_prefetch(parent->parent);
   }
-  table_.remove(block);
-  blocks_[static_cast<std::size_t>(block->slot)] = nullptr;
-  forget(block);
-  if (block->leaving == 0) {
-    detach(block);
-  }
-}
-
-// The block is in no table any more.
-void Index::forget(Block* block) {
+  take_out(block);
   ready_ -= block->state == State::ready;
   pinned_ -= block->pins > 0;
   block->pins = 0;
   block->state = State::dropped;
   note(block->key);
+  if (!block->leaving) {
+    detach(block);
+  }
+}
+
+// Ends the life of a stale block: no other block builds on it but stale ones. What may raise comes
+// first. A slot in use becomes free when its writer or its last reader is done.
+void Index::expel(Block* block) {
+  const Reference kept(share(object_of(block)));
+  note(block->key);
+  const bool is_ready = block->state == State::ready;
+  if (is_ready) {
+    policy_->evicted(block);
+  }
+  take_out(block);
+  Py_DECREF(object_of(block));
+  --stale_;
+  block->pins = 0;
+  block->state = State::dropped;
+  if (is_ready && block->leases == 0) {
+    free_.push_back(block->slot);
+  }
+}
+
+void Index::take_out(Block* block) {
+  table_.remove(block);
+  --tabled_;
+  blocks_[static_cast<std::size_t>(block->slot)] = nullptr;
+}
+
+// Ends with a free slot, or without a stale block. Not tuned: a few microseconds a round.
+void Index::sweep_for_room() {
+  constexpr std::size_t kSlots = 16;
+  while (free_.empty() && stale_ > 0) {
+    sweep(kSlots);
+  }
 }
 
 void Index::note(PyObject* key) {

@@ -18,13 +18,13 @@ class Index {
  public:
   // `policy` is None for the least recently used first; the object outlives the index.
   Index(std::size_t slots, PyObject* policy, PyTypeObject* type);
-  ~Index() { table_.clear(); }
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
 
   std::size_t slots() const noexcept { return blocks_.size(); }
   std::size_t free_slots() const noexcept { return free_.size(); }
   std::size_t ready() const noexcept { return ready_; }
+  std::size_t stale() const noexcept { return stale_; }
   long long evictions() const noexcept { return evictions_; }
   long long pinned() const noexcept { return pinned_; }
   PyObject* changed() const noexcept { return changed_ ? changed_.get() : Py_None; }
@@ -61,15 +61,24 @@ class Index {
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
-  void drop(Block* block);
+  void drop(const std::vector<Block*>& blocks);
   Block* pin(PyObject* key);
   void unpin(Block* block);
-  bool has_room() { return !free_.empty() || policy_->victim(nullptr) != nullptr; }
+  bool has_room();
   Block* lease_victim();
   void retire(Block* block);
   void hit(const Items& keys, PyObject* context);
   void touch(const Items& keys);
+
+  // All blocks are stale from now on, which no call that takes keys finds.
   void clear();
+
+  // Takes stale blocks out of the tables, and looks at `limit` slots for them. Returns how many
+  // stale blocks are left.
+  std::size_t sweep(std::size_t limit);
+
+  // Takes these out of the tables if they are stale, before any other call that takes blocks.
+  void settle(const std::vector<Block*>& blocks);
 
  private:
   static bool is_ready(const Block* block) noexcept {
@@ -81,16 +90,22 @@ class Index {
   void attach(Block* block);
   void detach(Block* block);
   void remove(Block* block);
-  void forget(Block* block);
+  void take_out(Block* block);
+  void expel(Block* block);
+  void sweep_for_room();
   void note(PyObject* key);
 
   BlockTable table_;
-  std::vector<Block*> blocks_;  // by slot, those in the table
+  std::vector<Block*> blocks_;  // by slot, those in the table, stale ones too
   std::vector<int> free_;
   std::unique_ptr<Policy> policy_;
   PyTypeObject* type_;
   Reference changed_;
   std::size_t ready_ = 0;
+  std::size_t tabled_ = 0;  // blocks in the table
+  std::size_t stale_ = 0;   // of them
+  std::size_t swept_ = 0;   // the slots before this one have no stale block
+  int resets_ = 0;          // since there was no stale block
   long long uses_ = 0;
   long long evictions_ = 0;
   long long pinned_ = 0;

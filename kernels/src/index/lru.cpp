@@ -67,12 +67,6 @@ class Lru final : public Policy {
     return nullptr;
   }
 
-  void clear() override {
-    entries_.clear();
-    has_beside_ = false;
-    queued_.assign(queued_.size(), false);
-  }
-
   bool follows_requests() const noexcept override { return false; }
 
  private:

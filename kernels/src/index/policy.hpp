@@ -26,7 +26,6 @@ class Policy {
   virtual void evicted(Block* block) = 0;
   // The block to evict next, or null. `newcomer` is a key, or null.
   virtual Block* victim(PyObject* newcomer) = 0;
-  virtual void clear() = 0;
   // Whether `began` looks at anything.
   virtual bool follows_requests() const noexcept = 0;
 };

@@ -21,8 +21,7 @@ class PythonPolicy : public Policy {
         held_(method(policy, "held")),
         released_(method(policy, "released")),
         evicted_(method(policy, "evicted")),
-        victim_(method(policy, "victim")),
-        clear_(method(policy, "clear")) {}
+        victim_(method(policy, "victim")) {}
 
   void began(PyObject* keys, PyObject* ready, PyObject* context, PyObject* now) override {
     call(began_, keys, ready, context, now);
@@ -52,8 +51,6 @@ class PythonPolicy : public Policy {
     const Reference key = newcomer == nullptr ? call(victim_) : call(victim_, newcomer);
     return key.get() == Py_None ? nullptr : evictable_of(key.get());
   }
-
-  void clear() override { call(clear_); }
 
   bool follows_requests() const noexcept override { return true; }
 
@@ -94,7 +91,6 @@ class PythonPolicy : public Policy {
   const Reference released_;
   const Reference evicted_;
   const Reference victim_;
-  const Reference clear_;
 };
 
 // The same for `hazard`, without a call of Python for each block: a step of an engine waits for it.

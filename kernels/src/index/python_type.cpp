@@ -159,7 +159,9 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 template <void (Index::*method)(const std::vector<Block*>&)>
 PyObject* with_blocks(PyObject* self, PyObject* blocks) {
   return guarded([&] {
-    (of(self).*method)(*Blocks(blocks));
+    const Blocks all(blocks);
+    of(self).settle(*all);
+    (of(self).*method)(*all);
     return none();
   });
 }
@@ -167,17 +169,8 @@ PyObject* with_blocks(PyObject* self, PyObject* blocks) {
 template <void (Index::*method)(Block*)>
 PyObject* with_block(PyObject* self, PyObject* block) {
   return guarded([&] {
+    of(self).settle({block_of(block)});
     (of(self).*method)(block_of(block));
-    return none();
-  });
-}
-
-PyObject* drop(PyObject* self, PyObject* blocks) {
-  return guarded([&] {
-    const Blocks all(blocks);
-    for (Block* const block : *all) {
-      of(self).drop(block);
-    }
     return none();
   });
 }
@@ -188,7 +181,7 @@ PyObject* pin(PyObject* self, PyObject* key) {
 
 PyObject* holds(PyObject*, PyObject* block) {
   return guarded([&] {
-    return share(block_of(block)->state == State::dropped ? Py_False : Py_True);
+    return share(block_of(block)->state_now() == State::dropped ? Py_False : Py_True);
   });
 }
 
@@ -238,11 +231,21 @@ PyObject* clear(PyObject* self, PyObject*) {
   });
 }
 
+PyObject* sweep(PyObject* self, PyObject* limit) {
+  return guarded([&] {
+    const std::size_t slots = PyLong_AsSize_t(limit);
+    if (PyErr_Occurred() != nullptr) {
+      throw PythonError{};
+    }
+    return number(static_cast<Py_ssize_t>(of(self).sweep(slots)));
+  });
+}
+
 PyObject* get_blocks(PyObject* self, void*) {
   return guarded([&] {
     std::vector<Block*> there;
     for (Block* const block : of(self).blocks()) {
-      if (block != nullptr) {
+      if (block != nullptr && !block->is_stale()) {
         there.push_back(block);
       }
     }
@@ -299,7 +302,7 @@ PyMethodDef methods[] = {
     {"publish", with_blocks<&Index::publish>, METH_O, nullptr},
     {"abandon", with_blocks<&Index::abandon>, METH_O, nullptr},
     {"discard", with_blocks<&Index::discard>, METH_O, nullptr},
-    {"drop", drop, METH_O, nullptr},
+    {"drop", with_blocks<&Index::drop>, METH_O, nullptr},
     {"pin", pin, METH_O, nullptr},
     {"unpin", with_block<&Index::unpin>, METH_O, nullptr},
     {"holds", holds, METH_O, nullptr},
@@ -310,6 +313,7 @@ PyMethodDef methods[] = {
     {"hit", erased(hit), METH_FASTCALL, nullptr},
     {"touch", touch, METH_O, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
+    {"sweep", sweep, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -317,6 +321,7 @@ PyGetSetDef properties[] = {
     {"num_slots", get_number<&Index::slots>, nullptr, nullptr, nullptr},
     {"free_slots", get_number<&Index::free_slots>, nullptr, nullptr, nullptr},
     {"has_room", get_has_room, nullptr, nullptr, nullptr},
+    {"stale_blocks", get_number<&Index::stale>, nullptr, nullptr, nullptr},
     {"evictions", get_number<&Index::evictions>, nullptr, nullptr, nullptr},
     {"pinned_blocks", get_number<&Index::pinned>, nullptr, nullptr, nullptr},
     {"changed", get_changed, nullptr, nullptr, nullptr},

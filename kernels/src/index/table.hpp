@@ -25,22 +25,41 @@ inline Py_hash_t hash_of(PyObject* key) {
 }
 
 // Open addressing with linear probing, at most half full. Owns a reference to each of its blocks.
+//
+// A reset begins an epoch and costs nothing: the entries of earlier epochs are found by `find_any`
+// alone, until they are removed. A key has one entry at most.
 class BlockTable {
  public:
   // For `capacity` blocks. Throws std::bad_alloc.
   explicit BlockTable(std::size_t capacity)
       : entries_(std::bit_ceil(2 * capacity + 2)), mask_(entries_.size() - 1) {}
+  ~BlockTable() {
+    for (const Entry& entry : entries_) {
+      if (Block* const block = entry.block(); block != nullptr) {
+        block->state = State::dropped;
+        Py_DECREF(object_of(block));
+      }
+    }
+  }
+  BlockTable(const BlockTable&) = delete;
+  BlockTable& operator=(const BlockTable&) = delete;
+
+  const Epoch* epoch() const noexcept { return &epoch_; }
+
+  // All blocks are stale from now on. No block is left of seven epochs ago.
+  void begin_epoch() noexcept { epoch_ = static_cast<Epoch>((epoch_ + 1) % kEpochs); }
 
   // The block of this key, or null. Throws PythonError if it is no key.
   Block* find(PyObject* key) const { return find(key, hash_of(key)); }
 
   Block* find(PyObject* key, Py_hash_t hash) const noexcept {
-    for (std::size_t i = home(hash);; i = (i + 1) & mask_) {
-      const Entry& entry = entries_[i];
-      if (entry.is_empty() || (entry.hash == hash && is_same(entry.block()->key, key))) {
-        return entry.block();
-      }
-    }
+    const Entry& entry = entry_of(key, hash);
+    return is_current(entry) ? entry.block() : nullptr;
+  }
+
+  // The same, stale or not.
+  Block* find_any(PyObject* key, Py_hash_t hash) const noexcept {
+    return entry_of(key, hash).block();
   }
 
   // Calls `function` with the place of each key and its block, or null, until it returns false.
@@ -91,7 +110,7 @@ class BlockTable {
       i = (i + 1) & mask_;
     }
     Py_INCREF(object_of(block));
-    entries_[i] = {block->hash, reinterpret_cast<std::uintptr_t>(block)};
+    entries_[i] = {block->hash, reinterpret_cast<std::uintptr_t>(block) | current()};
   }
 
   // A block that it has is ready from now on, until it is removed.
@@ -110,39 +129,41 @@ class BlockTable {
     entries_[gap] = {};
   }
 
-  template <typename Function>
-  void for_each(Function function) const {
-    for (const Entry& entry : entries_) {
-      if (!entry.is_empty()) {
-        function(entry.block());
-      }
-    }
-  }
-
-  void clear() noexcept {
-    for (Entry& entry : entries_) {
-      if (Block* const block = entry.block(); block != nullptr) {
-        entry = {};
-        Py_DECREF(object_of(block));
-      }
-    }
-  }
-
   // Not tuned: more than the memory accesses that a core has under way at once.
   static constexpr Py_ssize_t kAtOnce = 16;
 
  private:
   static constexpr std::ptrdiff_t kCacheLine = 64;
+
+  // Python aligns objects to 16 bytes, so the lowest four bits of a block's address are free. They
+  // say whether it is ready, and its epoch: a lookup does not read the block.
   static constexpr std::uintptr_t kReady = 1;
+  static constexpr std::uintptr_t kEpoch = (kEpochs - 1) << 1;
 
   struct Entry {
     Py_hash_t hash = 0;
-    std::uintptr_t tagged = 0;  // address of the block; the lowest bit is set if it is ready
+    std::uintptr_t tagged = 0;
 
     bool is_empty() const noexcept { return tagged == 0; }
-    bool is_ready() const noexcept { return (tagged & kReady) != 0; }
-    Block* block() const noexcept { return reinterpret_cast<Block*>(tagged & ~kReady); }
+    Block* block() const noexcept {
+      return reinterpret_cast<Block*>(tagged & ~(kReady | kEpoch));
+    }
   };
+
+  std::uintptr_t current() const noexcept { return static_cast<std::uintptr_t>(epoch_) << 1; }
+  bool is_current(const Entry& entry) const noexcept {
+    return (entry.tagged & kEpoch) == current();
+  }
+
+  // The entry of this key, or an empty one.
+  const Entry& entry_of(PyObject* key, Py_hash_t hash) const noexcept {
+    std::size_t i = home(hash);
+    while (!entries_[i].is_empty() &&
+           (entries_[i].hash != hash || !is_same(entries_[i].block()->key, key))) {
+      i = (i + 1) & mask_;
+    }
+    return entries_[i];
+  }
   using Hashes = std::array<Py_hash_t, kAtOnce>;
 
   // Calls `function` with the place of the first key of each portion, the hashes of its keys, and
@@ -169,14 +190,14 @@ class BlockTable {
   }
 
   void fetch_blocks(const Hashes& hashes, Py_ssize_t count) const noexcept {
-    const auto entry_of = [&](Py_ssize_t i) -> const Entry& {
+    const auto first_of = [&](Py_ssize_t i) -> const Entry& {
       return entries_[home(hashes[static_cast<std::size_t>(i)])];
     };
     for (Py_ssize_t i = 0; i < count; ++i) {
-      __builtin_prefetch(entry_of(i).block());
+      __builtin_prefetch(first_of(i).block());
     }
     for (Py_ssize_t i = 0; i < count; ++i) {
-      if (const Entry& entry = entry_of(i); !entry.is_empty()) {
+      if (const Entry& entry = first_of(i); !entry.is_empty()) {
         // A key of 32 bytes and its header seldom lie in one cache line.
         const auto* const key = reinterpret_cast<const char*>(entry.block()->key);
         __builtin_prefetch(key);
@@ -190,7 +211,7 @@ class BlockTable {
     while (!entries_[i].is_empty() && entries_[i].hash != hash) {
       i = (i + 1) & mask_;
     }
-    return entries_[i].is_ready();
+    return (entries_[i].tagged & (kReady | kEpoch)) == (kReady | current());
   }
 
   std::size_t place_of(const Block* block) const noexcept {
@@ -215,6 +236,7 @@ class BlockTable {
 
   std::vector<Entry> entries_;
   std::size_t mask_;
+  Epoch epoch_ = 0;
 };
 
 }  // namespace flexkv::index

@@ -16,7 +16,7 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, Demoter
 from flexkv.transfer.leaving import _LEAVING_SHARE, Leaving
 from flexkv.transfer.sources import AskedSource, IndexedSource
-from packages.tier_blocks import ready_blocks
+from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
 
 def keys(names: str) -> list[bytes]:
@@ -130,7 +130,7 @@ class Arena:
         assert not (self.demoter._chain)
         assert not (self.leaving._leaving)
         assert not any(block.leases for block in ready_blocks(self.index).values())
-        assert self.index.free_slots + len(self.index) == self.index.num_slots
+        assert_no_slot_is_lost(self.index)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ class CheckedPolicy:
         hits: of the blocks that are there, held or not.
         prompts: of requests that began, with how many blocks were there.
         answers: tokens of those that ended, by id.
+        stale: blocks that a reset has dropped, and that have not been evicted since.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -26,10 +27,11 @@ class CheckedPolicy:
         self.hits: dict[bytes, list[RequestContext]] = {}
         self.prompts: list[tuple[list[bytes], int, RequestContext]] = []
         self.answers: dict[str, int] = {}
+        self.stale: set[bytes] = set()
 
     def began(self, keys: Sequence[bytes], ready: int, context: RequestContext, now: float) -> None:
         assert all(key in self.hits for key in keys[:ready])
-        assert ready == len(keys) or keys[ready] not in self.hits
+        assert ready == len(keys) or keys[ready] not in self.hits.keys() - self.stale
         self.prompts.append((list(keys), ready, context))
         self.policy.began(keys, ready, context, now)
 
@@ -66,6 +68,7 @@ class CheckedPolicy:
 
     def evicted(self, key: bytes) -> None:
         del self.hits[key]
+        self.stale.discard(key)
         self.held_blocks.discard(key)
         self.evictable.pop(key, None)
         self.policy.evicted(key)
@@ -75,9 +78,3 @@ class CheckedPolicy:
         assert newcomer is not None or (key is None) is (not self.evictable)
         assert key is None or key in self.evictable
         return key
-
-    def clear(self) -> None:
-        self.evictable.clear()
-        self.held_blocks.clear()
-        self.hits.clear()
-        self.policy.clear()

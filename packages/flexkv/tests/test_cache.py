@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
+from flexkv.cache import _SWEPT_SLOTS
+from flexkv.changes import Change
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
@@ -197,6 +200,29 @@ def test_clear_with_transfers_under_way_publishes_nothing(workers: Workers) -> N
     assert workers.cache.lookup(keys("a")) == workers.cache.lookup(keys("b")) == 0
     assert workers.cache.ready_blocks == 0
     workers.store("x", "y", "z")
+
+
+def test_polls_report_and_free_all_blocks_of_before_a_reset() -> None:
+    spec = ArenaSpec(BlockFormat(1, (64,)), 3 * _SWEPT_SLOTS)
+    names = [b"%d" % i for i in range(spec.num_slots)]
+    with contextlib.closing(Arena.create(spec, threads=1)) as arena:
+        cache = KVCache(arena, LRUPolicy())
+        store = cache.store(names, range(len(names)))
+        assert store is not None
+        arena.board.report(store.cell, 0, Status.DONE)
+        cache.poll()
+        cache.watch()
+        there = {change.key for change in all_changes(cache)}
+        assert there == set(names)
+        cache.clear()
+        while cache.busy:
+            cache.poll()
+        assert {change.key for change in all_changes(cache) if not change.loadable} == there
+        assert cache.ready_blocks == 0
+
+
+def all_changes(cache: KVCache) -> list[Change]:
+    return list(itertools.chain.from_iterable(iter(cache.take_changes, [])))
 
 
 class FailingTier(MemoryTier):

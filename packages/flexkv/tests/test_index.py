@@ -331,6 +331,7 @@ def test_a_prefix_may_be_longer_than_the_stack_is_deep() -> None:
     index.publish(index.reserve_all(keys, range(len(keys)), (0,)))
     (last,) = index.lease(keys[-1:]) or ()
     index.clear()
+    index.sweep(len(keys))
     assert last.parent is not None
     del last
     references = sys.getrefcount(keys[0])
@@ -406,6 +407,53 @@ def test_without_the_kernels_an_error_says_how_to_get_them(
         block_index(1, LRUPolicy())
 
 
+@pytest.mark.parametrize("resets", [1, 7, 8, 9, 17])
+def test_no_number_of_resets_brings_blocks_back(resets: int) -> None:
+    index = ready_index(4, [b"a", b"b"])
+    leased = index.lease([b"a"])
+    assert leased is not None
+    for _ in range(resets):
+        index.clear()
+        assert index.present([b"a", b"b", b"n"]) == [False] * 3
+        assert index.lease([b"b"]) is None
+        if b"n" not in index:
+            add(index, b"n")
+    assert leased[0].state is BlockState.DROPPED
+    assert index.lookup([b"n"]) == 1
+    index.release(leased)
+    index.clear()
+    index.sweep(4)
+    assert index.free_slots == 4
+
+
+def test_a_slot_of_a_stale_block_is_taken_before_any_block_is_evicted() -> None:
+    old, new = ([b"%d" % i for i in range(first, first + 100)] for first in (0, 50))
+    index = ready_index(100, old)
+    index.clear()
+    add(index, *new[:10])
+    assert index.lease_victim() is None
+    add(index, *new[10:])
+    assert index.evictions == 0
+    assert index.present(new) == [True] * 100
+    assert index.stale_blocks == 0
+    victim = index.lease_victim()
+    assert victim is not None
+    assert victim.key == new[9], "the end of the prefix that was used first"
+    index.release_unused([victim])
+
+
+def test_stale_blocks_count_as_changed_at_last() -> None:
+    index = ready_index(4, [b"a", b"b"])
+    index.watch()
+    assert index.changed is not None
+    index.changed.clear()
+    index.clear()
+    assert index.sweep(1) == 1
+    assert len(index.changed) == 1
+    assert index.sweep(4) == 0
+    assert index.changed.keys() == {b"a", b"b"}
+
+
 def test_clear_waits_for_writers_and_readers() -> None:
     index = ready_index(3, [b"a", b"b"])
     leased = index.lease([b"a"])
@@ -414,6 +462,8 @@ def test_clear_waits_for_writers_and_readers() -> None:
     assert writing is not None
     index.clear()
     assert index.lookup([b"a"]) == index.lookup([b"b"]) == 0
+    assert [block.state for block in (*leased, writing)] == [BlockState.DROPPED] * 2
+    assert index.sweep(3) == 0
     assert index.free_slots == 1
     index.publish([writing])
     assert index.lookup([b"c"]) == 0

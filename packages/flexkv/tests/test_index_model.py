@@ -26,6 +26,10 @@ SLOTS = 6
 KEYS = st.integers(0, 9).map(lambda i: bytes([i]))
 
 
+def dict_without(entries: dict[bytes, int], keys: set[bytes]) -> dict[bytes, int]:
+    return {key: value for key, value in entries.items() if key not in keys}
+
+
 class IndexModel(RuleBasedStateMachine):
     """Random histories of one index; what must hold at every moment is checked after each step."""
 
@@ -136,10 +140,11 @@ class IndexModel(RuleBasedStateMachine):
     @rule(used=st.booleans())
     def make_room(self, used: bool) -> None:
         oldest = self.evictable()
-        room = self.index.free_slots > 0 or bool(oldest)
-        assert self.index.has_room is room or self.policy is not None
+        has_room = self.index.has_room
+        assert has_room is (self.index.free_slots > 0 or bool(oldest)) or self.policy is not None
+        stale = self.index.stale_blocks
         victim = self.index.lease_victim()
-        assert self.policy is not None or not oldest or victim is not None
+        assert self.policy is not None or not oldest or (victim is None) is (stale > 0)
         if victim is None:
             return
         assert self.policy is not None or victim.used == min(oldest.values())
@@ -168,6 +173,15 @@ class IndexModel(RuleBasedStateMachine):
         self.index.clear()
         self.pinned.clear()
         assert len(self.index) == 0
+        assert self.index.blocks == []
+        if self.policy is not None:
+            self.policy.stale.update(self.policy.hits)
+
+    @rule(slots=st.integers(0, 2 * SLOTS))
+    def sweep(self, slots: int) -> None:
+        left = self.index.sweep(slots)
+        assert left == self.index.stale_blocks
+        assert left == 0 or slots < SLOTS
 
     @invariant()
     def pinned_blocks_stay(self) -> None:
@@ -177,6 +191,7 @@ class IndexModel(RuleBasedStateMachine):
     @rule()
     def every_change_is_noted(self) -> None:
         assert self.index.changed is not None
+        self.index.sweep(SLOTS)
         for key in self.index.changed:
             (self.told.add if self.index.lookup([key]) else self.told.discard)(key)
         self.index.changed.clear()
@@ -185,8 +200,9 @@ class IndexModel(RuleBasedStateMachine):
     @invariant()
     def exactly_the_ends_that_nobody_uses_may_be_evicted(self) -> None:
         if self.policy is not None:
-            assert self.policy.evictable == self.evictable()
-            assert self.policy.hits.keys() == ready_blocks(self.index).keys()
+            stale = self.policy.stale
+            assert dict_without(self.policy.evictable, stale) == self.evictable()
+            assert self.policy.hits.keys() - stale == ready_blocks(self.index).keys()
 
     @invariant()
     def no_slot_has_two_uses(self) -> None:
@@ -195,7 +211,9 @@ class IndexModel(RuleBasedStateMachine):
         in_use |= {id(b): b.slot for b in ready_blocks(self.index).values()}
         slots = set(in_use.values())
         assert slots <= set(range(SLOTS))
-        assert len(slots) == len(in_use) == SLOTS - self.index.free_slots
+        taken = SLOTS - self.index.free_slots
+        # The slots of stale blocks are free, in use or neither.
+        assert len(slots) == len(in_use) <= taken <= len(in_use) + self.index.stale_blocks
 
     @invariant()
     def leased_blocks_stay(self) -> None:

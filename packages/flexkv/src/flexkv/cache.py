@@ -37,6 +37,10 @@ _CHANGES = 2048
 """The most changes of a tier that one call returns: more than a step makes, and some milliseconds
 of work. Only the blocks on disk at the start and a reset need several calls. Not tuned."""
 
+_SWEPT_SLOTS = 512
+"""Slots that a poll looks at for blocks of before a reset: about 0.15 ms. Stores find a slot
+without it. Tuned on an index of four million blocks."""
+
 
 class KVCache:
     """The cache of one engine: an index over the slots of an arena, and the tiers below it.
@@ -133,7 +137,7 @@ class KVCache:
     @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
-        return bool(self._device) or self._below.busy
+        return bool(self._device or self._index.stale_blocks) or self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of blocks that can be loaded, from the first key on. No side effect."""
@@ -287,6 +291,7 @@ class KVCache:
         Returns the loads and stores that have ended, with status DONE or FAILED. If this raises,
         the next call returns them."""
         self._below.poll()
+        self._index.sweep(_SWEPT_SLOTS)
         ended = self._device.poll(self._finish)
         if not self._stopped and any(each.status is Status.FAILED for each in ended):
             self._check_ranks()
@@ -326,6 +331,7 @@ class KVCache:
     def take_changes(self) -> list[Change]:
         """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
         without `watch`. Many changes take several calls, the latest first."""
+        self._index.sweep(_CHANGES)
         changes = [
             Change(Medium.HOST, key, self._index.lookup((key,)) == 1)
             for key in take_newest(self._index.changed, _CHANGES)
@@ -340,7 +346,7 @@ class KVCache:
 
     def clear(self) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
-        If this raises, the cache stays suspended."""
+        Later polls free the slots. If this raises, the cache stays suspended."""
         self.suspend()
         self._index.clear()
         self._pins.clear()

@@ -70,7 +70,8 @@ class BlockIndex(Protocol):
 
     Attributes:
         num_slots: slots of the tier.
-        free_slots: those without a block.
+        free_slots: those without a block, stale ones included.
+        stale_blocks: blocks that `clear` has dropped and whose slots are not free yet.
         has_room: whether a slot is free or a block may be evicted.
         blocks: all blocks that are ready or being written, by slot.
         evictions: blocks evicted so far.
@@ -83,6 +84,8 @@ class BlockIndex(Protocol):
     def num_slots(self) -> int: ...
     @property
     def free_slots(self) -> int: ...
+    @property
+    def stale_blocks(self) -> int: ...
     @property
     def has_room(self) -> bool: ...
     @property
@@ -206,7 +209,8 @@ class BlockIndex(Protocol):
     def lease_victim(self) -> Block | None:
         """Lease the next victim, so that a lower tier can save it first. `retire` ends the lease.
 
-        The next call may lease the block before it in the prefix. Returns None without a victim.
+        The next call may lease the block before it in the prefix. Returns None without a victim,
+        and while there are stale blocks, whose slots become free first.
         """
         ...
 
@@ -231,7 +235,14 @@ class BlockIndex(Protocol):
         ...
 
     def clear(self) -> None:
-        """Drop every block. Slots in use become free when their writer or reader is done."""
+        """Drop every block. It takes the same time for any number of blocks: their slots become
+        free, and their changes are noted, by `sweep` and by calls that need a slot. Slots in use
+        become free when their writer or reader is done."""
+        ...
+
+    def sweep(self, slots: int, /) -> int:
+        """Look at up to `slots` slots for blocks that `clear` has dropped, and free these. Returns
+        `stale_blocks`."""
         ...
 
 

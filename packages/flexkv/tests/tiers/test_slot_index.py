@@ -162,6 +162,51 @@ def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
     assert eviction_order(index, set(latest)) == list(latest)
 
 
+def test_slots_of_blocks_from_before_a_reset_are_reused_first() -> None:
+    index = filled(4, [b"a", b"b", b"c", b"d"])
+    reader = index.lease(b"a")
+    assert reader is not None
+    index.clear()
+    assert len(index) == 0
+    assert index.has_all([b"a", b"d"]) == [False, False]
+    for key in (b"b", b"y", b"z"):
+        slot = index.reserve(key)
+        assert slot is not None
+        assert slot != reader
+        assert index.publish(slot, bytes(16))
+    assert index.evictions == 0
+    assert index.present([b"b", b"y", b"z"]) == [True] * 3
+    assert index.stale_blocks == 1, "that of the reader"
+    index.release(reader)
+    assert (index.stale_blocks, index.free_slots) == (0, 1)
+
+
+def test_what_was_ready_at_a_reset_counts_as_changed_at_last() -> None:
+    index = filled(4, [b"a", b"b"])
+    index.watch()
+    assert index.changed is not None
+    index.changed.clear()
+    index.clear()
+    index.sweep(1)
+    assert index.changed == {b"a": None}
+    index.sweep(4)
+    assert index.changed == {b"a": None, b"b": None}
+
+
+def test_resets_may_be_as_many_as_an_engine_lives_to_see() -> None:
+    index = filled(2, [b"a"])
+    writing = index.reserve(b"w")
+    assert writing is not None
+    for _ in range(1 << 15):
+        index.clear()
+        assert b"a" not in index
+        slot = index.reserve(b"a")
+        assert slot is not None
+        assert index.publish(slot, bytes(16))
+        assert b"a" in index
+    assert not index.publish(writing, bytes(16))
+
+
 class SlotIndexModel(RuleBasedStateMachine):
     """Random histories beside a model: dictionaries in order of use, the oldest first."""
 
@@ -173,6 +218,8 @@ class SlotIndexModel(RuleBasedStateMachine):
         self.writing: dict[int, bytes | None] = {}  # slots; None once the block was removed
         self.leases: Counter[int] = Counter()
         self.evictions = 0
+        self.index.watch()
+        self.told: set[bytes] = set()
 
     def forget(self, slot: int) -> None:
         for key in [key for key, place in self.order.items() if place == slot]:
@@ -256,10 +303,26 @@ class SlotIndexModel(RuleBasedStateMachine):
         for slot in list(self.order.values()):
             self.forget(slot)
 
+    @rule(limit=st.integers(0, SLOTS))
+    def sweep(self, limit: int) -> None:
+        left = max(0, self.index.stale_blocks - limit)
+        self.index.sweep(limit)
+        assert self.index.stale_blocks == left
+
+    @rule()
+    def every_change_is_noted(self) -> None:
+        self.index.sweep(SLOTS)
+        assert self.index.changed is not None
+        for key in self.index.changed:
+            (self.told.add if key in self.index else self.told.discard)(key)
+        self.index.changed.clear()
+        assert self.told == self.ready
+
     @invariant()
     def the_index_and_the_model_agree(self) -> None:
         assert len(self.index) == len(self.ready)
-        assert self.index.free_slots == SLOTS - len(self.used())
+        free = SLOTS - len(self.used())
+        assert self.index.free_slots <= free <= self.index.free_slots + self.index.stale_blocks
         assert self.index.evictions == self.evictions
         for number in range(10):
             key = bytes([number])
@@ -272,6 +335,8 @@ class SlotIndexModel(RuleBasedStateMachine):
         for slot in self.leases.elements():
             self.index.release(slot)
         self.leases.clear()
+        self.index.sweep(SLOTS)
+        assert self.index.free_slots == SLOTS - len(self.used())
         self.the_index_and_the_model_agree()
         assert eviction_order(self.index, set(self.ready)) == list(self.order)
 

@@ -136,6 +136,7 @@ class LeavingModel(RuleBasedStateMachine):
         for tier, demoter in zip(self.tiers, self.demoters, strict=True):
             for result in tier.poll():
                 self.leaving.wrote(demoter, demoter.take(result))
+        self.index.sweep(3)
         self.leaving.make_room()
         for demoter in self.demoters:
             for block in demoter.write_waiting():

@@ -37,9 +37,6 @@ class ARCPolicy(EvictionPolicy):
     """
 
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
         self._once = _List()
         self._again = _List()
         self._list: dict[bytes, _List] = {}
@@ -108,6 +105,3 @@ class ARCPolicy(EvictionPolicy):
                 return key
             del order[key]
         return None
-
-    def clear(self) -> None:
-        self._begin()

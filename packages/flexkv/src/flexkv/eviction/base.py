@@ -103,7 +103,3 @@ class EvictionPolicy(Protocol):
             all others.
         """
         ...
-
-    def clear(self) -> None:
-        """All blocks have left the tier."""
-        ...

@@ -7,7 +7,6 @@ bytes it takes about 120 bytes for each slot; `bench/disk_index.py` measures tha
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,12 +14,12 @@ from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 
 
-class _State(enum.IntEnum):
-    """The state of a slot's block, in one byte."""
+_NONE = 0
+"""The state of a slot without a block. The other states are odd while the block is written and even
+when it is ready; each reset begins two new ones."""
 
-    NONE = 0
-    WRITING = 1
-    READY = 2
+_LAST_STATE = (1 << 16) - 2
+"""The largest even state. A state takes two bytes."""
 
 
 class SlotIndex:
@@ -30,8 +29,12 @@ class SlotIndex:
     not evicted. If the block of a slot in use is removed, the slot becomes free with its last use.
     The least recently used block is evicted first.
 
+    A reset takes the same time for any number of blocks. It makes them stale: no call finds them,
+    and their slots are reused before those of later blocks, because none was used as long ago.
+
     Attributes:
         num_slots: slots of the store.
+        stale_blocks: blocks of before a reset that still have a slot.
         evictions: blocks evicted so far.
         changed: keys of the blocks that became ready or left since a reader emptied it; None when
             not watched.
@@ -39,11 +42,14 @@ class SlotIndex:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.stale_blocks = 0
         self.evictions = 0
         self.changed: dict[bytes, None] | None = None
         self._keys: list[bytes | None] = [None] * num_slots
         self._slots = SlotMap(self._keys)
-        self._states = bytearray(num_slots)
+        self._states = array("H", bytes(2 * num_slots))
+        self._writing, self._ready = 1, 2
+        self._blocks = 0  # with a slot, stale ones included
         self._ready_blocks = 0
         self._checksums = bytearray(num_slots * CHECKSUM_BYTES)
         # For each slot, how many writes had begun when its record was written.
@@ -71,7 +77,7 @@ class SlotIndex:
 
     def present(self, keys: Iterable[bytes]) -> list[bool]:
         """For each key whether its block is ready."""
-        states, ready = self._states, _State.READY.value
+        states, ready = self._states, self._ready
         return [slot >= 0 and states[slot] == ready for slot in self._slots.get_all(keys)]
 
     @property
@@ -89,7 +95,8 @@ class SlotIndex:
 
     def has_all(self, keys: Iterable[bytes]) -> list[bool]:
         """For each key whether its block is ready or being written."""
-        return [slot != NO_SLOT for slot in self._slots.get_all(keys)]
+        states, least = self._states, self._writing
+        return [slot >= 0 and states[slot] >= least for slot in self._slots.get_all(keys)]
 
     def restore(self, records: Iterable[tuple[int, bytes, bytes, int]]) -> tuple[int, list[int]]:
         """Fill an empty index with the records of a table.
@@ -123,8 +130,8 @@ class SlotIndex:
             checksums[slot * width : (slot + 1) * width] = checksum
         used = [slot for slot, key in enumerate(keys) if key is not None]
         for slot in used:
-            self._states[slot] = _State.READY
-        self._ready_blocks = len(used)
+            self._states[slot] = self._ready
+        self._blocks = self._ready_blocks = len(used)
         used.sort(key=generations.__getitem__)
         for age, slot in enumerate(reversed(used)):
             self._recorded[slot] = -age
@@ -142,6 +149,8 @@ class SlotIndex:
         Returns:
             The slot, in use until `release`; None if every slot is in use.
         """
+        if self.stale_blocks and (stale := self._slots.get(key)) != NO_SLOT:
+            self._expel(stale)
         if self._free == NO_SLOT and not self._evict():
             return None
         slot = self._free
@@ -151,7 +160,8 @@ class SlotIndex:
         self._recorded[slot] = self._writes
         self._keys[slot] = key
         self._slots.add(key, slot)
-        self._states[slot] = _State.WRITING
+        self._states[slot] = self._writing
+        self._blocks += 1
         self._uses[slot] = 1
         self._link(slot, self._ring if behind is None else behind)
         return slot
@@ -178,9 +188,9 @@ class SlotIndex:
         Returns:
             False if the block was removed meanwhile. Then the slot stays in use.
         """
-        if self._states[slot] == _State.NONE:
+        if self._states[slot] != self._writing:
             return False
-        self._states[slot] = _State.READY
+        self._states[slot] = self._ready
         self._ready_blocks += 1
         start = slot * CHECKSUM_BYTES
         self._checksums[start : start + CHECKSUM_BYTES] = checksum
@@ -191,7 +201,7 @@ class SlotIndex:
     def cancel(self, key: bytes) -> None:
         """If the block of `key` is being written, forget it. Its slot stays in use."""
         slot = self._slots.get(key)
-        if slot != NO_SLOT and self._states[slot] == _State.WRITING:
+        if slot != NO_SLOT and self._states[slot] == self._writing:
             self._forget(slot)
 
     def lease(self, key: bytes) -> int | None:
@@ -210,8 +220,8 @@ class SlotIndex:
             self._uses[slot] = uses
             return
         del self._uses[slot]
-        if self._states[slot] == _State.NONE:
-            self._set_free(slot)
+        if self._states[slot] != self._ready:
+            self._expel(slot)
 
     def checksum(self, slot: int) -> bytes:
         """The checksum that the bytes of a ready slot must have."""
@@ -231,7 +241,7 @@ class SlotIndex:
         outdated: list[bytes] = []
         oldest = self._writes - self.num_slots // 2
         for key, slot in zip(reversed(keys), self._slots.get_all(reversed(keys)), strict=True):
-            if slot == NO_SLOT or self._states[slot] != _State.READY:
+            if slot == NO_SLOT or self._states[slot] != self._ready:
                 continue
             self._unlink(slot)
             self._link(slot, self._ring)
@@ -245,17 +255,23 @@ class SlotIndex:
         self._forget(slot)
 
     def clear(self) -> None:
-        """Forget every block."""
-        if self.changed is not None:
-            self.changed.update(dict.fromkeys(self._ready_keys()))
-        self._keys[:] = [None] * self.num_slots
-        self._slots = SlotMap(self._keys)
-        self._states = bytearray(self.num_slots)
+        """Forget every block. Those that were ready count as changes once `sweep` has come to
+        them, or their slots are reused."""
+        self._writing += 2
+        self._ready += 2
+        self.stale_blocks = self._blocks
         self._ready_blocks = 0
-        self._relink(())
+        if self._ready > _LAST_STATE:
+            self.sweep(self.num_slots)
+            self._writing, self._ready = 1, 2
+
+    def sweep(self, limit: int) -> None:
+        """Free the slots of up to `limit` stale blocks."""
+        for _ in range(min(limit, self.stale_blocks)):
+            self._expel(self._previous[self._ring])
 
     def _ready_keys(self) -> Iterator[bytes]:
-        states, ready = self._states, _State.READY.value
+        states, ready = self._states, self._ready
         return (
             key for slot, key in enumerate(self._keys) if key is not None and states[slot] == ready
         )
@@ -267,16 +283,19 @@ class SlotIndex:
 
     def _find_ready(self, key: bytes) -> int:
         slot = self._slots.get(key)
-        return slot if slot >= 0 and self._states[slot] == _State.READY else NO_SLOT
+        return slot if slot >= 0 and self._states[slot] == self._ready else NO_SLOT
 
     def _forget(self, slot: int) -> None:
         state = self._states[slot]
-        if state == _State.NONE:
+        if state == _NONE:
             return
-        if state == _State.READY:
+        if state == self._ready:
             self._ready_blocks -= 1
+        if state % 2 == 0:
             self._note(slot)
-        self._states[slot] = _State.NONE
+        self.stale_blocks -= state < self._writing
+        self._blocks -= 1
+        self._states[slot] = _NONE
         self._slots.remove(slot)
         self._keys[slot] = None
         self._unlink(slot)
@@ -287,10 +306,15 @@ class SlotIndex:
             slot = self._previous[slot]
         if slot == self._ring:
             return False
-        self._forget(slot)
-        self._set_free(slot)
-        self.evictions += 1
+        self.evictions += self._states[slot] >= self._writing
+        self._expel(slot)
         return True
+
+    def _expel(self, slot: int) -> None:
+        """Forget the block of a slot, which becomes free now or with its last use."""
+        self._forget(slot)
+        if slot not in self._uses:
+            self._set_free(slot)
 
     def _set_free(self, slot: int) -> None:
         self._next[slot] = self._free

@@ -69,6 +69,8 @@ class DiskTier:
     def take_changes(self, limit: int) -> list[Change]:
         keys: dict[bytes, None] = {}
         for drive in self._drives:
+            if drive.index.changed is not None:
+                drive.index.sweep(limit)
             keys |= dict.fromkeys(take_newest(drive.index.changed, limit))
         # Two drives have the same block if a directory was added or removed meanwhile.
         return [
