@@ -426,6 +426,28 @@ def test_no_number_of_resets_brings_blocks_back(resets: int) -> None:
     assert index.free_slots == 4
 
 
+def test_no_use_of_a_stale_block_that_ends_makes_it_ready() -> None:
+    index = ready_index(6, [b"a", b"b", b"c"])
+    leased = index.lease([b"a"])
+    pinned = index.pin(b"b")
+    victim = index.lease_victim()
+    writing, failed = (index.reserve(key, None) for key in (b"w", b"f"))
+    assert leased is not None
+    assert pinned is not None
+    assert victim is not None
+    assert writing is not None
+    assert failed is not None
+    index.clear()
+    index.publish([writing])
+    index.abandon([failed])
+    index.release(leased)
+    index.unpin(pinned)
+    index.retire(victim)
+    assert index.present([b"a", b"b", b"c", b"w", b"f"]) == [False] * 5
+    assert (len(index), index.pinned_blocks, index.evictions) == (0, 0, 0)
+    assert (index.free_slots, index.stale_blocks) == (6, 0)
+
+
 def test_a_slot_of_a_stale_block_is_taken_before_any_block_is_evicted() -> None:
     old, new = ([b"%d" % i for i in range(first, first + 100)] for first in (0, 50))
     index = ready_index(100, old)
