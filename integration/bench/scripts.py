@@ -21,6 +21,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 COPIES = _ROOT / "kernels" / "bench" / "copies.py"
 LOOKUP = _ROOT / "packages" / "flexkv" / "bench" / "lookup.py"
 STORE = _ROOT / "packages" / "flexkv" / "bench" / "store.py"
+RESET = _ROOT / "packages" / "flexkv" / "bench" / "reset.py"
 DISK_INDEX = _ROOT / "packages" / "flexkv" / "bench" / "disk_index.py"
 SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
 FULL_ARENA = _ROOT / "packages" / "flexkv-vllm" / "bench" / "full_arena.py"
@@ -44,6 +45,7 @@ def script_rows() -> list[Row]:
         *_time_rows(
             report_of(STORE), "store of a block in a full arena, behind", "prefix", Goal("<=", 20)
         ),
+        *_time_rows(report_of(RESET), "a million blocks", "index", Goal("<=", 300)),
         *_time_rows(
             report_of(SCHEDULER_STEP),
             "scheduler step with nothing to do, requests decoding",

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 
-
 _NONE = 0
 """The state of a slot without a block. The other states are odd while the block is written and even
 when it is ready; each reset begins two new ones."""
