@@ -144,6 +144,14 @@ def tests(session: nox.Session) -> None:
     _run(session, "engine-cpu", *pytest, env=env, interrupt_timeout=INTERRUPT_SECONDS)
 
 
+@nox.session(default=False, requires=["engine-cpu"])
+def quick(session: nox.Session) -> None:
+    """Check a change within a minute: ruff, mypy, and the tests that concern the changed files."""
+    _install_linters(session)
+    _lint_python(session)
+    _run(session, "engine-cpu", "-m", "integration.quick", *session.posargs)
+
+
 @nox.session(venv_backend="none", requires=BENCH_ENGINES)
 def bench(session: nox.Session) -> None:
     """Measure against the project's goals: print a table, write JSON. `-- --help` lists options."""
@@ -230,10 +238,8 @@ def compat_report(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Run ruff (rules and format), mypy --strict, and the linters of workflows and of deploy/."""
-    session.install(*LINTERS)
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("mypy", *TYPED)
+    _install_linters(session)
+    _lint_python(session)
     session.run("shellcheck", ".ci/run")
     schema = ("check-jsonschema", "--builtin-schema")
     session.run(*schema, "vendor.github-workflows", *_files(".github/workflows", "*.yml"))
@@ -252,6 +258,22 @@ def docs(session: nox.Session) -> None:
     _compat_ci(session, "report", "--check")
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env=quiet)
+
+
+def _install_linters(session: nox.Session) -> None:
+    """Install the linters, unless exactly these are installed already."""
+    stamp = pathlib.Path(session.virtualenv.location, "flexkv-installed")
+    linters = "\n".join(LINTERS)
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != linters:
+        session.install(*LINTERS)
+        stamp.write_text(linters, encoding="utf-8")
+
+
+def _lint_python(session: nox.Session) -> None:
+    """Check rules, format and types of all Python code; what has not changed is checked once."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", *TYPED)
 
 
 def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
