@@ -97,6 +97,15 @@ def _failures(names: Names) -> Sequence[Alert]:
             "the engine loads nothing until it is restarted.",
         ),
         Alert(
+            "FlexKVIsDisabled",
+            f"{_sum(names.series('disabled_engines'))} > 0",
+            "2m",
+            Severity.CRITICAL,
+            "FlexKV has disabled loads and stores after errors",
+            "Requests are served without hits. Look for FlexKV's first error in the engine's log, "
+            "then restart the engine; please report the error.",
+        ),
+        Alert(
             "FlexKVInternalErrors",
             f"{_sum(names.increase('failures', cause='internal'))} > 0",
             "0m",

@@ -310,7 +310,7 @@ def _failures(names: Names) -> Row:
             ),
             Panel(
                 "Rare events",
-                "Circuits that opened, resets, and parameters that were not understood.",
+                "Circuits that opened, resets, parameters not understood, disabled engines.",
                 "short",
                 (
                     Query(
@@ -318,6 +318,7 @@ def _failures(names: Names) -> Row:
                     ),
                     Query(f"sum ({names.increase('resets')})", "resets"),
                     Query(f"sum ({names.increase('ignored_parameters')})", "ignored parameters"),
+                    Query(f"sum ({names.series('disabled_engines')})", "disabled"),
                 ),
             ),
         ),

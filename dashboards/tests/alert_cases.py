@@ -59,6 +59,9 @@ CASES: dict[str, Case] = {
         {'failures_total{cause="internal",tier=""}': "5x60"},
         "25m",
     ),
+    "FlexKVIsDisabled": Case(
+        {"disabled_engines": "0x20 1x20"}, {"disabled_engines": "0x24 1 0x20"}, "25m"
+    ),
     "FlexKVCircuitOpen": Case(
         {'circuits{tier="disk",direction="write",state="open"}': "0x20 1x20"},
         {

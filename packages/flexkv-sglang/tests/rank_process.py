@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rank_pairs import GLOO_SECONDS, RANKS
 from sglang_world import LAYERS, PATIENCE_SECONDS, Rank, hashes_of, same
 from torch import distributed
 
@@ -21,10 +22,6 @@ from flexkv_sglang import hooks
 from flexkv_sglang.ranks import ranks_of
 from flexkv_sglang.side import RankSide
 
-RANKS = 2
-GLOO_SECONDS = 60.0
-"""After which a rank that waits alone gives up, so that the test says so. On a busy machine the
-other one may be late by many seconds."""
 _PAGES = 3
 
 
@@ -79,15 +76,20 @@ class Request:
 
     def init_next_round_input(self, tree_cache: object, cow_mamba: bool = False) -> None:
         """Ask all ranks for the longest prefix that all have, as SGLang does."""
-        mask = torch.zeros(len(self.hashes) + 1, dtype=torch.int)
-        mask[self._side.lookup(self.rid, self.hashes)] = 1
-        distributed.all_reduce(mask, distributed.ReduceOp.MIN)
-        common = mask.nonzero()
-        self.found = int(common[-1]) if common.numel() else 0
+        lengths = self._side.lookup(self.rid, self.hashes)
+        self.found = hooks.agree_on_prefix(_longest, self, lengths, len(self.hashes))
         self.matched()
 
     def matched(self) -> None:
         """SGLang does more with it."""
+
+
+def _longest(_: Request, lengths: Sequence[int], pages: int) -> int:
+    mask = torch.zeros(pages + 1, dtype=torch.int)
+    mask[lengths] = 1
+    distributed.all_reduce(mask, distributed.ReduceOp.MIN)
+    common = mask.nonzero()
+    return int(common[-1]) if common.numel() else 0
 
 
 class Tree:

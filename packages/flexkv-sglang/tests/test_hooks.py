@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flexkv.adapter.cost import Span
+from flexkv.adapter.guard import Edge
 from flexkv_sglang import hooks
 from flexkv_sglang.key_epoch import KeyEpoch
 
@@ -30,6 +31,8 @@ class Side:
         self.own: list[list[str]] = []
         self.before: str | None = "unset"
         self.leads = True
+        self.edge = Edge()
+        self.looks_ahead = False
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
@@ -155,6 +158,36 @@ def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:
     for _ in range(2):
         hooks.schedule(lambda scheduler: NOTHING, scheduler)
     assert side.asked == ["a", "b"]
+
+
+def test_ranks_agree_on_nothing_ahead_of_a_turn(side: Side) -> None:
+    """A rank whose lookup fails would be missing, and the other ranks would wait for it."""
+    agreed: list[int] = []
+
+    class Asking(Request):
+        def init_next_round_input(self, tree_cache: object, cow_mamba: bool) -> None:
+            super().init_next_round_input(tree_cache, cow_mamba)
+            if self.rid == "b":
+                raise RuntimeError("on this rank alone")
+            agreed.append(hooks.agree_on_prefix(lambda wrapper, found: found, object(), 7))
+
+    scheduler = scheduler_of(side)
+    scheduler.waiting_queue = [Asking(rid, side) for rid in "abc"]
+    hooks.schedule(lambda scheduler: NOTHING, scheduler)
+    assert side.asked == ["a", "b", "c"]
+    assert agreed == [0, 0]
+    assert hooks.agree_on_prefix(lambda wrapper, found: found, object(), 7) == 7
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_decode_server_polls_before_it_looks_at_its_queues(
+    side: Side, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    monkeypatch.setattr(hooks, "_sides", [side] if serves else [])
+    tree = SimpleNamespace(check_hicache_events=lambda: side.asked.append("poll"))
+    scheduler = SimpleNamespace(tree_cache=tree)
+    assert hooks.decode(lambda scheduler: side.asked.append("queues"), scheduler) is None
+    assert side.asked == ["poll"] * serves + ["queues"]
 
 
 def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:

@@ -21,6 +21,14 @@ def value(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"sglang:flexkv_{name}", {"model_name": "m"} | labels)
 
 
+class Uncounted:
+    """A side that cannot be counted, which ends nothing."""
+
+    @property
+    def has_samples(self) -> bool:
+        raise OSError("nobody expects it")
+
+
 def test_what_a_rank_counts_is_reported(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
     metrics = Metrics(CacheConfig(), {"model_name": "m"}, leads=True)
@@ -38,6 +46,7 @@ def test_what_a_rank_counts_is_reported(make_rank: Callable[..., Rank]) -> None:
     assert value("hit_blocks_bucket", le="1.0") == 0
     assert value("hit_blocks_bucket", le="2.0") == 1
     assert value("store_seconds_count") == 1
+    metrics.report(Uncounted())  # type: ignore[arg-type]
 
 
 def test_nothing_is_kept_for_metrics_that_nobody_asks_for(make_rank: Callable[..., Rank]) -> None:

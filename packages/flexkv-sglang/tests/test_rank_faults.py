@@ -7,15 +7,11 @@ one wait, or take another message for it.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from rank_process import GLOO_SECONDS, RANKS, Fault, Round, serve
-from sglang_world import write_weights
-
-PATIENCE_SECONDS = 3 * GLOO_SECONDS
+from rank_pairs import RANKS, Pair, Pairs
+from rank_process import Fault, Round, serve
 
 LEADS = [
     Fault("store", "_cache", "store"),
@@ -35,88 +31,29 @@ LEADS = [
 ANY = [
     Fault("store", "_worker", "start_stores"),
     Fault("store", "_worker", "finished"),
+    Fault("schedule", "", "lookup"),
     Fault("schedule", "", "batch_begins"),
     Fault("schedule", "request", "matched"),
     Fault("load", "_worker", "start_loads"),
+    Fault("load", "_worker", "wait_for_layer"),
+    Fault("load", "_worker", "take_bad_blocks"),
     Fault("load", "_worker", "report"),
 ]
 """On either rank."""
 CASES = [(0, fault) for fault in LEADS] + [(rank, fault) for fault in ANY for rank in range(RANKS)]
 
 
-class Pair:
-    """Two ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        write_weights(folder)
-        fork = multiprocessing.get_context("fork")
-        pipes = [fork.Pipe() for _ in range(RANKS)]
-        self._pipes = [ours for ours, _ in pipes]
-        self._children = [
-            fork.Process(target=serve, args=(rank, folder, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for child in self._children:
-            child.start()
-        for _, theirs in pipes:
-            theirs.close()
-
-    def play(self, faults: dict[int, Fault]) -> list[Round]:
-        for rank, pipe in enumerate(self._pipes):
-            pipe.send(faults.get(rank))
-        return [self._answer(rank) for rank in range(RANKS)]
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send("close")
-        assert [self._answer(rank) for rank in range(RANKS)] == ["closed"] * RANKS
-
-    def kill(self) -> None:
-        for child in self._children:
-            child.kill()
-            child.join()
-
-    def _answer(self, rank: int) -> Round:
-        pipe = self._pipes[rank]
-        assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} waits"
-        answer: Round = pipe.recv()
-        return answer
-
-
-class Pairs:
-    """One pair after the other, each until it has failed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._made = 0
-        self._pair: Pair | None = None
-
-    def pair(self) -> Pair:
-        if self._pair is None:
-            self._made += 1
-            self._pair = Pair(self._folder / str(self._made))
-        return self._pair
-
-    def forget(self) -> None:
-        if self._pair is not None:
-            self._pair.kill()
-            self._pair = None
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    made = Pairs(tmp_path_factory.mktemp("pairs"))
+    made = Pairs(tmp_path_factory.mktemp("pairs"), serve)
     yield made
     made.forget()
 
 
 @pytest.fixture
 def pair(pairs: Pairs, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    failed = request.session.testsfailed
-    yield pairs.pair()
-    if request.session.testsfailed > failed:
-        pairs.forget()
+    with pairs.pair(request.session) as made:
+        yield made
 
 
 GOOD = Round(stored=True, found=3, loaded=True, right=True, raised=False, under_way=0)

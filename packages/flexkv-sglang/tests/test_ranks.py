@@ -23,7 +23,8 @@ def run(rank: int, store: Path, answers: Connection) -> None:
     assert isinstance(ranks, CpuGroup)
     first = ranks.agree([5, 1 << 62, -1], 3)
     second = ranks.agree([rank], 1)
-    answers.send((ranks.rank, ranks.count, first, second))
+    everywhere, here = ranks.all(True), ranks.all(rank == 0)
+    answers.send((ranks.rank, ranks.count, first, second, everywhere, here))
     signal.pause()  # to leave before the other rank has its numbers could cut it off
 
 
@@ -39,7 +40,7 @@ def test_the_first_rank_speaks_for_all(tmp_path: Path) -> None:
     try:
         for rank, (receiver, _) in enumerate(pipes):
             assert receiver.poll(PATIENCE_SECONDS)
-            assert receiver.recv() == (rank, 2, [5, 1 << 62, -1], [0])
+            assert receiver.recv() == (rank, 2, [5, 1 << 62, -1], [0], True, False)
     finally:
         for child in children:
             child.kill()
@@ -50,3 +51,4 @@ def test_an_engine_of_one_rank_asks_nobody() -> None:
     ranks = ranks_of(None)
     assert isinstance(ranks, OneRank)
     assert ranks.agree([3, 4], 2) == [3, 4]
+    assert [ranks.all(holds) for holds in (True, False)] == [True, False]

@@ -130,6 +130,22 @@ def test_a_load_that_cannot_begin_fails_and_its_blocks_are_dropped(
     assert rank.load("r", hashes, [3, 4])
 
 
+def test_a_forward_pass_that_could_not_wait_counts_as_failed(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 2)
+    rank.store(hashes, [1, 2])
+
+    def refuse(_: str) -> None:
+        raise OSError("no waiting today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.side._worker, "wait_for_layer", refuse)
+        assert not rank.load("r", hashes, [7, 8])
+    assert rank.load("r", hashes, [7, 8])
+
+
 def test_offloads_end_in_the_order_of_their_calls(make_rank: MakeRank) -> None:
     rank = make_rank()
     hashes = hashes_of("a", 4)

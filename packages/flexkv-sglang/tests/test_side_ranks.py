@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +17,27 @@ Answer = TypeVar("Answer")
 
 
 class Threads:
-    """Ranks that are threads. A rank that calls `agree` alone waits until the test fails."""
+    """Ranks that are threads. A rank that calls `agree` or `all` alone waits until the test fails.
 
-    def __init__(self, rank: int, queues: Sequence[queue.Queue[list[int]]]) -> None:
+    Args:
+        rank: number of this one.
+        queues: to each rank.
+        votes: of each rank, in `all`.
+        meeting: of all ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        queues: Sequence[queue.Queue[list[int]]],
+        votes: list[bool],
+        meeting: threading.Barrier,
+    ) -> None:
         self.rank = rank
         self.count = len(queues)
         self._queues = queues
+        self._votes = votes
+        self._meeting = meeting
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
         if self.rank == 0:
@@ -33,6 +49,13 @@ class Threads:
         assert len(given) == count, "ranks are not in step"
         return given
 
+    def all(self, holds: bool) -> bool:
+        self._votes[self.rank] = holds
+        self._meeting.wait(PATIENCE_SECONDS)
+        held = all(self._votes)
+        self._meeting.wait(PATIENCE_SECONDS)
+        return held
+
 
 class Engine:
     """Two ranks of one engine; every call is made on both at once."""
@@ -40,11 +63,12 @@ class Engine:
     def __init__(self, folder: Path, kind: str, heads: int) -> None:
         write_weights(folder)
         queues: list[queue.Queue[list[int]]] = [queue.Queue() for _ in range(2)]
+        votes, meeting = [True, True], threading.Barrier(2)
         self._pool = ThreadPoolExecutor(2)
         made: list[Rank | None] = [None, None]
 
         def start(rank: int) -> None:
-            ranks = Threads(rank, queues)
+            ranks = Threads(rank, queues, votes, meeting)
             made[rank] = Rank(folder, kind, heads=heads, ranks=ranks, pool_heads=heads // 2 or 1)
 
         list(self._pool.map(start, range(2)))
@@ -107,6 +131,39 @@ def test_an_idle_engine_sends_nothing(engine: Engine, monkeypatch: pytest.Monkey
     assert engine.both(lambda rank: rank.side.held([])) == [[], []]
     assert engine.both(lambda rank: rank.side.start_batch()) == [-1, -1]
     assert engine.both(lambda rank: rank.side.ended_offloads()) == [0, 0]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_without_page_numbers_neither_loads_nor_waits_alone(
+    engine: Engine, failing: int
+) -> None:
+    hashes = hashes_of("a", 3)
+    engine.both(lambda rank: rank.store(hashes, [1, 2, 3]))
+    engine.both(lambda rank: rank.side.lookup("r", hashes))
+
+    def load(rank: Rank) -> bool:
+        pages = None if rank.ranks.rank == failing else [7, 8, 9]
+        return rank.side.load("r", hashes, pages)
+
+    assert engine.both(load) == [False, False]
+    assert engine.both(lambda rank: rank.side.start_batch()) == [-1, -1]
+    assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, True]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_pages_that_one_rank_cannot_name_are_stored_by_none(engine: Engine, failing: int) -> None:
+    hashes = hashes_of("a", 3)
+
+    def offload(rank: Rank) -> None:
+        pages = None if rank.ranks.rank == failing else [1, 2, 3]
+        rank.side.offload(hashes, pages)
+
+    engine.both(offload)
+    while min(engine.both(lambda rank: rank.side.ended_offloads())) == 0:
+        pass
+    assert not all(engine.both(lambda rank: rank.side.take_offload()))
+    assert engine.ranks[0].side.lookup("r", hashes) == []
+    assert all(engine.both(lambda rank: rank.store(hashes, [1, 2, 3])))
 
 
 def test_a_load_that_fails_on_one_rank_is_a_miss_from_then_on(

@@ -32,6 +32,10 @@ _USED = {
         "UnifiedCacheLinker.num_completed_offloads",
         "UnifiedCacheLinker.pop_completed_offload",
         "UnifiedCacheLinkerWrapper._offload_node",
+        "UnifiedCacheLinkerWrapper._sync_restorable_prefix",
+    ),
+    "sglang.srt.disaggregation.decode": (
+        "SchedulerDisaggregationDecodeMixin.process_decode_queue",
     ),
     "sglang.srt.managers.schedule_batch": ("Req.finished",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from flexkv.adapter.cost import Span
-from flexkv.adapter.guard import Edge
 from flexkv_sglang.kv_events import follow
 from flexkv_sglang.side import RankSide
 
@@ -32,10 +31,10 @@ loop holds the GIL, and the reading threads wait up to 5 ms, Python's switch int
 step. vLLM's loop sleeps as long."""
 
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
-_OFFLOAD = (
-    "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
-    "._offload_node"
-)
+_DECODE = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue"
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_OFFLOAD = f"{_WRAPPER}._offload_node"
+_AGREEMENT = f"{_WRAPPER}._sync_restorable_prefix"
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = (
@@ -53,7 +52,6 @@ _UPDATES = (
 _RELEASE = f"{_UPDATER}.release_memory_occupation"
 
 _sides: list[RankSide] = []
-_edge = Edge()
 
 
 def serve(side: RankSide) -> None:
@@ -63,7 +61,9 @@ def serve(side: RankSide) -> None:
 
     if not _sides:
         HookRegistry.register(_ADMISSION, schedule, HookType.AROUND)
+        HookRegistry.register(_DECODE, decode, HookType.AROUND)
         HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
+        HookRegistry.register(_AGREEMENT, agree_on_prefix, HookType.AROUND)
         HookRegistry.register(_EVENTS, take_events, HookType.AROUND)
         for name in _UPDATES:
             HookRegistry.register(f"{_UPDATER}.{name}", update_weights, HookType.AROUND)
@@ -87,13 +87,13 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     batch, _ = made
     requests = () if batch is None else batch.reqs
     if side.leads:
-        with _edge.guard("following a batch", "its requests are not counted or recorded"):
+        with side.edge.guard("following a batch", "its requests are not counted or recorded"):
             tree = scheduler.tree_cache
             side.scheduled(requests, scheduler.waiting_queue, partial(_own_hashes, tree))
     if scheduler.device == "cpu":
         # On other devices, SGLang prepares the next step before this one ends, so its time is
         # unknown.
-        with _edge.guard("measuring a batch", "its time is not measured"):
+        with side.edge.guard("measuring a batch", "its time is not measured"):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
 
@@ -128,11 +128,28 @@ def _schedule_ready(
     return made
 
 
+def decode(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook of the step in which a decode server (PD disaggregation) looks at its queues. Polls
+    offloads first: SGLang polls only HiCache there, and would keep all offloaded pages."""
+    if _sides:
+        scheduler.tree_cache.check_hicache_events()
+    return original(scheduler, *args, **kwargs)
+
+
+def agree_on_prefix(original: Callable[..., int], wrapper: Any, *args: Any, **kwargs: Any) -> int:
+    """Hook of the exchange in which SGLang's ranks agree on a hit. Ahead of a request's turn it is
+    left out: a rank on which the lookup failed would be missing in it, and the other ranks would
+    wait. The ranks agree at the request's turn."""
+    if any(side.looks_ahead for side in _sides):
+        return 0
+    return original(wrapper, *args, **kwargs)
+
+
 def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
     """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the
     prefix."""
     for side in _sides:
-        with _edge.guard("following the tree", "blocks may outlive the prefix before them"):
+        with side.edge.guard("following the tree", "blocks may outlive the prefix before them"):
             if side.leads:
                 prefix = wrapper.cache.get_prefix_hash_values(node)
                 side.builds_on(prefix[-1] if prefix else None)
@@ -143,7 +160,7 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
     """Hook of SGLang's publication of its tree's events. Appends FlexKV's events."""
     events = original(tree)
     for side in _sides:
-        with _edge.guard("emitting KV events", "they are lost"):
+        with side.edge.guard("emitting KV events", "they are lost"):
             if side.events is not None:
                 return follow(events, side.events, tree.page_size)
     return events
@@ -178,12 +195,13 @@ def _own_hashes(tree: Any, request: Any) -> Sequence[str]:
 
 
 def _look_ahead(side: RankSide, scheduler: Any) -> None:
-    """Look up new requests of the queue. A lookup starts the request's fetch.
-
-    Each lookup has its own guard: the ranks agree on each, so a failed one must not skip the
-    others.
-    """
-    for request in scheduler.waiting_queue[:_LOOKAHEAD]:
-        with _edge.guard("looking ahead", "the request is looked up at its turn"):
-            if side.is_new(request.rid):
-                request.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    """Look up new requests of the queue. A lookup starts the request's fetch. No rank waits for
+    another here, so that an error concerns one request of one rank."""
+    side.looks_ahead = True
+    try:
+        for request in scheduler.waiting_queue[:_LOOKAHEAD]:
+            with side.edge.guard("looking ahead", "the request is looked up at its turn"):
+                if side.is_new(request.rid):
+                    request.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    finally:
+        side.looks_ahead = False

@@ -91,19 +91,20 @@ class FlexKVLinker(UnifiedCacheLinker):
         hooks.serve(self.side)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        return self.side.lookup(rid, _of_kv(transfers).keys)
+        with self.side.edge.guard("lookup", "it is a miss"):
+            return self.side.lookup(rid, _of_kv(transfers).keys)
+        # The other ranks wait for this answer, and take the least.
+        return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = _of_kv(transfers)
-        pages = self._pages(transfer.device_indices)
-        return pages is not None and self.side.load(rid, transfer.keys, pages)
+        return self.side.load(rid, transfer.keys, self._pages(transfer.device_indices))
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.side.cancel(rid)
 
     def start_layer_wise_loading(self) -> int:
-        with self._after_forward():
-            return self.side.start_batch()
+        return self.side.start_batch(self._after_forward)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self.side.finish_batch()
@@ -111,10 +112,7 @@ class FlexKVLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         transfer = _of_kv(transfers)
         pages = self._pages(transfer.device_indices)
-        if pages is None:
-            return False
-        with self._after_forward():
-            self.side.offload(transfer.keys, pages)
+        self.side.offload(transfer.keys, pages, self._after_forward)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -133,16 +131,18 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.side.close(FLUSH_SECONDS)
 
     def _pages(self, slots: torch.Tensor) -> list[int] | None:
-        """Page numbers of token slots (a 1-D integer tensor); None if these are not whole pages.
-        All ranks get the same pages, because their allocators run in step."""
-        size = self._page_size
-        rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
-        steps = torch.arange(size, device=slots.device)
-        if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):
-            logger.error("SGLang named %d slots that are no whole pages: skipped", slots.numel())
-            return None
-        pages: list[int] = (rows[:, 0] // size).tolist()
-        return pages
+        """Page numbers of token slots (a 1-D integer tensor); None after an error, or if these are
+        not whole pages. All ranks get the same pages, because their allocators run in step."""
+        with self.side.edge.guard("reading SGLang's page numbers", "neither load nor store"):
+            size = self._page_size
+            rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
+            steps = torch.arange(size, device=slots.device)
+            if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):
+                logger.error("SGLang named %d slots that are no whole pages: skipped", len(slots))
+                return None
+            pages: list[int] = (rows[:, 0] // size).tolist()
+            return pages
+        return None
 
     def _after_forward(self) -> AbstractContextManager[object]:
         """A context in which copies wait for all work that SGLang has queued on the device: that

@@ -55,6 +55,8 @@ class Metrics:
 
     def report(self, side: RankSide) -> None:
         """Report the samples that `side` has collected since the last call. Never raises."""
-        if self._exposition is not None and side.has_samples:
-            with self._edge.guard("counting", "the counts are lost"):
+        if self._exposition is None:
+            return
+        with self._edge.guard("counting", "the counts are lost"):
+            if side.has_samples:
                 self._exposition.observe(side.take_samples(), _THIS)

@@ -33,6 +33,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def all(self, holds: bool) -> bool:
+        """Whether `holds` is true on all ranks. Waits until all ranks have called."""
+        ...
+
 
 class OneRank:
     """An engine of one rank."""
@@ -42,6 +46,9 @@ class OneRank:
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
         return list(numbers)
+
+    def all(self, holds: bool) -> bool:
+        return holds
 
 
 class CpuGroup:
@@ -63,6 +70,12 @@ class CpuGroup:
         torch.distributed.broadcast(message, src=self._first, group=self._group)
         given: list[int] = message.tolist()
         return given
+
+    def all(self, holds: bool) -> bool:
+        message = torch.tensor(int(holds))
+        least = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(message, least, group=self._group)
+        return bool(message)
 
 
 def ranks_of(group: Any | None) -> Ranks:

@@ -9,8 +9,10 @@ decides. It sends each decision to the others within the same call, so that all 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from flexkv import KVCache
@@ -32,8 +34,17 @@ from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.tier_events import TierEvents
 
+logger = logging.getLogger("flexkv.sglang")
+
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
+
+_FAILED_POLLS = 8
+"""Consecutive failed polls after which a rank ends all copies for good. SGLang keeps the pages of
+an offload until a poll finds its end. Not tuned."""
+
+Behind = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which copies follow the work that SGLang has queued on the device."""
 
 
 class RankSide:
@@ -53,6 +64,8 @@ class RankSide:
         may_wait: as given; the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks that do not decide.
         epoch: of the keys.
+        looks_ahead: whether SGLang looks up requests ahead of their turn now. Such a lookup only
+            starts a fetch: the ranks agree on no hit, see `hooks.agree_on_prefix`.
     """
 
     def __init__(
@@ -70,6 +83,7 @@ class RankSide:
         self.may_wait = may_wait
         self.events: TierEvents | None = None
         self.epoch = KeyEpoch()
+        self.looks_ahead = False
         self._worker = worker
         self._ranks = ranks
         self._cache = cache
@@ -78,6 +92,8 @@ class RankSide:
         self._edge = edge
         self._before: str | None = None
         self._closed = False
+        self._failed_polls = 0
+        self._waited = True
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
         self._seen: set[str] = set()
@@ -99,6 +115,11 @@ class RankSide:
     def leads(self) -> bool:
         """Whether this rank decides."""
         return self._cache is not None
+
+    @property
+    def edge(self) -> Edge:
+        """Where errors of single requests end."""
+        return self._edge
 
     def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
         """The keys of blocks for SGLang's hashes in hex, which cover prefix, tenant and adapter."""
@@ -131,17 +152,19 @@ class RankSide:
             return list(range(1, self._worth_loading(rid, len(hashes), found) + 1))
         return []
 
-    def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
+    def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int] | None) -> bool:
         """Queue a load for the next batch. All ranks return the same.
 
         Args:
             rid: id of the request.
             hashes: hashes of the pages to load.
-            pages: numbers of the pages that SGLang has allocated for them.
+            pages: numbers of the pages that SGLang has allocated for them; None after an error.
 
         Returns:
-            False if the blocks have left host memory since the lookup.
+            False if the blocks have left host memory since the lookup, or a rank has no `pages`.
         """
+        if not self._ranks.all(pages is not None) or pages is None:
+            return False
         transfer = None
         if self._cache is not None:
             with self._edge.guard("ordering a load", "it is a miss"):
@@ -158,14 +181,12 @@ class RankSide:
     def cancel(self, rid: str) -> bool:
         """Drop a queued load. Returns False if the request has none."""
         queued = self._queued.pop(rid, None)
-        if self._followed is not None:
-            self._followed.cancelled(rid)
-        if queued is None:
-            return False
-        if self._cache is not None and queued.transfer is not None:
+        if self._cache is not None and queued is not None and queued.transfer is not None:
             with self._edge.guard("cancelling a load", "its blocks stay in host memory"):
                 self._cache.cancel(queued.transfer)
-        return True
+        if self._followed is not None:
+            self._followed.cancelled(rid)
+        return queued is not None
 
     def is_new(self, rid: str) -> bool:
         """Whether this is the first call for the request since it last began to wait."""
@@ -210,33 +231,37 @@ class RankSide:
         self._chooser.step_ended(0)
         self._step = self._chooser.step_begins(spans)
 
-    def start_batch(self) -> int:
+    def start_batch(self, behind: Behind = contextlib.nullcontext) -> int:
         """Begin all queued loads. Returns the number of the batch, or -1 if nothing is queued."""
         if not self._queued:
             return _NO_BATCH
         orders = StepOrders(layerwise=[each.order for each in self._queued.values()])
         self._queued.clear()
         self._batch += 1
-        with self._edge.guard("starting loads", "they count as failed"):
+        with self._edge.guard("starting loads", "they count as failed"), behind():
             self._worker.start_loads(orders)
             return self._batch
         self._worker.fail_loads(orders)
         return self._batch
 
     def wait_for_layer(self, layer: int) -> None:
-        """Make the forward pass wait until the loads of a layer have ended."""
-        self._worker.wait_for_layer(str(layer))
+        """Make the forward pass wait until the loads of a layer have ended. After an error, the
+        forward pass computes on unknown bytes, and `finish_batch` reports a failure."""
+        with self._edge.guard("waiting for a layer", "the loads of the batch count as failed"):
+            self._worker.wait_for_layer(str(layer))
+            return
+        self._waited = False
 
     def finish_batch(self) -> bool:
         """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
         orders = StepOrders(has_forward=True)
+        waited, self._waited = self._waited, True
         with self._edge.guard("ending loads", "copies end, now and for good"):
             self._worker.finished(orders)
             failed = self._worker.take_bad_blocks()
-            report = self._worker.report(orders)
-            self._chooser.loaded(0.0 if report is None else report.load_rate)
-            self._poll()
-            return not failed
+            self._note_loads(orders)
+            return waited and not failed
+        # Not guarded: if the copies do not end, they write to pages that SGLang gives to others.
         self._worker.poll_later(orders)
         self._worker.take_bad_blocks()
         return False
@@ -247,15 +272,21 @@ class RankSide:
         """The pages of the next offload follow the page of this hash; None if it is unknown."""
         self._before = before
 
-    def offload(self, hashes: Sequence[str], pages: Sequence[int]) -> None:
+    def offload(
+        self,
+        hashes: Sequence[str],
+        pages: Sequence[int] | None,
+        behind: Behind = contextlib.nullcontext,
+    ) -> None:
         """Store pages. SGLang must keep them until `take_offload` has returned for them.
 
         Args:
             hashes: hashes of the pages, in the order of the prompt.
-            pages: SGLang's numbers of the pages.
+            pages: SGLang's numbers of the pages; None after an error, which fails the offload.
+            behind: the copies follow the work that SGLang has queued so far.
         """
-        transfer, stored, slots = None, False, [-1] * len(pages)
-        if self._cache is not None:
+        transfer, stored, slots = None, False, [-1] * len(hashes)
+        if self._cache is not None and pages is not None:
             with self._edge.guard("storing blocks", "they are not cached"):
                 before, self._before = self._before, None
                 chain = self.keys_of([before, *hashes] if before else hashes)
@@ -263,22 +294,25 @@ class RankSide:
                 transfer, slots = reserve(self._cache, chain, len(hashes))
                 stored = not self._cache.missing(self.keys_of(hashes))
         number, cell, *slots = self._agree(transfer, slots)
-        if number:
+        if number and pages is None:
+            self._worker.fail_stores(StepOrders(stores=[CopyOrder(number, cell, [], [])]))
+        elif number and pages is not None:
             chosen = [(page, slot) for page, slot in zip(pages, slots, strict=True) if slot >= 0]
             order = CopyOrder(
                 number, cell, [page for page, _ in chosen], [slot for _, slot in chosen]
             )
-            self._store(order)
+            self._store(order, behind)
         self._pending.append(Offload(transfer, stored))
 
     def ended_offloads(self) -> int:
         """How many of the oldest offloads have ended. SGLang takes the least number of all ranks.
         Ranks that do not decide therefore count all."""
-        with self._edge.guard("polling copies", "they are polled in the next step"):
-            self._chooser.step_ended(self._step)
-            self._step = 0
-            self._worker.finished(StepOrders(has_forward=True))
-            self._poll()
+        with self._edge.guard("measuring a step", "its time is not measured"):
+            step, self._step = self._step, 0
+            self._chooser.step_ended(step)
+        self._failed_polls = 0 if self._polled() else self._failed_polls + 1
+        if self._failed_polls >= _FAILED_POLLS and self._gave_up():
+            return len(self._pending)
         ended = 0
         for offload in self._pending:
             if offload.transfer is not None and offload.transfer.status is Status.PENDING:
@@ -311,14 +345,16 @@ class RankSide:
             self._worker.take_bad_blocks()
             self._poll()
             return
+        # Not guarded: if the copies do not end, they write to pages that SGLang gives to others.
         self._worker.stop_copying()
 
     def weights_changed(self, *, flushed: bool) -> None:
         """The weights in memory differ from the model's files now; see `KeyEpoch.renew`. `flushed`:
         whether SGLang has flushed its own cache since the change."""
         self.epoch.renew(mixed=not flushed)
-        if self.events is not None:
-            self.events.forget_all(self.epoch.end)
+        with self._edge.guard("emitting KV events", "subscribers know pages of other weights"):
+            if self.events is not None:
+                self.events.forget_all(self.epoch.end)
 
     def close(self, flush_seconds: float) -> None:
         """End all copies; close the cache, which may write for `flush_seconds`. Idempotent."""
@@ -385,12 +421,56 @@ class RankSide:
         ids = [0, 0] if transfer is None else [transfer.id, transfer.cell]
         return self._ranks.agree([*ids, *slots], len(slots) + 2)
 
-    def _store(self, order: CopyOrder) -> None:
+    def _store(self, order: CopyOrder, behind: Behind) -> None:
         orders = StepOrders(stores=[order])
-        with self._edge.guard("starting stores", "the blocks are not cached"):
+        with self._edge.guard("starting stores", "the blocks are not cached"), behind():
             self._worker.start_stores(orders)
             return
         self._worker.fail_stores(orders)
+
+    def _note_loads(self, orders: StepOrders) -> None:
+        with self._edge.guard("noting ended loads", "the next step notes them"):
+            self._poll()
+            report = self._worker.report(orders)
+            self._chooser.loaded(0.0 if report is None else report.load_rate)
+
+    def _polled(self) -> bool:
+        """Look for copies that have ended. Returns False after an error."""
+        with self._edge.guard("polling copies", "they are polled in the next step"):
+            self._worker.finished(StepOrders(has_forward=True))
+            self._poll()
+            return True
+        return False
+
+    def _gave_up(self) -> bool:
+        """End all copies for good, because no poll finds their ends and SGLang waits for them.
+        Returns False after an error: the copies may still run."""
+        if self._failed_polls == _FAILED_POLLS:
+            logger.error(
+                "%d consecutive polls of copies failed on rank %d (see the first error above); its "
+                "copies end, SGLang gets their pages back, loads and stores are disabled; restart "
+                "the engine to use the cache again",
+                _FAILED_POLLS,
+                self._ranks.rank,
+            )
+        with self._edge.guard("disabling the cache", "the next step tries again"):
+            self._worker.stop_copying()
+            if self._cache is not None:
+                self._disable(self._cache)
+            return True
+        return False
+
+    def _disable(self, cache: KVCache) -> None:
+        running = [each.transfer for each in self._pending if each.transfer is not None]
+        for transfer in running:
+            if transfer.status is Status.PENDING:
+                # Another rank may copy on, out of pages that SGLang gives to others.
+                cache.discard(transfer.blocks)
+        cache.suspend()
+        if self._figures is not None:
+            self._figures.note_activity()
+        if self._awaited is not None:
+            self._awaited.end_all()
 
     def _poll(self) -> None:
         if self._cache is None or not self._cache.busy:

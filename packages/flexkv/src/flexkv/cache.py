@@ -135,6 +135,12 @@ class KVCache:
         return self._below.must_ask
 
     @property
+    def disabled(self) -> bool:
+        """Whether lookups find nothing and no load or store begins: after an error of a rank, or
+        between `suspend` and `clear`."""
+        return self._off
+
+    @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
         return bool(self._device or self._index.stale_blocks) or self._below.busy

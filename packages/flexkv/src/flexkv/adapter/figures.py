@@ -299,6 +299,7 @@ class CacheFigures:
             sample("bytes", host): cache.ready_blocks * size,
             sample("capacity_bytes", host): cache.num_slots * size,
             "pinned_blocks": cache.pinned_blocks,
+            "disabled_engines": int(cache.disabled),
             sample("queue_length", "device"): cache.transfers_under_way,
         }
         for each in POLICIES:

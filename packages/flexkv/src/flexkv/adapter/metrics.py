@@ -200,6 +200,11 @@ METRICS = (
     ),
     Metric("pinned_blocks", Kind.GAUGE, "FlexKV blocks pinned in host memory."),
     Metric(
+        "disabled_engines",
+        Kind.GAUGE,
+        "1 if the engine's loads and stores are disabled, after an error; else 0.",
+    ),
+    Metric(
         "queue_length",
         Kind.GAUGE,
         "Transfers of the device, or reads and writes of the tier's blocks, that run or wait.",
