@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -107,19 +108,35 @@ def test_a_wrong_setting_stops_sglang_before_it_reads_weights(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("pp_size", 2, "SGLang's pp_size is 2; allowed with FlexKV: 1"),
-        ("nnodes", 2, "nnodes is 2"),
-        ("attn_cp_size", 2, "attn_cp_size is 2"),
-        ("enable_hierarchical_cache", True, "enable_hierarchical_cache is set"),
-        ("disable_radix_cache", True, "disable_radix_cache is set"),
-        ("dllm_algorithm", "LowConfidence", "dllm_algorithm is 'LowConfidence'"),
+        ("pp_size", 2, "SGLang's --pp-size (--pipeline-parallel-size) is 2; allowed .* FlexKV: 1"),
+        ("nnodes", 2, "--nnodes is 2"),
+        ("attn_cp_size", 2, "--attn-cp-size (--attention-context-parallel-size) is 2"),
+        ("dcp_size", 2, "--dcp-size (--decode-context-parallel-size) is 2"),
+        ("enable_hierarchical_cache", True, "--enable-hierarchical-cache (--enable-hicache) is"),
+        ("enable_lmcache", True, "--enable-lmcache is set"),
+        ("disable_radix_cache", True, "off, by --disable-radix-cache or by SGLang's choice"),
+        ("dllm_algorithm", "LowConfidence", "--dllm-algorithm is 'LowConfidence'"),
+        ("disaggregation_mode", "decode", "also --disaggregation-decode-enable-radix-cache"),
     ],
 )
 def test_what_cannot_be_cached_right_is_refused(
     sglang: SGLang, name: str, value: Any, said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=re.sub(r"([()])", r"\\\1", said)):
         sglang.start(**{name: value})
+
+
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+
+
+def test_a_decode_server_with_a_prefix_cache_starts(sglang: SGLang) -> None:
+    assert sglang.start(**DECODE)["enable_unified_cache_external_linker"] is True
+
+
+def test_a_decode_server_that_keeps_hicaches_memory_is_refused(sglang: SGLang) -> None:
+    said = "--disaggregation-decode-retraction-backup is host_pool"
+    with pytest.raises(ConfigError, match=said):
+        sglang.start(**DECODE, disaggregation_decode_retraction_backup="host_pool")
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.20"])

@@ -28,5 +28,5 @@ def test_recurrent_states_are_refused() -> None:
 
 def test_a_draft_with_kv_of_its_own_is_refused() -> None:
     params = SimpleNamespace(sidecar_draft_device_pools=(object(),))
-    with pytest.raises(LayoutError, match=r"\(sidecar_draft_device_pools\)"):
+    with pytest.raises(LayoutError, match=r"\(--speculative-algorithm\) keeps a draft"):
         check_cache([FULL], params)

@@ -128,10 +128,10 @@ def test_untested_version(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPat
     start(vllm_config)
 
 
-@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
-def test_other_parallelism(vllm_config: VllmConfig, name: str) -> None:
-    setattr(vllm_config.parallel_config, name, 2)
-    with pytest.raises(LayoutError, match=f"{name} is 2; allowed: 1"):
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_other_parallelism(vllm_config: VllmConfig, kind: str) -> None:
+    setattr(vllm_config.parallel_config, f"{kind}_context_parallel_size", 2)
+    with pytest.raises(LayoutError, match=f"--{kind}-context-parallel-size is 2; allowed: 1"):
         start(vllm_config)
 
 
@@ -195,7 +195,7 @@ def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, m
         load_mode_of(config, vllm_config, groups, StoreTime.STEP)
     vllm_config.scheduler_config.async_scheduling = False
     vllm_config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*pipeline_parallel_size is 2"):
+    with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*--pipeline-parallel-size is 2"):
         load_mode_of(config, vllm_config, groups, StoreTime.STEP)
 
 

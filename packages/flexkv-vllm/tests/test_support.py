@@ -57,14 +57,16 @@ def test_each_model_has_one_scheduler(
 def test_stages_must_be_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ModelRunnerOutput, "with_kv_conn_output_only", raising=False)
     check_parallelism(config_of(tmp_path, ranks=2))
-    with pytest.raises(LayoutError, match=r"pipeline_parallel_size is 2.*a newer vLLM"):
+    with pytest.raises(LayoutError, match=r"--pipeline-parallel-size is 2.*a newer vLLM"):
         check_parallelism(config_of(tmp_path, stages=2))
 
 
 @STAGES
 def test_stages_store_nothing_of_speculative_decoding(tmp_path: Path) -> None:
     check_parallelism(config_of(tmp_path, guesses=True))
-    with pytest.raises(LayoutError, match="pipeline_parallel_size is 2 with speculative decoding"):
+    with pytest.raises(
+        LayoutError, match="--pipeline-parallel-size is 2 with speculative decoding"
+    ):
         check_parallelism(config_of(tmp_path, guesses=True, stages=2))
 
 
@@ -75,7 +77,7 @@ def test_stages_hold_no_recurrent_states(tmp_path: Path, reach: Reach) -> None:
     if reach is not Reach.STATE:
         check_stages(config_of(tmp_path, stages=2), groups)
         return
-    with pytest.raises(LayoutError, match=r"pipeline_parallel_size is 2 .*recurrent states"):
+    with pytest.raises(LayoutError, match=r"--pipeline-parallel-size is 2 .*recurrent states"):
         check_stages(config_of(tmp_path, stages=2), groups)
 
 

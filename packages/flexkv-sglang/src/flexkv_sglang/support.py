@@ -8,9 +8,21 @@ from typing import Any
 
 from flexkv.errors import ConfigError, LayoutError
 
-_ONE = ("pp_size", "nnodes", "attn_cp_size", "dcp_size")
-"""SGLang's sizes of the kinds of parallelism that FlexKV does not support. With them, the ranks
-that hold a token's pages do not go in step or are on several machines."""
+_ONE = {
+    "pp_size": "--pp-size (--pipeline-parallel-size)",
+    "nnodes": "--nnodes",
+    "attn_cp_size": "--attn-cp-size (--attention-context-parallel-size)",
+    "dcp_size": "--dcp-size (--decode-context-parallel-size)",
+}
+"""SGLang's sizes of the kinds of parallelism that FlexKV does not support, by their names in
+SGLang's settings: the flags. With them, the ranks that hold a token's pages do not go in step or
+are on several machines."""
+
+_OTHER_CACHES = {
+    "enable_hierarchical_cache": "--enable-hierarchical-cache (--enable-hicache)",
+    "enable_lmcache": "--enable-lmcache",
+}
+"""SGLang's settings for other caches behind its own, and their flags."""
 
 
 def check_settings(settings: Any) -> None:
@@ -22,20 +34,47 @@ def check_settings(settings: Any) -> None:
     Raises:
         ConfigError: a setting is not allowed. The message names it, its value and the allowed one.
     """
-    for name in _ONE:
+    for name, flag in _ONE.items():
         value = getattr(settings, name, 1)
         if value not in {None, 1}:
-            raise ConfigError(f"SGLang's {name} is {value}; allowed with FlexKV: 1")
-    for name in ("enable_hierarchical_cache", "enable_lmcache", "disable_radix_cache"):
+            raise ConfigError(f"SGLang's {flag} is {value}; allowed with FlexKV: 1")
+    _check_decode(settings)
+    for name, flag in _OTHER_CACHES.items():
         if getattr(settings, name, False):
             raise ConfigError(
-                f"SGLang's {name} is set; allowed with FlexKV: SGLang's prefix cache on the device"
+                f"SGLang's {flag} is set; allowed with FlexKV: SGLang's prefix cache on the device"
             )
+    if getattr(settings, "disable_radix_cache", False):
+        raise ConfigError(
+            "SGLang's prefix cache is off, by --disable-radix-cache or by SGLang's choice for this "
+            "model; allowed with FlexKV: SGLang's prefix cache on the device"
+        )
     algorithm = getattr(settings, "dllm_algorithm", None)
     if algorithm:
         raise ConfigError(
-            f"SGLang's dllm_algorithm is {algorithm!r}; allowed with FlexKV: none, because "
+            f"SGLang's --dllm-algorithm is {algorithm!r}; allowed with FlexKV: none, because "
             f"diffusion models rewrite their pages"
+        )
+
+
+def _check_decode(settings: Any) -> None:
+    """Refuse a decode server (PD disaggregation) that does without the linker: SGLang would start
+    it, and nothing would be cached.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if getattr(settings, "disaggregation_mode", "null") != "decode":
+        return
+    if not getattr(settings, "disaggregation_decode_enable_radix_cache", False):
+        raise ConfigError(
+            "SGLang's --disaggregation-mode is decode, which turns its prefix cache off; allowed "
+            "with FlexKV: also --disaggregation-decode-enable-radix-cache"
+        )
+    if getattr(settings, "disaggregation_decode_retraction_backup", None) == "host_pool":
+        raise ConfigError(
+            "SGLang's --disaggregation-decode-retraction-backup is host_pool, which HiCache keeps; "
+            "allowed with FlexKV: cpu_tensor, none"
         )
 
 
@@ -57,9 +96,8 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
             f"(MHA, MLA, DSA) in all layers{windows}"
         )
     drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools", "mtp_draft_mamba_pools")
-    found = [name for name in drafts if getattr(params, name, ())]
-    if found:
+    if any(getattr(params, name, ()) for name in drafts):
         raise LayoutError(
-            f"speculative decoding keeps a draft model's KV ({', '.join(found)}) in pages of its "
-            f"own; allowed: none, or a draft without KV, such as NGRAM"
+            "speculative decoding (--speculative-algorithm) keeps a draft model's KV in pages of "
+            "its own; allowed: none, or a draft without KV, such as NGRAM"
         )

@@ -45,5 +45,5 @@ def test_the_disk_is_shared_out_to_those_that_own_a_folder() -> None:
 
 
 def test_tokens_shared_out_in_decoding_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dcp_size is 2; allowed .* 1"):
+    with pytest.raises(ConfigError, match=r"--dcp-size is 2; allowed .* 1"):
         place(dcp_size=2)

@@ -56,7 +56,7 @@ def load_mode_of(
     if stages > 1:
         # As above: the first stage has begun the next step by then.
         raise ConfigError(
-            f"load_mode is {config.load_mode!r}, but vLLM's pipeline_parallel_size is {stages}: "
+            f"load_mode is {config.load_mode!r}, but vLLM's --pipeline-parallel-size is {stages}: "
             f"steps begin before the last one has ended; allowed: async, or one stage"
         )
     if not binds_pool():

@@ -22,23 +22,23 @@ def check_parallelism(vllm_config: VllmConfig) -> None:
         LayoutError: vLLM uses another kind, or several schedulers for one model.
     """
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
+    for kind in ("decode", "prefill"):
+        size = getattr(parallel, f"{kind}_context_parallel_size", 1)
         if size != 1:
             raise LayoutError(
-                f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size and "
-                f"pipeline_parallel_size are free)"
+                f"vLLM's --{kind}-context-parallel-size is {size}; allowed: 1 "
+                f"(--tensor-parallel-size and --pipeline-parallel-size are free)"
             )
     stages = parallel.pipeline_parallel_size
     if stages > 1 and not passes_stages_on():
         raise LayoutError(
-            f"vLLM's pipeline_parallel_size is {stages}, and vLLM {vllm.__version__} does not pass "
-            f"on the reports of all stages; allowed: 1, or a newer vLLM"
+            f"vLLM's --pipeline-parallel-size is {stages}, and vLLM {vllm.__version__} does not "
+            f"pass on the reports of all stages; allowed: 1, or a newer vLLM"
         )
     if stages > 1 and vllm_config.speculative_config is not None:
         # With it, vLLM's first model runner lets only the last stage store blocks.
         raise LayoutError(
-            f"vLLM's pipeline_parallel_size is {stages} with speculative decoding; allowed: 1 with "
+            f"vLLM's --pipeline-parallel-size is {stages} with speculative decoding; allowed: 1 with "
             f"speculative decoding, or any size without"
         )
     check_launcher(vllm_config)
@@ -54,8 +54,8 @@ def check_stages(vllm_config: VllmConfig, groups: Groups) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and any(group.reach is Reach.STATE for group in groups.members):
         raise LayoutError(
-            f"vLLM's pipeline_parallel_size is {stages} and the model has recurrent states; "
-            f"allowed: 1 for such models (tensor_parallel_size is free)"
+            f"vLLM's --pipeline-parallel-size is {stages} and the model has recurrent states; "
+            f"allowed: 1 for such models (--tensor-parallel-size is free)"
         )
 
 
@@ -71,7 +71,7 @@ def check_launcher(vllm_config: VllmConfig) -> None:
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if launcher == "external_launcher" and ranks > 1:
         raise LayoutError(
-            f"vLLM's distributed_executor_backend is {launcher!r} with {ranks} "
+            f"vLLM's --distributed-executor-backend is {launcher!r} with {ranks} "
             f"ranks: each rank would have a scheduler of its own, and a load would end in a "
             f"different step of each; allowed: 'mp' or 'ray', where vLLM starts the ranks, or one "
             f"rank"

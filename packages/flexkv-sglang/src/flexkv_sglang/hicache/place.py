@@ -48,7 +48,7 @@ class Place:
         """
         shards = getattr(config, "dcp_size", 1)
         if shards != 1:
-            raise ConfigError(f"SGLang's dcp_size is {shards}; allowed with FlexKV: 1")
+            raise ConfigError(f"SGLang's --dcp-size is {shards}; allowed with FlexKV: 1")
         return cls(
             tp=(config.tp_rank, config.tp_size),
             pp=(config.pp_rank, config.pp_size),

@@ -66,13 +66,15 @@ def load_settings(extra_config: Mapping[str, object]) -> CacheConfig:
 def _check_parallelism(config: OffloadingConfig) -> None:
     parallel = config.parallel
     sizes = {
-        "pipeline_parallel_size": parallel.pp_size,
-        "decode_context_parallel_size": parallel.dcp_size,
-        "prefill_context_parallel_size": parallel.pcp_size,
+        "--pipeline-parallel-size": parallel.pp_size,
+        "--decode-context-parallel-size": parallel.dcp_size,
+        "--prefill-context-parallel-size": parallel.pcp_size,
     }
-    for name, size in sizes.items():
+    for flag, size in sizes.items():
         if size != 1:
-            raise LayoutError(f"vLLM's {name} is {size}; allowed: 1 (tensor_parallel_size is free)")
+            raise LayoutError(
+                f"vLLM's {flag} is {size}; allowed: 1 (--tensor-parallel-size is free)"
+            )
 
 
 def _check_groups(config: OffloadingConfig) -> None:
