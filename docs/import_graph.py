@@ -49,7 +49,11 @@ def _of(package: str, *names: str) -> tuple[str, ...]:
 
 FLOORS: tuple[tuple[Room, ...], ...] = (
     (
-        Room("vLLM's in-tree name", "forwards to flexkv-vllm", _of(CORE, "integration")),
+        Room(
+            "in-tree names",
+            "what the engines' own files import",
+            _of(CORE, "integration", "common"),
+        ),
         Room("flexkv-vllm: plugin", "vLLM calls it first", _of(VLLM, "plugin", "preflight")),
     ),
     (Room("flexkv-vllm: offloading", "the spec of OffloadingConnector", _of(VLLM, "offloading")),),

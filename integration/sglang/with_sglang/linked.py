@@ -115,9 +115,10 @@ class LinkedRank:
     def look_ahead(self, requests: Sequence[Any]) -> None:
         """SGLang chooses a batch, and takes none of these requests yet."""
         scheduler = SimpleNamespace(
-            waiting_queue=list(requests), tree_cache=self.tree, device="cuda", last_batch="last"
+            waiting_queue=list(requests), tree_cache=self.tree, device="cuda", last_batch=None
         )
-        hooks.schedule(lambda scheduler: (None, None), scheduler)
+        running = SimpleNamespace(is_empty=lambda: False)
+        hooks.schedule(lambda scheduler: (None, running), scheduler)
 
     def run(self, request: Any) -> tuple[int, bool, list[torch.Tensor]]:
         """A request's turn: look it up, load, compute. Returns how many tokens were loaded, whether

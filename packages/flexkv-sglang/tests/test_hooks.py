@@ -40,6 +40,9 @@ class Side:
     def held(self, rids: Sequence[str]) -> list[bool]:
         return [rid in self.waiting for rid in rids]
 
+    def fetched_tokens(self, rid: str) -> int:
+        return 12 if rid in self.waiting else 0
+
     def weights_changed(self, *, flushed: bool) -> None:
         self.weights.append(flushed)
 
@@ -188,6 +191,29 @@ def test_a_decode_server_polls_before_it_looks_at_its_queues(
     scheduler = SimpleNamespace(tree_cache=tree)
     assert hooks.decode(lambda scheduler: side.asked.append("queues"), scheduler) is None
     assert side.asked == ["poll"] * serves + ["queues"]
+
+
+def test_sglang_learns_how_much_of_a_hit_lower_tiers_gave(side: Side) -> None:
+    request = SimpleNamespace(rid="b", storage_hit_length=7)
+    assert hooks.load_back(lambda wrapper, request: (16, 3), object(), request) == (16, 3)
+    assert request.storage_hit_length == 12
+    request.rid = "a"
+    hooks.load_back(lambda wrapper, request: (0, 3), object(), request)
+    assert request.storage_hit_length == 0
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_request_to_clear_the_storage_clears_flexkv(
+    side: Side, monkeypatch: pytest.MonkeyPatch, succeeds: bool
+) -> None:
+    structs = ModuleType("sglang.srt.managers.io_struct")
+    structs.ClearHiCacheReqOutput = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, structs.__name__, structs)
+    monkeypatch.setattr(side, "clear", lambda: succeeds, raising=False)
+    answer = hooks.clear_storage(lambda *_: "SGLang's", object(), object())
+    assert answer == SimpleNamespace(success=succeeds)
+    monkeypatch.setattr(hooks, "_sides", [])
+    assert hooks.clear_storage(lambda *_: "SGLang's", object(), object()) == "SGLang's"
 
 
 def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:

@@ -47,10 +47,48 @@ def test_a_restart_finds_what_the_last_engine_stored(
     assert second.side.held(["other", "r"]) == [False, True]
     wait_for(second, "r")
     assert second.side.lookup("r", hashes) == [1, 2, 3]
+    assert second.side.load("r", hashes, [7, 8, 9])
+    assert second.side.fetched_tokens("r") == 12
+    assert second.side.cancel("r")
+    assert second.side.fetched_tokens("r") == 0
+    # Now host memory has them.
+    assert second.side.lookup("r", hashes) == [1, 2, 3]
     assert second.load("r", hashes, [7, 8, 9])
     assert same(second.read([7, 8, 9]), stored)
     samples = second.side.take_samples()
-    assert (samples["hit_tokens:disk"], samples.get("hit_tokens:host", 0)) == (12, 0)
+    assert (samples["hit_tokens:disk"], samples["hit_tokens:host"]) == (12, 12)
+
+
+def test_a_cleared_cache_has_nothing_in_any_tier(make_rank: MakeRank, disk: dict[str, Any]) -> None:
+    rank = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    rank.store(hashes, [1, 2, 3])
+    assert rank.side.clear()
+    assert rank.side.lookup("r", hashes) == []
+    assert rank.side.held(["r"]) == [False]
+    assert rank.store(hashes, [1, 2, 3])
+    assert rank.side.lookup("r", hashes) == [1, 2, 3]
+    rank.close()
+    # Blocks that were stored before are gone for good.
+    assert make_rank(settings=disk).side.lookup("r", hashes) == []
+
+
+def test_after_a_failed_clear_nothing_is_found_until_one_succeeds(
+    make_rank: MakeRank, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    rank.store(hashes, [1, 2, 3])
+
+    def fail() -> None:
+        raise OSError("nobody expects it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.side._cache, "clear", fail)
+        assert not rank.side.clear()
+    assert rank.side.lookup("r", hashes) == []
+    assert rank.side.clear()
+    assert rank.store(hashes, [1, 2, 3])
 
 
 def test_a_request_that_left_waits_for_nothing(make_rank: MakeRank, disk: dict[str, Any]) -> None:

@@ -95,6 +95,7 @@ class Engine:
             self._call(side.reset)
         if number == ROUNDS - 1:
             self._call(partial(side.weights_changed, flushed=True))
+            self._call(side.clear)
 
     def assert_at_rest(self, place: str) -> None:
         """Nothing is kept for any request: no cell, lease, reserved slot or fetch."""

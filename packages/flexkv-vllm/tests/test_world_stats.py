@@ -108,6 +108,29 @@ def test_a_disk_hit(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> N
     assert total[sample("evicted_blocks", "host")] == world.cache.counters.evicted_blocks > 0
 
 
+def test_a_request_that_may_not_load_is_no_query(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can have no hit, as vLLM's requests with prompt_logprobs."""
+    world = make_world(slots=16)
+    text, other = prompts(5, 2)
+    world.generate(text)
+    queries = sample("query_tokens", "host")
+    assert collected(world)[queries] == len(text)
+    add = world.scheduler.add_request
+
+    def add_unread(request: Any) -> None:
+        request.skip_reading_prefix_cache = True
+        add(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.scheduler, "add_request", add_unread)
+        world.generate(text)
+    assert collected(world)[queries] == len(text)
+    world.generate(other)
+    assert collected(world)[queries] == len(text) + len(other)
+
+
 def test_a_hit_from_both(make_world: MakeWorld) -> None:
     """Its beginning is in host memory, the rest is fetched."""
     world = make_world(slots=16, disk_slots=100)

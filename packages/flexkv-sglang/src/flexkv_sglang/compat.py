@@ -33,16 +33,21 @@ _USED = {
         "UnifiedCacheLinker.pop_completed_offload",
         "UnifiedCacheLinkerWrapper._offload_node",
         "UnifiedCacheLinkerWrapper._sync_restorable_prefix",
+        "UnifiedCacheLinkerWrapper.load_back",
     ),
     "sglang.srt.disaggregation.decode": (
         "SchedulerDisaggregationDecodeMixin.process_decode_queue",
     ),
+    "sglang.srt.managers.io_struct": ("ClearHiCacheReqOutput",),
     "sglang.srt.managers.schedule_batch": ("Req.finished",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
         "UnifiedTreeCoreInterface.get_hash_values",
         "UnifiedTreeCoreInterface.get_prefix_hash_values",
     ),
-    "sglang.srt.managers.scheduler": ("Scheduler._get_new_batch_prefill_raw",),
+    "sglang.srt.managers.scheduler": (
+        "Scheduler._get_new_batch_prefill_raw",
+        "Scheduler.clear_hicache_storage_wrapped",
+    ),
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
     "sglang.srt.mem_cache.unified_radix_cache": ("UnifiedRadixCache.take_events",),
     "sglang.srt.managers.scheduler_components.weight_updater": (

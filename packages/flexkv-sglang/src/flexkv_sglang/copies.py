@@ -19,10 +19,12 @@ class QueuedLoad:
     Attributes:
         order: the copy, the same on all ranks.
         transfer: the load with its leases; None on all ranks but the first, which decides.
+        fetched: how many of its pages lower tiers gave; 0 on all ranks but the first.
     """
 
     order: CopyOrder
     transfer: Transfer | None
+    fetched: int = 0
 
 
 @dataclass(slots=True)

@@ -35,6 +35,8 @@ _DECODE = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.p
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _OFFLOAD = f"{_WRAPPER}._offload_node"
 _AGREEMENT = f"{_WRAPPER}._sync_restorable_prefix"
+_LOAD_BACK = f"{_WRAPPER}.load_back"
+_CLEAR = "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped"
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = (
@@ -64,6 +66,8 @@ def serve(side: RankSide) -> None:
         HookRegistry.register(_DECODE, decode, HookType.AROUND)
         HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
         HookRegistry.register(_AGREEMENT, agree_on_prefix, HookType.AROUND)
+        HookRegistry.register(_LOAD_BACK, load_back, HookType.AROUND)
+        HookRegistry.register(_CLEAR, clear_storage, HookType.AROUND)
         HookRegistry.register(_EVENTS, take_events, HookType.AROUND)
         for name in _UPDATES:
             HookRegistry.register(f"{_UPDATER}.{name}", update_weights, HookType.AROUND)
@@ -143,6 +147,29 @@ def agree_on_prefix(original: Callable[..., int], wrapper: Any, *args: Any, **kw
     if any(side.looks_ahead for side in _sides):
         return 0
     return original(wrapper, *args, **kwargs)
+
+
+def load_back(original: Callable[..., Any], wrapper: Any, request: Any) -> Any:
+    """Hook of SGLang's order of a load. Reports how much of the hit lower tiers gave: SGLang counts
+    that as `storage`, and the rest as `host`."""
+    made = original(wrapper, request)
+    for side in _sides:
+        with side.edge.guard("reporting where a hit came from", "it counts as host memory"):
+            request.storage_hit_length = side.fetched_tokens(request.rid)
+    return made
+
+
+def clear_storage(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Hook of SGLang's request to clear the storage behind its cache, which FlexKV is."""
+    if not _sides:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+    cleared = [side.clear() for side in _sides]
+    logger.info(
+        "FlexKV's blocks were cleared at a request: %s", "all" if all(cleared) else "failed"
+    )
+    return ClearHiCacheReqOutput(success=all(cleared))
 
 
 def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:

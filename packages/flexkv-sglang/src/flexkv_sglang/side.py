@@ -165,18 +165,25 @@ class RankSide:
         """
         if not self._ranks.all(pages is not None) or pages is None:
             return False
-        transfer = None
+        transfer, fetched = None, 0
         if self._cache is not None:
             with self._edge.guard("ordering a load", "it is a miss"):
-                transfer = self._lease(rid, hashes)
+                transfer, fetched = self._lease(rid, hashes)
         slots = [0] * len(pages) if transfer is None else transfer.slots
         number, cell, *slots = self._agree(transfer, slots)
         if not number:
             return False
-        self._queued[rid] = QueuedLoad(CopyOrder(number, cell, list(pages), slots), transfer)
+        order = CopyOrder(number, cell, list(pages), slots)
+        self._queued[rid] = QueuedLoad(order, transfer, fetched)
         if self._followed is not None:
             self._followed.loads(rid, len(pages))
         return True
+
+    def fetched_tokens(self, rid: str) -> int:
+        """How many tokens of a request's queued load lower tiers gave for it. Known on the rank
+        that decides, 0 on the others."""
+        queued = self._queued.get(rid)
+        return 0 if queued is None else queued.fetched * self._page_size
 
     def cancel(self, rid: str) -> bool:
         """Drop a queued load. Returns False if the request has none."""
@@ -338,6 +345,23 @@ class RankSide:
         self._pending.clear()
         self.await_copies()
 
+    def clear(self) -> bool:
+        """Forget all stored blocks in all tiers, at a user's request. Returns whether that
+        succeeded; if not, nothing is loaded or stored until it does."""
+        if self._cache is None:
+            return True
+        if self._failed_polls >= _FAILED_POLLS:
+            return False
+        with self._edge.guard(
+            "clearing the cache", "nothing is loaded or stored until it succeeds"
+        ):
+            self._cache.suspend()
+            if self._awaited is not None:
+                self._awaited.end_all()
+            self._cache.clear()
+            return True
+        return False
+
     def await_copies(self) -> None:
         """Wait until no copy reads or writes SGLang's pages. SGLang may wait for no load."""
         with self._edge.guard("ending copies", "copies end, now and for good"):
@@ -402,18 +426,21 @@ class RankSide:
             self._queries.asked(rid, asked, left, found - blocks)
         return blocks
 
-    def _lease(self, rid: str, hashes: Sequence[str]) -> Transfer | None:
-        """Begin a load; None if host memory lacks one of the blocks."""
+    def _lease(self, rid: str, hashes: Sequence[str]) -> tuple[Transfer | None, int]:
+        """Begin a load; None if host memory lacks one of the blocks. Also returns how many of the
+        blocks lower tiers gave."""
         assert self._cache is not None
         assert self._awaited is not None
         keys = self.keys_of(hashes)
-        transfer = self._cache.load(keys)
+        transfer, fetched = self._cache.load(keys), 0
         # By itself: a lease that is not handed on would never end.
         with self._edge.guard("counting a hit", "it is not counted"):
             if transfer is not None and self._queries is not None:
-                self._queries.loaded(rid, len(keys), self._awaited.count(rid, keys))
+                by_medium = self._awaited.count(rid, keys)
+                fetched = by_medium.total()
+                self._queries.loaded(rid, len(keys), by_medium)
             self._awaited.end(rid)
-        return transfer
+        return transfer, fetched
 
     def _agree(self, transfer: Transfer | None, slots: Sequence[int]) -> list[int]:
         """The transfer of rank 0 as numbers: its id, its cell, and a slot for each page. All are 0

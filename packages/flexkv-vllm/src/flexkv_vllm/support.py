@@ -38,8 +38,8 @@ def check_parallelism(vllm_config: VllmConfig) -> None:
     if stages > 1 and vllm_config.speculative_config is not None:
         # With it, vLLM's first model runner lets only the last stage store blocks.
         raise LayoutError(
-            f"vLLM's --pipeline-parallel-size is {stages} with speculative decoding; allowed: 1 with "
-            f"speculative decoding, or any size without"
+            f"vLLM's --pipeline-parallel-size is {stages} with speculative decoding; allowed: 1 "
+            f"with speculative decoding, or any size without"
         )
     check_launcher(vllm_config)
 

@@ -21,6 +21,10 @@ from flexkv.page_copies import Copier, PageCopy, PageLoad, PageStore
 from flexkv.presence import Presence
 from flexkv.tiers.base import MAX_KEY_BYTES
 
+_ASK_PAUSE_SECONDS = 0.0005
+"""Pause between two polls while a lookup waits for shared stores, which answer in milliseconds. Not
+tuned."""
+
 _FLUSH_PAUSE_SECONDS = 0.001
 """Pause between two polls while a flush waits for lower tiers. Not tuned."""
 
@@ -71,8 +75,9 @@ class PageCache:
         return self._copier.cache
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of this prefix the cache has, from the first key on. Does not wait: a
-        tier that has to be asked counts as having its blocks.
+        """How many blocks of this prefix the cache has, from the first key on. Waits only for
+        shared stores, which have to be asked, and for each of them up to its deadline
+        (`mooncake_question_seconds`, `objects_question_seconds`).
 
         Args:
             keys: keys of the prefix from some block on, first block first.
@@ -82,11 +87,16 @@ class PageCache:
             FlexKVError: the cache is closed.
         """
         keys = _checked_keys(keys)
-        with self._copier.use() as cache:
-            self._copier.advance()
-            places = cache.presence(keys)
-        absent = (number for number, place in enumerate(places) if place is Presence.ABSENT)
-        return next(absent, len(keys))
+        while True:
+            with self._copier.use() as cache:
+                self._copier.advance()
+                asks = cache.must_ask and cache.ask(keys)
+                places = cache.presence(keys)
+            found = [place in {Presence.HOST, Presence.BELOW} for place in places]
+            count = next((number for number, has in enumerate(found) if not has), len(keys))
+            if count == len(keys) or places[count] is Presence.ABSENT or not asks:
+                return count
+            time.sleep(_ASK_PAUSE_SECONDS)
 
     def store(
         self, keys: Sequence[bytes], pages: Iterable[SupportsIndex], after: bytes | None = None

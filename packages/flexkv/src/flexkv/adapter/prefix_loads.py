@@ -110,8 +110,9 @@ class PrefixLoads:
             if self._recorder is not None:
                 own, prompt = match.local_tokens, request.num_prompt_tokens
                 self._recorder.scheduled(tracked.id, prompt, own, tokens, context.session)
-            asked = request.num_tokens - match.local_tokens
-            self._figures.asked(asked, tokens, tracked.fetched)
+            if tracked.may_load:
+                asked = request.num_tokens - match.local_tokens
+                self._figures.asked(asked, tokens, tracked.fetched)
             if tokens:
                 self._figures.hit(self._blocks(tokens), Span(match.local_tokens, hit_tokens))
             for reason, left in match.left:
