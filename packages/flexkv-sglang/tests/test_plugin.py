@@ -126,6 +126,28 @@ def test_what_cannot_be_cached_right_is_refused(
         sglang.start(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("engines", "in_use", "starts"),
+    [(1, "error", True), (2, "error", False), (2, "own", True)],
+)
+def test_data_parallel_engines_need_disk_caches_of_their_own(
+    sglang: SGLang,
+    monkeypatch: pytest.MonkeyPatch,
+    engines: int,
+    in_use: str,
+    starts: bool,
+) -> None:
+    assert sglang.start(dp_size=2)  # without a disk
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_GB", "1")
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_DIR", "/nvme")
+    monkeypatch.setenv("FLEXKV_SSD_IN_USE", in_use)
+    if starts:
+        assert sglang.start(dp_size=engines)
+        return
+    with pytest.raises(ConfigError, match=r"--data-parallel-size\) is 2 .*ssd_in_use=own"):
+        sglang.start(dp_size=engines)
+
+
 DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
 
 

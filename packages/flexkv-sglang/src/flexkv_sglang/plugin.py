@@ -13,7 +13,7 @@ from typing import Any
 
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.settings import linker_config, read_settings
-from flexkv_sglang.support import check_settings
+from flexkv_sglang.support import check_disk, check_settings
 
 _STEP = "handle_hicache_ratio_default"
 """The first step about caches, of those in which SGLang resolves its command line."""
@@ -52,6 +52,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         if config.enable:
             check_version(config.allow_untested_engine, sglang_version())
             check_settings(settings)
+            check_disk(settings, config)
             chosen |= {
                 "enable_unified_cache_external_linker": True,
                 "unified_cache_external_linker_backend": "dynamic",
