@@ -13,10 +13,12 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from faulty_s3 import URL, FaultyS3
+from resident import resident
 
 import flexkv
 from flexkv import ConfigError, DiskError, FlexKVError, KVLayout, PageCache, TensorView, open_cache
@@ -379,6 +381,69 @@ def test_a_device_that_refuses_raises_and_nothing_is_found(pages: Pages) -> None
         device.refuses = False
         assert cache.lookup(KEYS[4:5]) == 0
         assert cache.cache.transfers_under_way == 0
+
+
+def test_a_copy_that_failed_keeps_its_error_and_not_the_calls_behind_it(pages: Pages) -> None:
+    """Their buffers would keep the arena when the cache is closed."""
+
+    class Buffer:
+        pass
+
+    made: list[weakref.ref[Buffer]] = []
+
+    def fail() -> None:
+        buffer = Buffer()
+        made.append(weakref.ref(buffer))
+        try:
+            raise KeyError("of a tier")
+        except KeyError:
+            raise RuntimeError("the device has failed")  # noqa: B904
+
+    with open_cache(settings(), pages.layout) as cache:
+        copy = cache.begin_load(KEYS[:1], [0])
+        copy.ended, copy._advance = False, fail  # type: ignore[method-assign]
+        copy.advance()
+        assert [each() for each in made] == [None]
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            copy.wait()
+
+
+def test_a_busy_store_that_fails_keeps_no_memory(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the garbage collector: the memory would live until it happens to run."""
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'flexkv[objects]'")
+    bucket = FaultyS3(monkeypatch)
+    gc.collect()
+    gc.disable()
+    try:
+        cache = open_cache(settings() | {"objects_url": URL}, pages.layout, identity="m")
+        bucket.fault = lambda *_: (503, "SlowDown")
+        arena = cache._session.arena
+        fill(pages, cache, 8)
+        cache.lookup(KEYS)
+        cache.close(flush_seconds=0.0)
+        assert not resident(arena.address)
+    finally:
+        gc.enable()
+        bucket.close()
+    assert "of the arena's" not in caplog.text
+
+
+def test_close_frees_the_memory_even_if_the_last_poll_fails(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> NoReturn:
+        raise OSError("the poll has failed")
+
+    cache = open_cache(settings(), pages.layout)
+    arena = cache._session.arena
+    fill(pages, cache, 2)
+    cache.begin_load(KEYS[:2], [0, 1])
+    monkeypatch.setattr(cache.cache, "poll", fail)
+    cache.close()
+    assert not resident(arena.address)
+    assert caplog.text.count("the poll has failed") == 2  # of the copy, of the cache
 
 
 def test_waiting_has_an_end_and_cancelling_waits_for_the_copy(pages: Pages) -> None:

@@ -363,8 +363,11 @@ class KVCache:
     def close(self, flush_seconds: float = 0.0) -> bool:
         """Process the last reports and close the lower tiers, which may write waiting blocks for
         `flush_seconds`. False if a tier hangs: it may still write to the arena, which must then
-        stay mapped."""
-        self.poll()
+        stay mapped. Errors are logged, never raised."""
+        try:
+            self.poll()
+        except Exception as error:  # noqa: BLE001 - tiers and arena would never be closed
+            logger.error("the last results of copies are lost while the cache closes: %r", error)
         return self._below.close(flush_seconds)
 
     def _check_ranks(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 import warnings
@@ -20,6 +21,8 @@ from flexkv.mover import Mover
 from flexkv.page_copies import Copier, PageCopy, PageLoad, PageStore
 from flexkv.presence import Presence
 from flexkv.tiers.base import MAX_KEY_BYTES
+
+logger = logging.getLogger(__name__)
 
 _ASK_PAUSE_SECONDS = 0.0005
 """Pause between two polls while a lookup waits for shared stores, which answer in milliseconds. Not
@@ -194,7 +197,7 @@ class PageCache:
 
     def close(self, flush_seconds: float | None = None) -> None:
         """End the copies under way, let lower tiers write the blocks that wait, and free the
-        memory. Idempotent. In a forked child it does nothing.
+        memory. Idempotent. In a forked child it does nothing. Errors are logged, never raised.
 
         Args:
             flush_seconds: how long lower tiers may write; None takes the time that `open_cache` was
@@ -205,7 +208,10 @@ class PageCache:
             return
         with copier.use() as cache:
             for copy in list(copier.under_way):
-                copy.cancel()
+                try:
+                    copy.cancel()
+                except Exception as error:  # noqa: BLE001 - the memory would never be freed
+                    logger.error("a copy failed while the cache closes: %r", error)
             copier.gone = "closed"
             copier.mover.close()
             if cache.close(self._flush_seconds if flush_seconds is None else flush_seconds):

@@ -192,7 +192,9 @@ class PageCopy(ABC):
             self._advance()
         except Exception as error:  # noqa: BLE001 - raised where this copy is waited for
             self._stop()
-            self._error = error
+            # Without the calls that it came from, which may hold views of the arena.
+            self._error = error.with_traceback(None)
+            self._error.__context__ = self._error.__cause__ = None
             self.ended = True
 
     @abstractmethod

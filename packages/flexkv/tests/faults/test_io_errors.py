@@ -15,6 +15,7 @@ from disk_blocks import Client, names, opened
 from faults.faulty_files import Fault, FaultyFiles
 
 from flexkv.errors import DiskError
+from flexkv.tiers.circuit import FAILURES
 from flexkv.tiers.disk import OsFiles
 from flexkv.tiers.job import Outcome
 
@@ -51,6 +52,27 @@ def test_no_fault_of_a_call_yields_a_wrong_byte(
             outcomes += Counter(client.read(KEYS))
     assert outcomes[DONE] > 100
     faults(files.counts.total())
+
+
+@pytest.mark.parametrize("count", [1, 4], ids=["single blocks", "runs"])
+@pytest.mark.parametrize("writes", [False, True], ids=["reads", "writes"])
+def test_the_error_of_the_system_reaches_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writes: bool, count: int
+) -> None:
+    files = FaultyFiles(1, 0.0, Fault.EIO)
+    with opened(tmp_path, slots=128, files=files) as client:
+        if not writes:
+            client.write(KEYS[: FAILURES * count])
+        files.rate = 1.0
+        for start in range(0, FAILURES * count, count):
+            (client.write if writes else client.read)(KEYS[start : start + count])
+        files.rate = 0.0
+    what = "writes to" if writes else "reads from"
+    first, opens = [each.getMessage() for each in caplog.records if what in each.getMessage()]
+    assert f"{what} {tmp_path}" in first
+    assert " failed: Input/output error (EIO);" in first
+    assert f"{FAILURES} consecutive {what} " in opens
+    assert "(the last: Input/output error (EIO))" in opens
 
 
 def test_all_faults_together_yield_no_wrong_byte(

@@ -59,6 +59,23 @@ def test_no_file_is_left_and_the_memory_goes_with_the_mapping() -> None:
     assert not resident(address)
 
 
+def test_a_view_that_lives_on_keeps_the_memory_and_close_does_not_raise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arena = Arena.create(ArenaSpec(FORMAT, 100))
+    address, fd, view = arena.address, arena.fd, arena.slot_view(3)
+    view[:4] = b"kept"
+    arena.close()
+    arena.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "a view of the arena's" in line
+    assert bytes(view[:4]) == b"kept"
+    del view
+    assert not resident(address)
+
+
 def test_wrong_size_is_refused() -> None:
     arena = Arena.create(ArenaSpec(FORMAT, 2))
     try:

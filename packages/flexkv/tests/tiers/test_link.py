@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from disk_blocks import is_idle
@@ -353,4 +356,46 @@ def test_writes_that_do_not_end_in_time_are_dropped_at_the_end() -> None:
     gate.go.set()
     assert link.close(PATIENCE)
     assert link.poll() == [first]
-    assert later.outcomes == ()
+    assert later.outcomes == [Outcome.DROPPED]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(None, ""), (OSError(errno.EIO, "Input/output error"), "Input/output error (EIO)")],
+    ids=["done", "failed"],
+)
+def test_a_job_that_has_run_keeps_no_buffer(error: OSError | None, text: str) -> None:
+    with running(threads=1) as link:
+        memory = mmap.mmap(-1, 4096)
+
+        def work(buffer: memoryview) -> list[Outcome]:
+            if error is not None:
+                raise error
+            return [Outcome.DONE]
+
+        job = Job(Priority.LOAD, 1, partial(work, memoryview(memory)))
+        link.submit(job)
+        assert ended(link, 1) == [job]
+        if error is not None:
+            error.__traceback__ = None  # the test keeps the error, the job only its text
+        memory.close()  # raises if a view lives on
+        assert job.error == text
+
+
+@pytest.mark.parametrize("how", ["cancelled", "queue full", "discarded at the end"])
+def test_a_job_that_does_not_run_keeps_no_buffer(how: str) -> None:
+    link = Link("test", 1, 1, 1, 60.0)
+    busy, gate = gated(Priority.WRITE)
+    link.submit(busy)
+    assert gate.began.wait(PATIENCE)
+    memory = mmap.mmap(-1, 4096)
+    size = 2 if how == "queue full" else 1
+    job = Job(Priority.PREFETCH, size, partial(list, memoryview(memory)))
+    link.submit(job)
+    if how == "cancelled":
+        link.cancel([job])
+    link.begin_close(0.0)
+    memory.close()  # raises if a view lives on
+    assert job.outcomes == [Outcome.DROPPED]
+    gate.go.set()
+    assert link.close(PATIENCE)

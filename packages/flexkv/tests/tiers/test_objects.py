@@ -24,7 +24,7 @@ from obstore.store import LocalStore, MemoryStore
 from flexkv.errors import StoreSettingError
 from flexkv.tiers import epochs
 from flexkv.tiers.envelope import ENVELOPE_BYTES, seal
-from flexkv.tiers.job import Outcome
+from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects import store as module
 from flexkv.tiers.objects.open import connect
 from flexkv.tiers.objects.store import ObjectBlocks
@@ -56,13 +56,13 @@ class Node:
         memory = memoryview(mmap.mmap(-1, max(1, count) * self._slot))
         return [memory[i * self._slot : (i + 1) * self._slot] for i in range(count)]
 
-    def put(self, text: str) -> Sequence[Outcome]:
+    def put(self, text: str) -> Sequence[Result]:
         keys, buffers = names(text), self.buffers(len(text))
         for key, buffer in zip(keys, buffers, strict=True):
             buffer[:] = content(key, self._slot)
         return self.blocks.put(self.epoch, keys, buffers)
 
-    def get(self, text: str) -> Sequence[Outcome]:
+    def get(self, text: str) -> Sequence[Result]:
         """The outcome of each block; the bytes of all that are DONE were right."""
         keys, buffers = names(text), self.buffers(len(text))
         outcomes = self.blocks.get(self.epoch, keys, buffers)
@@ -139,9 +139,9 @@ def test_what_is_there_is_not_sent_again(
     sent: list[str] = []
     put = other.blocks._requests.put
 
-    async def count(name: str, *args: Any, **options: Any) -> None:
+    async def count(name: str, *args: Any, **options: Any) -> bool:
         sent.append(name)
-        await put(name, *args, **options)
+        return await put(name, *args, **options)
 
     monkeypatch.setattr(other.blocks._requests, "put", count)
     assert other.put("abc") == [DONE] * 3
@@ -332,8 +332,10 @@ def test_a_request_that_hangs_fails_in_time(
     monkeypatch.setattr(node.blocks._requests, "_timeout_seconds", 0.05)
     monkeypatch.setattr(obstore, "get_async", hang)
     monkeypatch.setattr(obstore, "head_async", hang)
-    assert node.get("ab") == [Outcome.FAILED] * 2
-    assert node.put("ab") == [Outcome.FAILED] * 2
+    for results in (node.get("ab"), node.put("ab")):
+        assert [str(each) for each in results] == [
+            "the object store did not answer within 0.05 s"
+        ] * 2
     with pytest.raises(module.StoreError, match=r"within 0\.05 s"):
         node.find("a")
 

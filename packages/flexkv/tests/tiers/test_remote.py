@@ -271,6 +271,35 @@ def test_failed_writes_stop_writes_and_no_reads(make: Callable[..., Client]) -> 
     assert client.tier.figures.writes == {CircuitState.OPEN: 1}
 
 
+@pytest.mark.parametrize("call", ["get", "put", "find"])
+def test_the_error_of_the_store_reaches_the_log(
+    make: Callable[..., Client], caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    client = make()
+    client.write("a")
+    client.store.broken = {call}
+    for i in range(FAILURES):
+        if call == "find":
+            client.ask("a")
+        else:
+            (client.read if call == "get" else client.write)("a" if call == "get" else chr(98 + i))
+    first, opened = [each.getMessage() for each in caplog.records]
+    what = {"get": "reads from", "put": "writes to", "find": "questions to"}[call]
+    assert first.startswith(f"{what} disk failed: {call};")
+    assert f"{FAILURES} {what} disk in a row failed" in opened
+    assert f"the last: {call};" in opened
+
+
+def test_the_error_of_one_block_of_a_call_reaches_the_log(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make()
+    monkeypatch.setattr(client.store, "put", lambda *_: [DONE, OSError("no access"), DONE])
+    assert client.write("abc") == [DONE, Outcome.FAILED, DONE]
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "writes to disk failed: no access;" in line
+
+
 def test_questions_that_are_always_late_are_asked_no_more(make: Callable[..., Client]) -> None:
     client = make(question_seconds=1e-9)
     for _ in range(FAILURES):

@@ -253,11 +253,20 @@ class Arena:
 
     def close(self) -> None:
         """Unmap the memory and close the descriptor. No copy may be under way in this process.
-        Idempotent. Does nothing in a forked child, which has no mapping."""
+        Idempotent. Does nothing in a forked child, which has no mapping.
+
+        If a view of a slot lives on, the memory is unmapped when the last one is gone."""
         if self.fd < 0:
             return
         self.board.release()
-        del self._anchor
-        self._map.close()
         os.close(self.fd)
         self.fd = -1
+        del self._anchor
+        try:
+            self._map.close()
+        except BufferError:
+            logger.warning(
+                "a view of the arena's %.1f GiB lives on; the memory is freed when it is gone",
+                self.spec.total_bytes / GIB,
+            )
+        del self._map

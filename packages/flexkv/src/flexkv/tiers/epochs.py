@@ -94,7 +94,7 @@ class Epochs:
         self._lock = threading.Lock()
         self._last = Epoch.begin()
         self._read_at = -FRESH_SECONDS
-        self._failure: OSError | None = None
+        self._failure: str | None = None  # a text: an error would keep its callers' buffers
         self._failed_at = 0.0
 
     def open(self) -> str:
@@ -137,14 +137,14 @@ class Epochs:
         """
         if self._failure is not None and self._failed_at >= came:
             # This caller waited for the read that failed; it does not wait for one of its own.
-            raise OSError(str(self._failure))
+            raise OSError(self._failure)
         began = time.monotonic()
         try:
             data = self._record.read()
             if data is not None:
                 self._last = Epoch.from_bytes(data)
         except OSError as error:
-            self._failure, self._failed_at = error, time.monotonic()
+            self._failure, self._failed_at = str(error), time.monotonic()
             raise
         self._read_at, self._failure = began, None
 

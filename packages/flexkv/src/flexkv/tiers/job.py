@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+_TEXT = 300
+"""The most characters of an error that a job keeps. Not tuned."""
 
 
 class Priority(enum.IntEnum):
@@ -36,29 +41,56 @@ class Outcome(enum.Enum):
     """The read or write did not begin: the tier or its queue was full, or it was cancelled."""
 
 
+Result: TypeAlias = Outcome | OSError
+"""The result of a block as its device reports it; an error stands for FAILED."""
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """The read or write of one or several blocks. The link sets `outcomes`, `begun` and `seconds`.
+    """The read or write of one or several blocks. The link sets `outcomes`, `error`, `begun` and
+    `seconds`.
 
     Attributes:
         priority: see `Priority`.
         size: bytes of all blocks.
         work: reads or writes the blocks, in a thread of the link; may wait for the device.
-            Returns an outcome for each block. If it raises, all blocks are FAILED.
+            Returns a result for each block. If it raises, all blocks are FAILED. It may hold
+            buffers, so an ended job does not keep it.
         blocks: the number of blocks.
         outcomes: an outcome for each block; empty until the job has ended.
+        error: text of the first error; empty if there was none.
         begun: time.monotonic() when a thread took the job, in seconds; 0.0 before.
         seconds: how long the job ran.
     """
 
     priority: Priority
     size: int
-    work: Callable[[], Sequence[Outcome]]
+    work: Callable[[], Sequence[Result]]
     blocks: int = 1
     outcomes: Sequence[Outcome] = ()
+    error: str = ""
     begun: float = 0.0
     seconds: float = 0.0
 
+    def end(self, results: Sequence[Result]) -> None:
+        """Set the outcome of each block. Of an error only its text is kept: its traceback would
+        keep the buffers of the blocks."""
+        self.outcomes = [Outcome.FAILED if isinstance(each, OSError) else each for each in results]
+        self.error = next((text_of(each) for each in results if isinstance(each, OSError)), "")
+        self.work = _ended
+
     def end_as(self, outcome: Outcome) -> None:
         """Give all blocks the same outcome."""
-        self.outcomes = [outcome] * self.blocks
+        self.end([outcome] * self.blocks)
+
+
+def text_of(error: OSError) -> str:
+    """What an error says, without the name of a file, so that equal errors have equal texts."""
+    if error.errno is None or error.strerror is None:
+        return (str(error) or type(error).__name__)[:_TEXT]
+    return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
+
+
+def _ended() -> Sequence[Outcome]:
+    """The work of a job that has ended."""
+    return ()

@@ -138,13 +138,13 @@ class Link:
         job = self._exchange(None)
         while job is not None:
             try:
-                job.outcomes = job.work()
-            except OSError:
-                job.end_as(Outcome.FAILED)
+                job.end(job.work())
+            except OSError as error:
+                job.end([error] * job.blocks)
             except Exception as error:  # noqa: BLE001
                 # If the thread ended here, the job's buffers and slots would never be released,
                 # and one by one all threads of the link would be gone.
-                job.end_as(Outcome.FAILED)
+                job.end([OSError(repr(error))] * job.blocks)
                 self._report(error)
             job.seconds = time.monotonic() - job.begun
             job = self._exchange(job)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from flexkv.tiers.job import Job, Priority
+from flexkv.tiers.job import Job, Outcome, Priority
 
 
 class LinkQueue:
@@ -71,10 +71,13 @@ class LinkQueue:
         return removed
 
     def keep_only(self, priority: Priority | None) -> None:
-        """Discard all jobs except those of `priority`; all of them if it is None."""
+        """Discard all jobs except those of `priority`; all of them if it is None. A discarded job
+        is DROPPED, and keeps no buffer."""
         for other, jobs in self._waiting.items():
             if other is not priority:
-                self.size -= sum(job.size for job in jobs)
+                for job in jobs:
+                    self.size -= job.size
+                    job.end_as(Outcome.DROPPED)
                 jobs.clear()
 
     def raise_to(self, jobs: Iterable[Job], priority: Priority) -> None:

@@ -27,7 +27,8 @@ from flexkv.changes import Medium
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import Circuit, count_states
-from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.failures import FailureLog, describe_end
+from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
 from flexkv.tiers.renewal import Renewal
 
@@ -71,15 +72,17 @@ class BlockStore(Protocol):
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
-        """Read blocks into `buffers`. Returns DONE, MISSING, DAMAGED or FAILED for each."""
+    ) -> Sequence[Result]:
+        """Read blocks into `buffers`. Returns for each DONE, MISSING, DAMAGED, or the error of its
+        read, without traceback."""
         ...
 
     def put(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
-        """Write blocks that the store lacks. Returns for each DONE, also if the store has the block
-        already, FAILED, or DROPPED if the store has no room."""
+    ) -> Sequence[Result]:
+        """Write blocks that the store lacks. Returns for each DONE, also if the store has the
+        complete block already, DROPPED if the store has no room, or the error of its write, without
+        traceback."""
         ...
 
     def renew_epoch(self) -> None:
@@ -184,6 +187,7 @@ class RemoteTier:
         self._writes_under_way = 0
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
+        self._failures = FailureLog(medium.value)
         self._renewal = Renewal(name, store.renew_epoch)
         self._states = states
         if states is not None:
@@ -229,7 +233,7 @@ class RemoteTier:
             ticket, epoch, found = self._asked.pop(job)
             failed = job.outcomes[0] is not Outcome.DONE
             late = job.seconds > self.question_seconds
-            self._note(self._reads, failed or late, job.seconds, "questions to")
+            self._note(self._reads, failed or late, job, "questions to")
             # Blocks of another epoch are of no use.
             of_use = not failed and epoch == self._epoch
             answers.append(Answer(ticket, found[0] if of_use else None))
@@ -363,7 +367,7 @@ class RemoteTier:
             device.drop()
         else:
             failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
-            self._note(device, failed, job.seconds, what)
+            self._note(device, failed, job, what)
 
     def _end_write(self, key: bytes, place: _Place, outcome: Outcome) -> None:
         """Report the result of a block's write, also for the writes that repeated it meanwhile."""
@@ -377,18 +381,20 @@ class RemoteTier:
         jobs = (job for batch in self._batches.values() for job in batch.jobs)
         self._link.cancel([job for job in jobs if job.priority is Priority.WRITE])
 
-    def _note(self, device: Circuit, failed: bool, seconds: float, what: str) -> None:
-        if device.end(failed, seconds):
+    def _note(self, device: Circuit, failed: bool, job: Job, what: str) -> None:
+        self._failures.note(what, job.error)
+        if device.end(failed, job.seconds):
             if device is self._writes:
                 self._drop_waiting_writes()
             logger.error(
-                "%d %s %s in a row failed or took longer than %g s (questions: %g s): none for "
-                "%g s, then one is tried; check the store and the network",
+                "%d %s %s in a row failed or took longer than %g s (questions: %g s), the last: "
+                "%s; FlexKV makes none for %g s, then tries one; check the store and the network",
                 circuit.FAILURES,
                 what,
                 self.medium.value,
                 self._timeout_seconds,
                 self.question_seconds,
+                describe_end(job.error, job.seconds),
                 PAUSE_SECONDS,
             )
 

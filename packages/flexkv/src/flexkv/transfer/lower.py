@@ -8,7 +8,8 @@ and bounds the jobs that wait. A fetch gives a stalled tier up.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexkv.changes import Change, Medium
@@ -22,6 +23,8 @@ from flexkv.transfer.leaving import Leaving
 from flexkv.transfer.room import Room
 from flexkv.transfer.sources import sources_of
 from flexkv.transfer.uses import UseLog
+
+logger = logging.getLogger(__name__)
 
 
 class LowerTiers:
@@ -220,20 +223,26 @@ class LowerTiers:
             source.clear()
 
     def close(self, flush_seconds: float) -> bool:
-        """End all tiers at the same time; waits.
+        """End all tiers at the same time; waits. Errors are logged, and no tier stays open because
+        of another.
 
         Args:
             flush_seconds: how long they may write waiting blocks.
 
         Returns:
-            False if a tier hangs, and still reads or writes memory of the arena.
+            False if a tier hangs or fails, and may still read or write memory of the arena.
         """
         for demoter in self._demoters:
-            demoter.write_waiting(all_blocks=True)
+            with _logged(demoter.source.medium):
+                demoter.write_waiting(all_blocks=True)
         written = [tier.figures.written_blocks for tier in self.tiers]
         for tier in self.tiers:
-            tier.begin_close(flush_seconds)
-        ended = [tier.close(flush_seconds) for tier in self.tiers]
+            with _logged(tier.medium):
+                tier.begin_close(flush_seconds)
+        ended = [False] * len(self.tiers)
+        for place, tier in enumerate(self.tiers):
+            with _logged(tier.medium):
+                ended[place] = tier.close(flush_seconds)
         for source, before in zip(self._sources, written, strict=True):
             # Writes during the close have no results.
             source.counters.demoted_blocks += source.tier.figures.written_blocks - before
@@ -244,3 +253,12 @@ class LowerTiers:
         for demoter in self._on_store:
             if demoter.source.place < place:
                 demoter.offer(keys)
+
+
+@contextlib.contextmanager
+def _logged(medium: Medium) -> Iterator[None]:
+    """Log an error of a tier that is being closed. Without its calls, which hold buffers."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the other tiers would stay open
+        logger.error("error in the %s tier while it closes: %r", medium.value, error)

@@ -25,7 +25,8 @@ from flexkv.tiers.disk.slabs import slots_per_slab
 from flexkv.tiers.disk.store import DiskStore, new_epoch
 from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
-from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.failures import FailureLog, describe_end
+from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Drive:
         self._last_write = time.monotonic()
         self._measures = False
         self._told_damage = False
+        self._failures = FailureLog(store.path)
 
     @property
     def path(self) -> str:
@@ -306,12 +308,10 @@ class Drive:
         running = _Running(slots, writes=True)
         write = partial(self._store.write, slots[0], keys, generations, self._seal, buffers)
 
-        def work() -> list[Outcome]:
-            running.checksums = write()
-            return [
-                Outcome.FAILED if checksum is None else Outcome.DONE
-                for checksum in running.checksums
-            ]
+        def work() -> list[Result]:
+            written = write()
+            running.checksums = [None if isinstance(each, OSError) else each for each in written]
+            return [each if isinstance(each, OSError) else Outcome.DONE for each in written]
 
         job = Job(Priority.WRITE, len(slots) * self._store.slot_bytes, work, len(slots))
         self._running[job] = running
@@ -376,14 +376,16 @@ class Drive:
         if Outcome.DROPPED in job.outcomes:
             device.drop()
             return
+        self._failures.note(what, job.error)
         failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
         if device.end(failed, job.seconds):
             logger.error(
-                "%d consecutive %s %s failed or took longer than %g s; FlexKV makes none for %g s, "
-                "then tries one; check the drive",
+                "%d consecutive %s %s failed or took longer than %g s (the last: %s); FlexKV makes "
+                "none for %g s, then tries one; check the drive",
                 circuit.FAILURES,
                 what,
                 self.path,
                 self.link.stall_seconds,
+                describe_end(job.error, job.seconds),
                 circuit.PAUSE_SECONDS,
             )

@@ -26,7 +26,7 @@ from flexkv.tiers.disk.files import (
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
-from flexkv.tiers.job import Outcome
+from flexkv.tiers.job import Outcome, Result
 
 logger = logging.getLogger(__name__)
 
@@ -191,20 +191,21 @@ class DiskStore:
         checksums: Sequence[bytes],
         seal: int,
         buffers: Sequence[memoryview],
-    ) -> list[Outcome]:
+    ) -> list[Result]:
         """Read adjacent slots of one slab, the first of which is `slot`, each into its buffer.
 
-        Returns one outcome a slot: DONE, FAILED, or DAMAGED if the checksum does not fit the bytes.
+        Returns for each slot DONE, DAMAGED if the checksum does not fit the bytes, or the error of
+        the read.
         """
         assert self._slabs is not None
         whole = len(buffers) > 1 and self._slabs.read_run(slot, buffers)
-        outcomes = []
+        outcomes: list[Result] = []
         blocks = zip(keys, checksums, buffers, strict=True)
         for place, (key, checksum, buffer) in enumerate(blocks, slot):
             try:
                 there = whole or self._slabs.read(place, buffer)
-            except OSError:
-                outcomes.append(Outcome.FAILED)
+            except OSError as error:
+                outcomes.append(_kept(error))
                 continue
             intact = there and table.checksum_of(buffer, seal, key) == checksum
             outcomes.append(Outcome.DONE if intact else Outcome.DAMAGED)
@@ -217,11 +218,11 @@ class DiskStore:
         generations: Sequence[int],
         seal: int,
         buffers: Sequence[memoryview],
-    ) -> list[bytes | None]:
+    ) -> list[bytes | OSError]:
         """Write adjacent slots of one slab, the first of which is `slot`, and then their records.
 
-        Returns the checksum of each block, or None if its write failed. The contents of such a slot
-        are undefined, and its record may be the old one, whose checksum no longer fits.
+        Returns the checksum of each block, or the error of its write. After an error the contents
+        of the slot are undefined, and its record may be the old one, whose checksum no longer fits.
         """
         checksums = [
             table.checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
@@ -234,7 +235,8 @@ class DiskStore:
         ]
         recorded = self._write_records(slot, records, written)
         return [
-            checksum if done else None for checksum, done in zip(checksums, recorded, strict=True)
+            checksum if error is None else error
+            for checksum, error in zip(checksums, recorded, strict=True)
         ]
 
     def erase(self, slot: int) -> None:
@@ -246,7 +248,7 @@ class DiskStore:
         self.write_record(slot, table.EMPTY_RECORD)
 
     def write_record(self, slot: int, record: bytes) -> None:
-        """Write the record of a slot without its bytes.
+        """Write the record of a slot without its bytes, or several adjacent records.
 
         Raises:
             OSError: a system call failed.
@@ -322,40 +324,39 @@ class DiskStore:
         with contextlib.suppress(OSError):
             os.unlink(directory.RESET, dir_fd=self._folder.fd)
 
-    def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[bool]:
-        """Write the slots' bytes. Returns for each slot whether that succeeded."""
+    def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[OSError | None]:
+        """Write the slots' bytes. Returns for each slot the error; None if there was none."""
         assert self._slabs is not None
+        errors: list[OSError | None] = [None] * len(buffers)
         if len(buffers) > 1 and self._slabs.write_run(slot, buffers):
-            return [True] * len(buffers)
-        written = []
-        for place, buffer in enumerate(buffers, slot):
+            return errors
+        for place, buffer in enumerate(buffers):
             try:
-                self._slabs.write(place, buffer)
-            except OSError:
-                written.append(False)
-            else:
-                written.append(True)
-        return written
+                self._slabs.write(slot + place, buffer)
+            except OSError as error:
+                errors[place] = _kept(error)
+        return errors
 
     def _write_records(
-        self, slot: int, records: Sequence[bytes], wanted: Sequence[bool]
-    ) -> list[bool]:
-        """Write the wanted ones among adjacent records. Returns which were written."""
-        if len(records) > 1 and all(wanted) and self._try_record(slot, b"".join(records)):
-            return [True] * len(records)
+        self, slot: int, records: Sequence[bytes], errors: Sequence[OSError | None]
+    ) -> list[OSError | None]:
+        """Write those of adjacent records whose blocks have no error. Returns for each record the
+        error of its block or its own; None if there was none."""
+        written = not any(errors)
+        if len(records) > 1 and written and self._try_record(slot, b"".join(records)) is None:
+            return list(errors)
         return [
-            wants and self._try_record(place, record)
-            for place, (record, wants) in enumerate(zip(records, wanted, strict=True), slot)
+            error or self._try_record(place, record)
+            for place, (record, error) in enumerate(zip(records, errors, strict=True), slot)
         ]
 
-    def _try_record(self, slot: int, records: bytes) -> bool:
-        """Write one record or several adjacent ones. False if a system call fails."""
-        offset = table.record_offset(slot)
+    def _try_record(self, slot: int, records: bytes) -> OSError | None:
+        """Write one record or several adjacent ones. Returns the error of the system call."""
         try:
-            write_fully(self._files, self._table, memoryview(records), offset)
-        except OSError:
-            return False
-        return True
+            self.write_record(slot, records)
+        except OSError as error:
+            return _kept(error)
+        return None
 
     def _read_pages(self) -> bytes:
         """The copies of the header; zeros where the table is shorter."""
@@ -387,6 +388,11 @@ class DiskStore:
         # Shorter than it was made: what is missing reads as empty slots.
         read_fully(self._files, self._table, records, table.HEADER_BYTES)
         return records
+
+
+def _kept(error: OSError) -> OSError:
+    """An error that is returned. Its traceback would keep the buffers of the blocks."""
+    return error.with_traceback(None)
 
 
 def new_epoch() -> int:

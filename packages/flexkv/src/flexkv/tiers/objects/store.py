@@ -9,7 +9,7 @@ lifecycle rules expire old objects: all blocks lie in `blocks/`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,10 +20,19 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
 from flexkv.tiers.epochs import Epochs
-from flexkv.tiers.job import Outcome
+from flexkv.tiers.job import Outcome, Result
+from flexkv.tiers.objects.errors import (
+    NOT_IMPLEMENTED,
+    AbsentError,
+    ExistsError,
+    StoreError,
+    describe,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+logger = logging.getLogger(__name__)
 
 REQUESTS = 64
 """Concurrent requests. By arithmetic they reach 2 GB/s with blocks of 2 MiB and 60 ms a request."""
@@ -54,12 +63,14 @@ _RECORD_BYTES = 4096
 _DAMAGED = 1 << 12
 """Most names of damaged objects that are remembered. Not tuned."""
 
+_CREATIONS = 2
+"""Attempts to create an object while another writer creates or removes it. Not tuned."""
+
+RECORD_SECONDS = 0.5
+"""Wait after the creation of a record in a bucket without conditional writes. If several processes
+create it at once, the last one wins, and all processes that waited read its record. Not tuned."""
+
 T = TypeVar("T")
-
-
-class StoreError(OSError):
-    """A request to an object store failed. The store's own message is left out, because it may
-    hold a request's signature."""
 
 
 class ObjectBlocks:
@@ -101,7 +112,7 @@ class ObjectBlocks:
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[Result]:
         folder = self.epochs.folder(epoch)
         names = [self._name(folder, key) for key in keys]
         found = self._requests.run_all(
@@ -117,19 +128,20 @@ class ObjectBlocks:
 
     def put(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[Result]:
         folder = self.epochs.folder(epoch)
         names = [self._name(folder, key) for key in keys]
         # As in `find`, blocks behind an absent one count as absent. If one is there all the same,
         # the store keeps it, and its bytes were sent in vain.
         first = self._requests.run_all([self._has(name) for name in names[:1]])
-        if any(isinstance(each, OSError) for each in first):
-            return [Outcome.FAILED] * len(names)
+        failed = [each for each in first if isinstance(each, OSError)]
+        if failed:
+            return failed * len(names)
         ask = first == [True]
         done = self._requests.run_all(
             [self._put(name, buffer, ask) for name, buffer in zip(names, buffers, strict=True)]
         )
-        return [Outcome.FAILED if isinstance(each, OSError) else Outcome.DONE for each in done]
+        return [each if isinstance(each, OSError) else Outcome.DONE for each in done]
 
     def renew_epoch(self) -> None:
         self.epochs.renew()
@@ -176,14 +188,16 @@ class ObjectBlocks:
             return
         # Only blocks that are sent are sealed.
         envelope = await asyncio.to_thread(seal, name.encode(), block)
-        await self._requests.put(name, [envelope, block], overwrite=damaged)
+        parts: list[bytes | memoryview] = [envelope, block]
+        if not await self._requests.put(name, parts, overwrite=damaged):
+            await self._requests.put(name, parts, overwrite=True)
         self._damaged.pop(name, None)
 
-    def _take(self, name: str, data: memoryview | OSError | None, buffer: memoryview) -> Outcome:
+    def _take(self, name: str, data: memoryview | OSError | None, buffer: memoryview) -> Result:
         if data is None:
             return Outcome.MISSING
         if isinstance(data, OSError):
-            return Outcome.FAILED
+            return data
         block = data[ENVELOPE_BYTES:]
         if len(block) != len(buffer) or not fits(data[:ENVELOPE_BYTES], name.encode(), block):
             if len(self._damaged) < _DAMAGED:
@@ -208,6 +222,8 @@ class ObjectRecord:
 
     def create(self, record: bytes) -> None:
         self._requests.run(self._requests.put(self._name, [record], overwrite=False))
+        if not self._requests.conditional:
+            time.sleep(RECORD_SECONDS)
 
     def replace(self, record: bytes) -> None:
         self._requests.run(self._requests.put(self._name, [record], overwrite=True))
@@ -224,7 +240,7 @@ def fingerprints_in(store: ObjectStore) -> list[str]:
     try:
         pages = list(obstore.list(store, "epochs"))
     except (BaseError, OSError, ValueError) as error:
-        raise StoreError(f"the object store answered with {type(error).__name__}") from None
+        raise StoreError(*describe(error)) from None
     return sorted(each["path"].rpartition("/")[2] for page in pages for each in page)
 
 
@@ -234,9 +250,13 @@ class Requests:
     Args:
         store: of obstore.
         timeout_seconds: longest time of each coroutine given to `run` and `run_all`.
+
+    Attributes:
+        conditional: whether the store creates objects only if they are absent, as far as known.
     """
 
     def __init__(self, store: ObjectStore, timeout_seconds: float) -> None:
+        self.conditional = True
         self._store = store
         self._timeout_seconds = timeout_seconds
         self._loop = asyncio.new_event_loop()
@@ -262,7 +282,7 @@ class Requests:
         """
 
         async def gather() -> list[T | OSError]:
-            ended = await asyncio.gather(*map(self._timed, works), return_exceptions=True)
+            ended = await asyncio.gather(*map(self._result, works), return_exceptions=True)
             results: list[T | OSError] = []
             for each in ended:
                 if isinstance(each, BaseException) and not isinstance(each, OSError):
@@ -273,7 +293,15 @@ class Requests:
         return asyncio.run_coroutine_threadsafe(gather(), self._loop).result()
 
     async def has(self, name: str) -> bool:
-        return await self._ask(lambda: obstore.head_async(self._store, name)) is not None
+        return await self.size(name) is not None
+
+    async def size(self, name: str) -> int | None:
+        """Bytes of an object; None if there is no such object."""
+        try:
+            meta = await self._ask(lambda: obstore.head_async(self._store, name))
+        except AbsentError:
+            return None
+        return int(meta["size"])
 
     async def get(self, name: str, most: int) -> memoryview | None:
         """The bytes of an object, which the caller owns; None if there is no such object.
@@ -293,9 +321,12 @@ class Requests:
                 return memoryview(b"")
             return memoryview(await result.bytes_async())
 
-        return await self._ask(read)
+        try:
+            return await self._ask(read)
+        except AbsentError:
+            return None
 
-    async def put(self, name: str, parts: Sequence[bytes | memoryview], overwrite: bool) -> None:
+    async def put(self, name: str, parts: Sequence[bytes | memoryview], overwrite: bool) -> bool:
         """Write an object of the concatenated `parts`, which are borrowed until the end.
 
         Args:
@@ -303,24 +334,36 @@ class Requests:
             parts: its bytes.
             overwrite: replace an object of that name; otherwise it stays, which is no error.
 
+        Returns:
+            Whether the object is there with this size. False if one of another size has stayed.
+
         Raises:
-            StoreError: the store fails.
+            StoreError: the store fails, or another writer keeps it from writing.
         """
         size = sum(map(len, parts))
         # No bucket has conditions for uploads in parts; two of them write the same bytes.
         large = size > MULTIPART_BYTES
-        with contextlib.suppress(AlreadyExistsError):
-            await self._ask(
-                lambda: obstore.put_async(
-                    self._store,
-                    name,
-                    parts,
-                    mode="overwrite" if overwrite or large else "create",
-                    use_multipart=large,
-                    chunk_size=_PART_BYTES,
-                    max_concurrency=_PARTS,
-                )
-            )
+        attempts = 0
+        while self.conditional and not (overwrite or large):
+            try:
+                await self._put(name, parts, create=True)
+            except ExistsError:
+                # A 412 means that the object is there. A 409 means that on Azure; on S3 it means
+                # that another writer has not ended, and may fail.
+                there = await self.size(name)
+                attempts += 1
+                if there is None and attempts == _CREATIONS:
+                    raise
+                if there is not None:
+                    return there == size
+            except StoreError as error:
+                if error.status != NOT_IMPLEMENTED:
+                    raise
+                self._give_up_conditions(error)
+            else:
+                return True
+        await self._put(name, parts, large=large)
+        return True
 
     def close(self) -> None:
         """End the thread; no request may be under way. Takes `_SETTLE_SECONDS`."""
@@ -333,26 +376,67 @@ class Requests:
         self._loop.run_forever()
         self._loop.close()
 
-    async def _ask(self, request: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer to a request; None if there is no such object.
+    def _give_up_conditions(self, error: StoreError) -> None:
+        if self.conditional:
+            self.conditional = False
+            logger.warning(
+                "the bucket has no conditional writes (%s); FlexKV writes without conditions, so "
+                "that engines may send a block that another has just sent",
+                error,
+            )
+
+    async def _put(
+        self,
+        name: str,
+        parts: Sequence[bytes | memoryview],
+        *,
+        create: bool = False,
+        large: bool = False,
+    ) -> None:
+        await self._ask(
+            lambda: obstore.put_async(
+                self._store,
+                name,
+                parts,
+                mode="create" if create else "overwrite",
+                use_multipart=large,
+                chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS,
+            )
+        )
+
+    async def _ask(self, request: Callable[[], Awaitable[T]]) -> T:
+        """The answer to a request.
 
         Raises:
-            AlreadyExistsError: the object exists and may not be replaced.
+            AbsentError: there is no such object, or for a write no such bucket.
+            ExistsError: another object or write of that name keeps the store from writing it.
             StoreError: the store fails.
         """
         try:
             async with self._free:
                 return await request()
-        except FileNotFoundError:
-            return None
-        except AlreadyExistsError:
-            raise
+        except FileNotFoundError as error:
+            raise AbsentError(*describe(error)) from None
+        except AlreadyExistsError as error:
+            raise ExistsError(*describe(error)) from None
+        except NotImplementedError as error:
+            raise StoreError(describe(error)[0], NOT_IMPLEMENTED) from None
         except (BaseError, OSError, ValueError) as error:
-            raise StoreError(f"the object store answered with {type(error).__name__}") from None
+            raise StoreError(*describe(error)) from None
+
+    async def _result(self, work: Coroutine[Any, Any, T]) -> T | OSError:
+        try:
+            return await self._timed(work)
+        except OSError as error:
+            # The traceback of the error itself would keep the buffers of the block.
+            return StoreError(str(error))
 
     async def _timed(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await asyncio.wait_for(work, self._timeout_seconds)
+            # `wait_for` would end in a cycle of the error and its own frame, with all buffers.
+            async with asyncio.timeout(self._timeout_seconds):
+                return await work
         except TimeoutError:
             raise StoreError(
                 f"the object store did not answer within {self._timeout_seconds:g} s"
