@@ -8,7 +8,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from shared_node import FINGERPRINT, SLOT
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.epochs import Epochs
-from flexkv.tiers.job import Outcome
+from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.mooncake.open import MooncakeSettings, open_mooncake_tier
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks
 from flexkv.tiers.remote import RemoteLimits
@@ -96,7 +96,7 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         )
         blocks.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
-        def move(call: Callable[..., Any]) -> list[Outcome]:
+        def move(call: Callable[..., Any]) -> list[Result]:
             with ThreadPoolExecutor(THREADS) as pool:
                 done = pool.map(
                     lambda i: call(epoch, [bytes([i]) * 32], [views[i]]), range(THREADS)
@@ -110,6 +110,111 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         assert [bytes(view) for view in views] == [bytes([i]) * SLOT for i in range(THREADS)]
         assert slowly.most == transfers
         blocks.close()
+
+
+class Answering:
+    """A client of which one call answers with a code for each object, and does nothing."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.codes: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.codes:
+            return getattr(self._client, name)
+        return lambda names, *_: [self.codes[name]] * len(names)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster() as master:
+        yield master
+
+
+@pytest.fixture
+def store(master: MooncakeMaster) -> Iterator[Store]:
+    store = Store(master)
+    yield store
+    store.blocks.close()
+
+
+class Store:
+    """The blocks of a client that answers as the test says, and one block of memory."""
+
+    def __init__(self, master: MooncakeMaster) -> None:
+        url = master.settings["mooncake_metadata"]
+        client = MooncakeDistributedStore()
+        address = master.settings["mooncake_master"]
+        assert client.setup("127.0.0.1", url, 1 << 24, 1 << 24, "tcp", "", address) == 0
+        epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
+        self.client = Answering(client)
+        self.epoch = epochs.open()
+        self.folder = epochs.folder(self.epoch)
+        self.blocks = MooncakeBlocks(
+            self.client,
+            ReplicateConfig(),
+            epochs,
+            FINGERPRINT,
+            slot_bytes=SLOT,
+            blocks=1,
+            transfers=1,
+        )
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
+        spec = self.arena.spec
+        self.blocks.register(self.arena.address + spec.slots_offset, spec.slots_bytes)
+
+    def name(self, key: bytes) -> str:
+        return f"flexkv/{FINGERPRINT}/{self.folder}/{key.hex()}"
+
+    def put(self, key: bytes) -> Result:
+        (result,) = self.blocks.put(self.epoch, [key], [self.arena.slot_view(0)])
+        return result
+
+    def get(self, key: bytes) -> Result:
+        (result,) = self.blocks.get(self.epoch, [key], [self.arena.slot_view(0)])
+        return result
+
+
+def test_a_read_that_the_network_ends_removes_no_block(store: Store) -> None:
+    assert store.put(b"ended") is Outcome.DONE
+    store.client.codes = {"batch_get_into_multi_buffers": -800}
+    result = store.get(b"ended")
+    assert isinstance(result, OSError)
+    assert "code -800" in str(result)
+    store.client.codes = {}
+    assert store.get(b"ended") is Outcome.DONE
+
+
+def test_a_read_of_a_block_that_is_being_written_is_a_miss(store: Store) -> None:
+    store.client.codes = {"batch_get_into_multi_buffers": -703}
+    assert store.get(b"being written") is Outcome.MISSING
+
+
+@pytest.mark.parametrize("size", [100, 2 * SLOT], ids=["short", "long"])
+def test_an_object_of_another_size_is_damaged_and_removed(store: Store, size: int) -> None:
+    key = b"of size %d" % size
+    assert store.client.put(store.name(key), b"x" * size) == 0
+    assert store.get(key) is Outcome.DAMAGED
+    assert store.client.batch_is_exist([store.name(key)]) == [0]
+    assert store.put(key) is Outcome.DONE
+
+
+def test_a_block_that_another_client_has_not_completed_is_no_stored_block(store: Store) -> None:
+    """Mooncake reports success to all but the first of several writers."""
+    store.client.codes = {"batch_put_from_multi_buffers": 0}
+    result = store.put(b"of another")
+    assert isinstance(result, OSError)
+    assert "not complete" in str(result)
+
+
+@pytest.mark.parametrize(("code", "dropped"), [(-200, True), (-900, False)])
+def test_a_write_that_fails_names_its_code(store: Store, code: int, dropped: bool) -> None:
+    store.client.codes = {"batch_put_from_multi_buffers": code}
+    result = store.put(b"failing")
+    if dropped:
+        assert result is Outcome.DROPPED
+    else:
+        assert f"code {code}" in str(result)
 
 
 def test_a_master_whose_name_leads_nowhere_is_one_line_of_the_log(

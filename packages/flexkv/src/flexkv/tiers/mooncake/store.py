@@ -21,14 +21,17 @@ from typing import Any, Protocol
 from flexkv.deadline import call_within
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
 from flexkv.tiers.epochs import Epochs
-from flexkv.tiers.job import Outcome
+from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.remote import address_of
 from flexkv.tiers.turns import Turns
 
 _NO_SPACE = -200
-_WRONG_SIZE = (-600, -800)
+_TOO_LONG = -600
+_NOT_READY = -703
 _NOT_FOUND = -704
-"""Error codes of Mooncake 0.3.13."""
+_TRANSFER_FAILED = -800
+"""Error codes of Mooncake 0.3.13. A transfer fails in a network that fails, and also if the object
+is shorter than asked."""
 
 _SETTLE_SECONDS = 0.5
 """Wait after the creation of a record. The metadata server has no conditional writes: if several
@@ -57,6 +60,8 @@ class Client(Protocol):
     def close(self) -> int: ...
 
     def batch_is_exist(self, names: list[str], /) -> list[int]: ...
+
+    def get_size(self, name: str, /) -> int: ...
 
     def batch_get_into_multi_buffers(
         self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], /
@@ -123,7 +128,7 @@ class MooncakeBlocks:
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[Result]:
         folder = self._folder(epoch)
         names = [self._name(folder, key) for key in keys]
         with self._borrowed(len(keys)) as envelopes:
@@ -150,13 +155,13 @@ class MooncakeBlocks:
 
     def put(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[Result]:
         folder = self._folder(epoch)
         names = [self._name(folder, key) for key in keys]
-        outcomes = [Outcome.DONE] * len(keys)
+        results: list[Result] = [Outcome.DONE] * len(keys)
         absent = [i for i, there in enumerate(self._exist(names)) if not there]
         if not absent:
-            return outcomes
+            return results
         with self._borrowed(len(absent)) as envelopes:
             for i, envelope in zip(absent, envelopes, strict=True):
                 envelope[:] = seal(names[i].encode(), buffers[i])
@@ -168,10 +173,17 @@ class MooncakeBlocks:
                     [self._sizes] * len(absent),
                     self._config,
                 )
-        for i, code in zip(absent, codes, strict=True):
-            if code != 0:
-                outcomes[i] = Outcome.DROPPED if code == _NO_SPACE else Outcome.FAILED
-        return outcomes
+        # Mooncake reports success, too, for an object that another client is writing and that may
+        # never be complete.
+        complete = self._exist([names[i] for i in absent])
+        for i, code, there in zip(absent, codes, complete, strict=True):
+            if code == _NO_SPACE:
+                results[i] = Outcome.DROPPED
+            elif code != 0:
+                results[i] = _error("a write", code)
+            elif not there:
+                results[i] = MooncakeError("the object is not complete: another client writes it")
+        return results
 
     def renew_epoch(self) -> None:
         self._epochs.renew()
@@ -191,17 +203,20 @@ class MooncakeBlocks:
         codes = self._client.batch_is_exist(names)
         failed = next((code for code in codes if code < 0), None)
         if failed is not None:
-            raise MooncakeError(f"Mooncake's master answered with code {failed}")
+            raise _error("a question to the master", failed)
         return [code == 1 for code in codes]
 
-    def _verify(self, name: str, code: int, envelope: memoryview, buffer: memoryview) -> Outcome:
-        if code == _NOT_FOUND:
+    def _verify(self, name: str, code: int, envelope: memoryview, buffer: memoryview) -> Result:
+        if code in (_NOT_FOUND, _NOT_READY):
             return Outcome.MISSING
-        if code in _WRONG_SIZE:
+        if code == _TOO_LONG:
+            return Outcome.DAMAGED
+        size = sum(self._sizes)
+        if code == _TRANSFER_FAILED and 0 <= self._client.get_size(name) < size:
             return Outcome.DAMAGED
         if code < 0:
-            return Outcome.FAILED
-        whole = code == sum(self._sizes)
+            return _error("a read", code)
+        whole = code == size
         return Outcome.DONE if whole and fits(envelope, name.encode(), buffer) else Outcome.DAMAGED
 
     @contextlib.contextmanager
@@ -284,6 +299,10 @@ class MetadataRecord:
             ) from None
         finally:
             made.close()
+
+
+def _error(what: str, code: int) -> MooncakeError:
+    return MooncakeError(f"{what} ended with code {code} of Mooncake")
 
 
 def _hang_up(opened: Sequence[socket.socket]) -> None:
