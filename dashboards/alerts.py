@@ -86,6 +86,7 @@ def _sum(series: str, *labels: str) -> str:
 
 
 def _failures(names: Names) -> Sequence[Alert]:
+    circuits = names.series("circuits", state="open|probing|connecting")
     return (
         Alert(
             "FlexKVCopiesFail",
@@ -116,7 +117,7 @@ def _failures(names: Names) -> Sequence[Alert]:
         ),
         Alert(
             "FlexKVCircuitOpen",
-            f"{_sum(names.series('circuits', state='open|probing'), 'tier', 'direction')} > 0",
+            f"{_sum(circuits, 'tier', 'direction')} > 0",
             "2m",
             Severity.WARNING,
             "{{ $labels.direction }} of {{ $labels.tier }} is disabled after failures",

@@ -282,7 +282,7 @@ def _room(names: Names) -> Row:
 
 
 def _failures(names: Names) -> Row:
-    circuits = names.series("circuits", state="open|probing")
+    circuits = names.series("circuits", state="open|probing|connecting")
     return Row(
         "Failures",
         (

@@ -68,6 +68,8 @@ CASES: dict[str, Case] = {
             # A minute only, and drives that work.
             'circuits{tier="disk",direction="write",state="open"}': "0x24 1 0x20",
             'circuits{tier="disk",direction="read",state="closed"}': "1x60",
+            # A store that an engine reaches within a minute of its start.
+            'circuits{tier="objects",direction="read",state="connecting"}': "1 0x40",
         },
         "25m",
         {"tier": "disk", "direction": "write"},

@@ -23,6 +23,7 @@ class MemoryStore:
         broken: names of calls that fail.
         hanging: names of calls that wait until `release`.
         finds, gets, puts: keys of each call, in order.
+        opens: how often it was tried to open it.
         renewed: how often the epoch was renewed.
         registered: address and size, once registered.
         closed: whether it was closed.
@@ -30,12 +31,13 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, bytes], tuple[bytes, bytes]] = {}
-        self.seconds = {"find": 0.0, "get": 0.0, "put": 0.0, "renew": 0.0}
+        self.seconds = {"open": 0.0, "find": 0.0, "get": 0.0, "put": 0.0, "renew": 0.0}
         self.broken: set[str] = set()
         self.hanging: set[str] = set()
         self.finds: list[list[bytes]] = []
         self.gets: list[list[bytes]] = []
         self.puts: list[list[bytes]] = []
+        self.opens = 0
         self.renewed = 0
         self.registered: tuple[int, int] | None = None
         self.closed = False
@@ -68,6 +70,11 @@ class MemoryStore:
 
     def register(self, address: int, size: int) -> None:
         self.registered = address, size
+
+    def open(self) -> str:
+        self.opens += 1
+        self._pass("open")
+        return EPOCH
 
     def find(
         self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()

@@ -49,14 +49,10 @@ def content(key: bytes) -> bytes:
 def be_patient(settings: Mapping[str, Any]) -> None:
     """Start and end without the limits for engines, which a busy machine exceeds.
 
-    A node whose first question is late would share blocks with nobody until it is restarted. Here
-    it asks again.
+    A node whose first question is late would drop its first blocks. Here it asks again.
     """
     remote.CLOSE_SECONDS = PATIENCE_SECONDS
-    if "mooncake_master" in settings:
-        from flexkv.tiers.mooncake import open as opening
-
-        opening.SETUP_SECONDS = PATIENCE_SECONDS
+    remote.OPEN_SECONDS = PATIENCE_SECONDS
     ask = Epochs.open
 
     def ask_again(epochs: Epochs) -> str:

@@ -56,7 +56,7 @@ class Node:
         self.store = store
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), slots), threads=1)
         limits = RemoteLimits(question_seconds, LONG, threads, batch_bytes=SLOT)
-        self.remote = RemoteTier(Medium.MOONCAKE, store, "shared", SLOT, limits)
+        self.remote = RemoteTier(Medium.MOONCAKE, store, SLOT, limits)
         tiers = [AttachedTier(self.remote, ADMISSIONS[remote], stall_seconds)]
         if disk is not None:
             self.disk = open_disk_tier(

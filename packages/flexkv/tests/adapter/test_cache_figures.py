@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from memory_store import MemoryStore
 from tiered_engine import Engine, keys
+from two_tiers import Node
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.metrics import METRICS, Kind, Samples, bucket
+from flexkv.adapter.metrics import METRICS, Kind, Samples, bucket, sample
 from flexkv.mover import Status
 
 SAVED = "saved_prefill_seconds"
@@ -120,6 +122,24 @@ def test_hits_before_the_first_measurement_are_priced_by_it(engine: Engine) -> N
     cost.append((4.0, 0.0))  # later hits only
     figures.hit(1, Span(0, 1))
     assert figures.take()[SAVED] == pytest.approx(4.0)
+
+
+def test_a_store_that_was_not_reached_is_connecting(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.broken = {"open"}
+    node = Node(tmp_path, store, disk=None)
+    figures = CacheFigures(node.cache, Edge(), lambda: 0, lambda: None)
+    samples = figures.take()
+    for way in ("read", "write"):
+        assert samples[sample("circuits", "mooncake", way, "connecting")] == 1
+    store.broken = set()
+    node.until(lambda: node.remote.readable)
+    samples = figures.take()
+    for way in ("read", "write"):
+        assert samples[sample("circuits", "mooncake", way, "connecting")] == 0
+        assert samples[sample("circuits", "mooncake", way, "closed")] == 1
+    assert node.cache.close()
+    node.arena.close()
 
 
 def test_every_sample_is_of_a_defined_metric(engine: Engine) -> None:

@@ -70,6 +70,7 @@ class Served:
             sample("bytes", "host"): 3 << 30,
             sample("capacity_bytes", "host"): 4 << 30,
             sample("circuits", "objects", "read", "open"): 1,
+            sample("circuits", "objects", "write", "connecting"): 1,
             sample("eviction_policies", "hazard"): 1,
             sample("failures", "stalled", "objects"): 2,
             slow[0]: 4,

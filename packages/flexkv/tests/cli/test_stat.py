@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faulty_s3 import FaultyS3
 
 from flexkv.adapter.lower_tiers import open_shared_tiers
 from flexkv.config_sources import load_config
@@ -120,25 +121,23 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
     flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
-    for name, value in {
-        "FLEXKV_RUNTIME_DIR": str(tmp_path / "run"),
-        "FLEXKV_OBJECTS_URL": "s3://bucket/cache",
-        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "no-secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    bucket = FaultyS3(monkeypatch)
+    bucket.fault = lambda *_: (403, "AccessDenied")
+    monkeypatch.setenv("FLEXKV_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("FLEXKV_OBJECTS_URL", "s3://bucket/cache")
     assert flexkv("stat").out == "no engine with shared stores runs\n"
 
     spec = ArenaSpec(BlockFormat(1, (1 << 16,)), 4)
     (attached,) = open_shared_tiers(load_config(), FINGERPRINT, spec)
     assert isinstance(attached.tier, RemoteTier)
-    assert "  circuits     reads closed, writes closed\n" in flexkv("stat").out
+    assert "  circuits     reads connecting, writes connecting\n" in flexkv("stat").out
+    late = time.monotonic() + PATIENCE_SECONDS
+    bucket.fault = lambda *_: None
+    while "  circuits     reads closed, writes closed\n" not in flexkv("stat").out:
+        assert time.monotonic() < late
+    bucket.fault = lambda *_: (403, "AccessDenied")
     for _ in range(circuit.FAILURES):
         attached.tier.ask([b"key"])
-    late = time.monotonic() + PATIENCE_SECONDS
     while not attached.tier.figures.openings:
         attached.tier.take_answers()
         assert time.monotonic() < late
@@ -153,4 +152,5 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
         "writes": "closed",
     }
     assert attached.tier.close()
+    bucket.close()
     assert flexkv("stat").out == "no engine with shared stores runs\n"

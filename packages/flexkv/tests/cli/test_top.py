@@ -29,7 +29,7 @@ def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> N
     assert host.split()[2:4] == ["25.0", "%"]
     assert "75.0 %" in host
     (objects,) = re.findall(r"│ objects .*", ended.out)
-    assert "r open" in objects
+    assert "r open, w connecting" in objects
     assert not re.findall(r"│ (disk|mooncake) ", ended.out)  # are not configured
     assert re.search(r"device load .* 12\.00 MiB/s", ended.out)
 

@@ -26,7 +26,10 @@ from shared_node import FINGERPRINT, SLOT
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.tiers.epochs import Epochs
+from flexkv.tiers import remote
+from flexkv.tiers.base import BlockResult
+from flexkv.tiers.circuit import CircuitState
+from flexkv.tiers.epochs import Epoch, Epochs
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.mooncake.open import MooncakeSettings, open_mooncake_tier
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks
@@ -83,10 +86,9 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         address = master.settings["mooncake_master"]
         assert client.setup("127.0.0.1", url, 1 << 24, 1 << 24, "tcp", "", address) == 0
         epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
-        epoch = epochs.open()
         slowly = Slowly(client, transfers)
         blocks = MooncakeBlocks(
-            slowly,
+            lambda: slowly,
             ReplicateConfig(),
             epochs,
             FINGERPRINT,
@@ -94,6 +96,7 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
             blocks=THREADS,
             transfers=transfers,
         )
+        epoch = blocks.open()
         blocks.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
         def move(call: Callable[..., Any]) -> list[Result]:
@@ -148,10 +151,8 @@ class Store:
         assert client.setup("127.0.0.1", url, 1 << 24, 1 << 24, "tcp", "", address) == 0
         epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
         self.client = Answering(client)
-        self.epoch = epochs.open()
-        self.folder = epochs.folder(self.epoch)
         self.blocks = MooncakeBlocks(
-            self.client,
+            lambda: self.client,
             ReplicateConfig(),
             epochs,
             FINGERPRINT,
@@ -159,6 +160,8 @@ class Store:
             blocks=1,
             transfers=1,
         )
+        self.epoch = self.blocks.open()
+        self.folder = epochs.folder(self.epoch)
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
         spec = self.arena.spec
         self.blocks.register(self.arena.address + spec.slots_offset, spec.slots_bytes)
@@ -222,11 +225,75 @@ def test_a_master_whose_name_leads_nowhere_is_one_line_of_the_log(
 ) -> None:
     name = ".".join(["a" * 60] * 6)  # too long to be asked for, so no resolver is
     settings = MooncakeSettings(f"{name}:50051", f"http://{name}/metadata", "tcp", "", 1 << 24, 1)
-    assert open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(0.1)) is None
+    tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(0.1))
+    assert tier.figures.reads == tier.figures.writes == {CircuitState.CONNECTING: 1}
+    assert not tier.readable
+    assert tier.close()
     (line,) = [each.getMessage() for each in caplog.records]
     assert f"mooncake_master {name}:50051 or " in line
     assert "cannot be used ([Errno " in line
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_master_that_comes_after_the_start_is_joined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mooncake waits for its master, and fails without its metadata server."""
+    monkeypatch.setattr(remote, "OPEN_SECONDS", 0.05)
+    with MooncakeMaster() as master:
+        master.kill()
+        given = master.settings
+        settings = MooncakeSettings(
+            given["mooncake_master"], given["mooncake_metadata"], "tcp", "", 1 << 24, 1
+        )
+        limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
+        tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, limits)
+        arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
+        spec = arena.spec
+        tier.register(arena.address + spec.slots_offset, spec.slots_bytes)
+        keys, buffers = [b"late"], [arena.slot_view(0)]
+        tier.write(keys, buffers)
+        assert [each.outcome for each in tier.poll()] == [Outcome.DROPPED]
+        assert "cannot be used (" in caplog.text
+        master.restart()
+        late = time.monotonic() + PATIENCE_SECONDS
+        while not tier.readable:
+            assert time.monotonic() < late
+            time.sleep(0.01)
+        tier.write(keys, buffers)
+        results: list[BlockResult] = []
+        while not results:
+            assert time.monotonic() < late
+            results = tier.poll()
+        assert [each.outcome for each in results] == [Outcome.DONE]
+        assert tier.close()
+
+
+def test_a_client_that_joins_after_the_end_is_closed_and_gets_no_memory() -> None:
+    """The memory may be gone."""
+    calls: list[str] = []
+    joined = threading.Event()
+
+    class Late:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: calls.append(name)
+
+    def join() -> Any:
+        assert joined.wait(PATIENCE_SECONDS)
+        return Late()
+
+    class Record:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: Epoch.begin().to_bytes()
+
+    blocks = MooncakeBlocks(
+        join, None, Epochs(Record()), FINGERPRINT, slot_bytes=SLOT, blocks=1, transfers=1
+    )
+    blocks.close()
+    joined.set()
+    with pytest.raises(OSError, match="was closed while it was joined"):
+        blocks.open()
+    assert calls == ["close"]
 
 
 def test_a_metadata_server_that_drips_is_given_up_and_left_alone() -> None:

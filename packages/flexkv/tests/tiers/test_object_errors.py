@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -13,10 +15,12 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'fl
 
 from faulty_s3 import SECRET, URL, FaultyS3
 
+from flexkv.tiers.base import Answer
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects import store as module
-from flexkv.tiers.objects.open import connect
+from flexkv.tiers.objects.open import connect, open_object_tier
 from flexkv.tiers.objects.store import ObjectBlocks
+from flexkv.tiers.remote import RemoteLimits
 from packages.conftest import PATIENCE_SECONDS
 
 SLOT = 4096
@@ -55,14 +59,18 @@ class Node:
         self.epoch = self.blocks.epochs.open()
 
     def buffers(self) -> list[memoryview]:
-        view = memoryview(self.memory)
-        return [view[i * SLOT : (i + 1) * SLOT] for i in range(len(KEYS))]
+        return buffers(self.memory)
 
     def put(self) -> Sequence[Result]:
         return self.blocks.put(self.epoch, KEYS, self.buffers())
 
     def get(self) -> Sequence[Result]:
         return self.blocks.get(self.epoch, KEYS, self.buffers())
+
+
+def buffers(memory: mmap.mmap) -> list[memoryview]:
+    view = memoryview(memory)
+    return [view[i * SLOT : (i + 1) * SLOT] for i in range(len(KEYS))]
 
 
 def of_blocks(
@@ -178,6 +186,68 @@ def test_creators_of_a_record_without_conditions_share_the_last(
     monkeypatch.undo()
     assert node.epoch == "a" * 32
     node.blocks.close()
+
+
+@pytest.mark.parametrize("fault", [(503, "SlowDown"), (403, "AccessDenied")])
+def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
+    start: Callable[[], Node],
+    bucket: FaultyS3,
+    caplog: pytest.LogCaptureFixture,
+    fault: tuple[int, str],
+) -> None:
+    start().put()
+    bucket.fault = lambda *_: fault
+    requests = len(bucket.requests)
+    limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
+    tier = open_object_tier(URL, FINGERPRINT, SLOT, limits)
+    memory = mmap.mmap(-1, len(KEYS) * SLOT)
+    others = [key * 2 for key in KEYS]
+    tier.write(others, buffers(memory))
+    assert [each.outcome for each in tier.poll()] == [Outcome.DROPPED] * 3
+    assert f"objects_url {URL} cannot be used" in caplog.text
+    assert f", {fault[1]}, Some words." in caplog.text
+    assert all("/epochs/" in path for _, path in bucket.requests[requests:])
+
+    bucket.fault = lambda *_: None
+    late = time.monotonic() + PATIENCE_SECONDS
+    while not tier.readable:
+        assert time.monotonic() < late
+        time.sleep(0.001)
+    tier.ask(KEYS)
+    answers: list[Answer] = []
+    while not answers:
+        assert time.monotonic() < late
+        answers = tier.take_answers()
+    assert [each.has for each in answers] == [[True] * 3]
+    tier.write(others, buffers(memory))
+    assert tier.close(PATIENCE_SECONDS)
+    assert bucket.blocks() == sorted([*names(), *(key.hex() for key in others)])
+
+
+def test_a_bucket_that_hangs_at_the_start_keeps_no_engine_from_ending(bucket: FaultyS3) -> None:
+    go = threading.Event()
+
+    def hang(*_: object) -> None:
+        go.wait()
+
+    bucket.fault = hang
+    blocks = ObjectBlocks(connect(URL, PATIENCE_SECONDS), FINGERPRINT, PATIENCE_SECONDS)
+    ended: list[BaseException] = []
+
+    def open_blocks() -> None:
+        try:
+            blocks.open()
+        except Exception as error:  # noqa: BLE001
+            ended.append(error)
+
+    opening = threading.Thread(target=open_blocks)
+    opening.start()
+    while not bucket.requests:
+        time.sleep(0.001)
+    blocks.close()
+    opening.join(PATIENCE_SECONDS)
+    go.set()
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("status", [403, 503])

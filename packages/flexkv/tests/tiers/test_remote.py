@@ -7,11 +7,11 @@ import itertools
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import pytest
-from memory_store import EPOCH, MemoryStore
+from memory_store import MemoryStore
 
 from flexkv.changes import Medium
 from flexkv.tiers import circuit, remote
@@ -39,7 +39,7 @@ class Client:
     def __init__(self, store: MemoryStore, **limits: Any) -> None:
         self.store = store
         given = RemoteLimits(**({"question_seconds": 60.0, "timeout_seconds": 60.0} | limits))
-        self.tier = RemoteTier(Medium.DISK, store, EPOCH, SLOT, given)
+        self.tier = RemoteTier(Medium.DISK, store, SLOT, given)
         self._memory = memoryview(mmap.mmap(-1, SLOT * SLOTS))
         self.buffers = [self._memory[i * SLOT : (i + 1) * SLOT] for i in range(SLOTS)]
         self._results: list[BlockResult] = []
@@ -119,6 +119,103 @@ def test_it_is_a_tier_that_is_asked(make: Callable[..., Client]) -> None:
     assert client.store.registered == (4096, 8192)
     buffer = client.buffers[3]
     assert address_of(buffer) - address_of(client.buffers[0]) == 3 * SLOT
+
+
+def test_a_store_that_fails_at_the_start_is_retried_and_not_used_meanwhile(
+    make: Callable[..., Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    store.fill({b"a": content(b"a")})
+    store.broken = {"open"}
+    client = make(store)
+    tier = client.tier
+    assert tier.figures.reads == tier.figures.writes == {CircuitState.CONNECTING: 1}
+    assert not tier.readable
+    assert client.write("xy") == [Outcome.DROPPED] * 2
+    assert client.read("a") == [Outcome.DROPPED]
+    assert client.ask("ax") is None
+    client.until(lambda: store.opens > 2)
+    assert (store.finds, store.gets, store.puts) == ([], [], [])
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("disk cannot be used (open); FlexKV retries until it can")
+
+    store.broken = set()
+    client.until(lambda: tier.readable)
+    assert tier.figures.reads == tier.figures.writes == {CircuitState.CLOSED: 1}
+    assert client.write("xy") == [DONE] * 2
+    assert make(store).ask("axyz") == [True] * 3 + [False]
+
+
+def test_a_store_that_hangs_at_the_start_holds_the_engine_up_for_a_while_only(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "OPEN_SECONDS", 0.01)
+    store = MemoryStore()
+    store.hanging = {"open"}
+    client = make(store)
+    assert not client.tier.readable
+    assert "disk cannot be used (no answer within 0.01 s)" in caplog.text
+    store.release()
+    client.until(lambda: client.tier.readable)
+    assert store.opens == 1
+    assert client.write("a") == [DONE]
+
+
+def test_a_reset_before_the_store_is_open_parts_the_engine_from_the_others(
+    make: Callable[..., Client],
+) -> None:
+    store = MemoryStore()
+    store.fill({b"a": content(b"a")})
+    store.broken = {"open", "renew"}
+    client = make(store)
+    client.tier.clear()
+    store.broken = set()
+    client.until(lambda: client.tier.readable)
+    assert client.ask("a") == [False]
+    assert client.write("a") == [DONE]
+    client.until(lambda: store.renewed == 1)
+    assert store.keys() == []
+
+
+def test_an_engine_that_never_reached_the_store_ends_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "OPEN_SECONDS", 0.01)
+    store = MemoryStore()
+    store.hanging = {"open"}
+    client = Client(store)
+    assert client.tier.close()
+    assert store.closed
+    store.broken = {"open"}
+    lines = len(caplog.records)
+    store.release()
+    client.tier._opening.close(PATIENCE_SECONDS)
+    assert store.opens == 1
+    assert len(caplog.records) == lines
+
+
+def test_other_processes_read_that_the_store_was_not_reached() -> None:
+    class Told:
+        """Keeps the call that reads the states."""
+
+        def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
+            self.read = read
+            self.first = read()
+
+        def close(self) -> None:
+            pass
+
+    store, told = MemoryStore(), Told()
+    store.broken = {"open"}
+    limits = RemoteLimits(60.0, 60.0)
+    tier = RemoteTier(Medium.DISK, store, SLOT, limits, states=told)
+    assert told.first == {"reads": "connecting", "writes": "connecting"}
+    store.broken = set()
+    late = time.monotonic() + PATIENCE_SECONDS
+    while told.read() != {"reads": "closed", "writes": "closed"}:
+        assert time.monotonic() < late
+        time.sleep(0.001)
+    assert tier.close()
 
 
 def test_what_one_engine_wrote_another_finds_and_reads(make: Callable[..., Client]) -> None:

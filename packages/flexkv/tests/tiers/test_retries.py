@@ -5,10 +5,9 @@ import threading
 
 import pytest
 
-from flexkv.tiers import renewal
+from flexkv.tiers import retries
 from flexkv.tiers.disk import upkeep
-from flexkv.tiers.renewal import Renewal
-from flexkv.tiers.retries import pause_after
+from flexkv.tiers.retries import Retried, pause_after
 from packages.conftest import PATIENCE_SECONDS
 
 LONG = 1100
@@ -23,7 +22,7 @@ def test_each_failure_doubles_the_pause_up_to_the_longest() -> None:
 
 def test_a_reset_reaches_a_store_that_was_gone_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_RETRY_SECONDS", "_LONGEST_RETRY_SECONDS"):
-        monkeypatch.setattr(renewal, name, 0.0)
+        monkeypatch.setattr(retries, name, 0.0)
     done = threading.Event()
     calls = 0
 
@@ -34,10 +33,45 @@ def test_a_reset_reaches_a_store_that_was_gone_for_hours(monkeypatch: pytest.Mon
             raise OSError("the store is gone")
         done.set()
 
-    each = Renewal("test", renew)
+    each = Retried("test", renew, print, at_close=True)
     each.begin()
     assert done.wait(PATIENCE_SECONDS), f"no try after {calls}"
     assert each.close(PATIENCE_SECONDS)
+
+
+def test_each_new_error_is_reported_once_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_RETRY_SECONDS", "_LONGEST_RETRY_SECONDS"):
+        monkeypatch.setattr(retries, name, 0.0)
+    errors = iter(["refused", "refused", "denied", "denied", "refused"])
+    done = threading.Event()
+    reported: list[str] = []
+
+    def work() -> None:
+        text = next(errors, None)
+        if text is not None:
+            raise OSError(text)
+        done.set()
+
+    each = Retried("test", work, reported.append, at_close=False)
+    each.begin()
+    assert done.wait(PATIENCE_SECONDS)
+    assert each.close(PATIENCE_SECONDS)
+    assert reported == ["refused", "denied", "refused"]
+
+
+@pytest.mark.parametrize("at_close", [False, True])
+def test_the_end_is_the_last_try_of_work_that_needs_one(at_close: bool) -> None:
+    tries: list[str] = []
+
+    def fail() -> None:
+        tries.append("failed")
+        raise OSError("gone")
+
+    each = Retried("test", fail, lambda _: each.begin_close(), at_close=at_close)
+    each.begin()
+    assert each.await_try(PATIENCE_SECONDS)
+    assert each.close(PATIENCE_SECONDS)
+    assert len(tries) == 1 + at_close
 
 
 def test_upkeep_goes_on_after_a_disk_was_full_for_hours() -> None:

@@ -68,8 +68,10 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
     tiers: list[AttachedTier] = []
     with _closed_on_error(tiers):
         if config.mooncake_master is not None and config.mooncake_metadata is not None:
-            tiers += _open_mooncake(
-                config, config.mooncake_master, config.mooncake_metadata, fingerprint, spec
+            tiers.append(
+                _open_mooncake(
+                    config, config.mooncake_master, config.mooncake_metadata, fingerprint, spec
+                )
             )
         if config.objects_url is not None:
             tiers.append(_open_objects(config, config.objects_url, fingerprint, spec))
@@ -114,7 +116,7 @@ def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> Attache
 
 def _open_mooncake(
     config: CacheConfig, master: str, metadata: str, fingerprint: str, spec: ArenaSpec
-) -> list[AttachedTier]:
+) -> AttachedTier:
     try:
         from flexkv.tiers.mooncake.open import MooncakeSettings, open_mooncake_tier
     except ImportError as error:
@@ -136,10 +138,8 @@ def _open_mooncake(
     )
     states = _states(config, Medium.MOONCAKE, master, fingerprint)
     tier = open_mooncake_tier(settings, fingerprint, spec.format.slot_bytes, limits, states)
-    if tier is None:
-        return []
     admission = ADMISSIONS[config.mooncake_admission]
-    return [AttachedTier(tier, admission, config.mooncake_timeout_seconds)]
+    return AttachedTier(tier, admission, config.mooncake_timeout_seconds)
 
 
 def _open_objects(config: CacheConfig, url: str, fingerprint: str, spec: ArenaSpec) -> AttachedTier:

@@ -61,7 +61,8 @@ class StoreState:
         tier: mooncake or objects.
         fingerprint: fingerprint of the engine's blocks, hexadecimal.
         owner: process id of the engine, in its own PID namespace; 0 if unknown.
-        reads: state of the circuit of the engine's queries and reads: closed, open or probing.
+        reads: state of the circuit of the engine's queries and reads: closed, open, probing, or
+            connecting if the engine has not reached the store since its start.
         writes: state of the circuit of the engine's writes, likewise.
     """
 

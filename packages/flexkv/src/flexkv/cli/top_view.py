@@ -112,7 +112,7 @@ def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
                 f"{each.hit_blocks:,}",
                 f"{each.damaged_blocks:,}",
                 size(each.written_bytes_day),
-                Text(circuits, style="red" if "open" in circuits else ""),
+                Text(circuits, style=_style(circuits)),
             )
         parts.append(table)
     return Panel(Group(*parts), title=_plain(source.name), title_align="left")
@@ -165,9 +165,14 @@ def _tiers(change: Change) -> Table:
             f"{size(int(used))} of {size(int(room))}" if room else _NONE,
             _number(change.rate("evicted_blocks", tier)) if room else _NONE,
             _number(change.rate("dropped_blocks", tier)),
-            Text(circuits or _NONE, style="red" if "open" in circuits else ""),
+            Text(circuits or _NONE, style=_style(circuits)),
         )
     return table
+
+
+def _style(circuits: str) -> str:
+    """The style of a text with states of circuits: red if a device gets no jobs."""
+    return "red" if "open" in circuits or "connecting" in circuits else ""
 
 
 def _circuits(change: Change, tier: str) -> str:

@@ -31,6 +31,8 @@ class CircuitState(enum.Enum):
     """One caller may try the device."""
     OPEN = "open"
     """The device gets no jobs."""
+    CONNECTING = "connecting"
+    """The device gets no jobs, because it was not reached since the start. Retried."""
 
 
 def count_states(circuits: Iterable[Circuit]) -> Counter[CircuitState]:

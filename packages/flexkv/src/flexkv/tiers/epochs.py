@@ -7,9 +7,9 @@ The record of a fingerprint has two parts, epoch and generation. Both are part o
   do so in processes that start later. These processes use the new epoch.
 - The generation changes at a reset, and when an operator clears the store.
 
-A process reads the epoch once, when it starts, and the generation again and again. So after a reset
-or a clear, the processes of an epoch go on sharing, and find no older block. `flexkv.tiers.remote`
-says which epoch the process uses that was reset itself.
+A process reads the epoch once, when it first reaches the store after its start, and the generation
+again and again. So after a reset or a clear, the processes of an epoch go on sharing, and find no
+older block. `flexkv.tiers.remote` says which epoch the process uses that was reset itself.
 
 Only a process that starts creates a missing record. If a record is lost, the processes that have
 read it go on, and the next one to start begins a new epoch. Otherwise a node that was cut off
@@ -98,8 +98,8 @@ class Epochs:
         self._failed_at = 0.0
 
     def open(self) -> str:
-        """Read the store's epoch, and begin one if there is none. Called once, before any other
-        method.
+        """Read the store's epoch, and begin one if there is none. Called until it succeeds, and
+        before any other method but `renew`.
 
         Raises:
             OSError: the store cannot be reached.

@@ -4,6 +4,9 @@
 A `BlockStore` has calls that block. `RemoteTier` makes an `AskedTier` of it, with threads, a
 bounded queue, circuits and figures, and handles resets.
 
+Start: the tier opens its store in the background, and retries until that succeeds. Before, the tier
+reads and writes nothing, because blocks of an unknown epoch are of no use to anybody.
+
 Epochs: the store keeps blocks under a fingerprint, an epoch and a key. After a reset, keys mean
 something else in this process, and may mean a third thing in processes that start later. So this
 process goes on in a random epoch of its own, which no other process reads, and renews the store's
@@ -26,13 +29,16 @@ from typing import Protocol, TypeAlias
 from flexkv.changes import Medium
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
-from flexkv.tiers.circuit import Circuit, count_states
+from flexkv.tiers.circuit import Circuit, CircuitState
 from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
-from flexkv.tiers.renewal import Renewal
+from flexkv.tiers.retries import Retried
 
 logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 15.0
+"""Longest wait for the first try to open the store, at an engine's start. Not tuned."""
 
 QUESTION_THREADS = 2
 """Questions that run at once. They have a link of their own, because behind reads they would miss
@@ -62,7 +68,16 @@ class BlockStore(Protocol):
     """
 
     def register(self, address: int, size: int) -> None:
-        """See `AskedTier.register`. Called before any other method."""
+        """See `AskedTier.register`. Called before any other method but `open`."""
+        ...
+
+    def open(self) -> str:
+        """Reach the store, and return the fingerprint's epoch. Called until it succeeds, by one
+        thread, and before `find`, `get` and `put`.
+
+        Raises:
+            OSError: the store cannot be used now.
+        """
         ...
 
     def find(self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes]) -> Sequence[bool]:
@@ -91,7 +106,8 @@ class BlockStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the store. Called while no other method runs."""
+        """Close the store. Called while no other method runs but perhaps `open`. That then ends
+        with any error, and leaves nothing open."""
         ...
 
 
@@ -146,10 +162,11 @@ class RemoteTier:
 
     Args:
         medium: the tier's name.
-        store: the store; owned.
-        epoch: the store's epoch when it was opened.
+        store: the store; owned. The constructor waits until it is open, at most until the first
+            try to open it has ended or `OPEN_SECONDS` have passed.
         slot_bytes: bytes of a block.
         limits: bounds of time and memory.
+        store_name: name of the store for the log; empty for that of the medium.
         states: told whether the tier reads and writes; owned. None if nobody is.
     """
 
@@ -157,16 +174,17 @@ class RemoteTier:
         self,
         medium: Medium,
         store: BlockStore,
-        epoch: str,
         slot_bytes: int,
         limits: RemoteLimits,
         *,
+        store_name: str = "",
         states: States | None = None,
     ) -> None:
         self.medium = medium
         self.question_seconds = limits.question_seconds
         self._store = store
-        self._epoch = epoch
+        self._store_name = store_name or medium.value
+        self._epoch = ""  # until it is known
         self._slot_bytes = slot_bytes
         self._batch_blocks = max(1, limits.batch_bytes // slot_bytes)
         self._timeout_seconds = limits.timeout_seconds
@@ -188,11 +206,37 @@ class RemoteTier:
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
         self._failures = FailureLog(medium.value)
-        self._renewal = Renewal(name, store.renew_epoch)
+        self._unasked: list[int] = []
+        self._renewal = Retried(
+            f"{name}-renewal",
+            store.renew_epoch,
+            partial(
+                logger.error,
+                "%s: a reset cannot be told to the store (%s), retried until it can; if this "
+                "process ends before, engines that start find blocks of before it",
+                self._store_name,
+            ),
+            at_close=True,
+        )
+        self._opened: str | None = None  # set by the thread of `_opening`
+        failed = partial(
+            logger.error,
+            "%s cannot be used (%s); FlexKV retries until it can, and neither reads nor writes "
+            "blocks there meanwhile; check the store, the network and the settings",
+            self._store_name,
+        )
+        self._opening = Retried(f"{name}-open", self._open, failed, at_close=False)
+        self._opening.begin()
         self._states = states
         if states is not None:
-            circuits = {"reads": self._reads, "writes": self._writes}
-            states.begin(lambda: {what: each.state.value for what, each in circuits.items()})
+            states.begin(
+                lambda: {
+                    what: self._state(each).value
+                    for what, each in (("reads", self._reads), ("writes", self._writes))
+                }
+            )
+        if not self._opening.await_try(OPEN_SECONDS):
+            failed(f"no answer within {OPEN_SECONDS:g} s")
 
     @property
     def figures(self) -> TierFigures:
@@ -203,21 +247,25 @@ class RemoteTier:
             evicted_blocks=0,
             queued_blocks=self._queued_blocks,
             queued_bytes=self._link.queued_bytes,
-            reads=count_states([self._reads]),
-            writes=count_states([self._writes]),
+            reads={self._state(self._reads): 1},
+            writes={self._state(self._writes): 1},
             openings=self._reads.openings + self._writes.openings,
             traffic=self._traffic,
         )
 
     @property
     def readable(self) -> bool:
-        return self._reads.allows and not (self._link.stalled or self._questions.stalled)
+        stalled = self._link.stalled or self._questions.stalled
+        return self._is_open and self._reads.allows and not stalled
 
     def register(self, address: int, size: int) -> None:
         self._store.register(address, size)
 
     def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
         ticket = next(self._tickets)
+        if not self._is_open:
+            self._unasked.append(ticket)
+            return ticket
         found: list[Sequence[bool]] = []
         job = Job(
             Priority.LOAD, 0, partial(self._find, self._epoch, list(keys), list(behind), found)
@@ -228,7 +276,8 @@ class RemoteTier:
         return ticket
 
     def take_answers(self) -> list[Answer]:
-        answers = []
+        answers = [Answer(ticket, None) for ticket in self._unasked]
+        self._unasked.clear()
         for job in self._questions.poll():
             ticket, epoch, found = self._asked.pop(job)
             failed = job.outcomes[0] is not Outcome.DONE
@@ -241,7 +290,10 @@ class RemoteTier:
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
         ticket = next(self._tickets)
-        self._begin(ticket, keys, buffers, range(len(keys)), priority)
+        if self._is_open:
+            self._begin(ticket, keys, buffers, range(len(keys)), priority)
+        else:
+            self._results += [BlockResult(ticket, i, Outcome.DROPPED) for i in range(len(keys))]
         return ticket
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
@@ -255,7 +307,7 @@ class RemoteTier:
                 wanted.append(i)
         held = (self._writes_under_way + len(wanted)) * self._slot_bytes
         full = held > self._link.queue_bytes
-        if full or not self._writes.allows or self._link.stalled:
+        if full or not (self._is_open and self._writes.allows) or self._link.stalled:
             for i in wanted:
                 self._end_write(keys[i], (ticket, i), Outcome.DROPPED)
             return ticket
@@ -285,6 +337,7 @@ class RemoteTier:
         self._link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
         self._questions.begin_close(0.0)
         self._renewal.begin_close()
+        self._opening.begin_close()
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         self.begin_close(flush_seconds)
@@ -302,6 +355,21 @@ class RemoteTier:
         if renewed:
             self._store.close()
         return True
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the store is open. Takes over its epoch then, unless a reset has come before."""
+        if self._opened is None:
+            return False
+        self._epoch = self._epoch or self._opened
+        return True
+
+    def _state(self, device: Circuit) -> CircuitState:
+        return CircuitState.CONNECTING if self._opened is None else device.state
+
+    def _open(self) -> None:
+        self._opened = self._store.open()
+        logger.info("FlexKV shares blocks in %s", self._store_name)
 
     def _find(
         self,

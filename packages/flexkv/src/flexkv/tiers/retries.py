@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses between the tries of work that has to be done at last, such as the record of a reset."""
+"""Work that is tried until it succeeds, such as the record of a reset."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
 
 _MOST_DOUBLINGS = 64
 """No pause is doubled more often. Without a bound, the thread of the work would end by an
 OverflowError: 1,025 failures, 5 s apart, are an outage of 85 minutes."""
+
+_RETRY_SECONDS = 0.05
+_LONGEST_RETRY_SECONDS = 5.0
+"""The shortest and the longest pause of `Retried` between two tries; see `pause_after`. Not
+tuned."""
 
 
 def pause_after(failures: int, shortest: float, longest: float) -> float:
@@ -17,3 +25,94 @@ def pause_after(failures: int, shortest: float, longest: float) -> float:
         longest: the most seconds.
     """
     return min(shortest * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest)
+
+
+class Retried:
+    """Work that a thread of its own does, again and again until it succeeds.
+
+    Args:
+        name: name of the thread.
+        work: blocks, and raises if it fails.
+        failed: logs a failure, given its text: the first in a row, each with another text than the
+            failure before, and the last.
+        at_close: whether work that is wanted at the end is tried at once, for the last time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], None],
+        failed: Callable[[str], None],
+        *,
+        at_close: bool,
+    ) -> None:
+        self._name = name
+        self._do = work
+        self._failed = failed
+        self._at_close = at_close
+        self._work = threading.Condition()
+        self._wanted = False
+        self._closing = False
+        self._tried = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Do the work; if it is being done, do it once more. Does not wait."""
+        with self._work:
+            self._wanted = True
+            if self._thread is None:
+                # A daemon: a thread that hangs must not keep the process from ending.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._work.notify()
+
+    def await_try(self, seconds: float) -> bool:
+        """Wait until the work was tried once, or for `seconds`. Returns whether it was tried."""
+        return self._tried.wait(seconds)
+
+    def begin_close(self) -> None:
+        """End the thread, after the last try if there is one. Does not wait."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+
+    def close(self, timeout: float) -> bool:
+        """Wait for the thread.
+
+        Args:
+            timeout: seconds to wait at most.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        self.begin_close()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def _gives_up(self) -> bool:
+        return self._closing and not self._at_close
+
+    def _run(self) -> None:
+        failures, text = 0, ""
+        while True:
+            with self._work:
+                if failures and not self._closing:
+                    self._work.wait(pause_after(failures, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS))
+                while not (self._wanted or self._closing):
+                    self._work.wait()
+                if not self._wanted or self._gives_up:
+                    return
+                self._wanted, last = False, self._closing
+            try:
+                self._do()
+                failures, text = 0, ""
+            except Exception as error:  # noqa: BLE001
+                # Whatever it is: the work would never be done.
+                self._wanted = not last
+                failures += 1
+                before, text = text, str(error) or repr(error)
+                if (text != before or last) and not self._gives_up:
+                    self._failed(text)
+            self._tried.set()

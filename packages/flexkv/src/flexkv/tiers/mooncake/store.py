@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from flexkv.deadline import call_within
@@ -80,7 +80,8 @@ class MooncakeBlocks:
     Its calls raise `MooncakeError` if the arena could not be registered or the master fails.
 
     Args:
-        client: a client that has joined the store; closed by `close`.
+        join: makes a client that has joined the store; `close` closes it. May wait for ever.
+            Raises OSError if that fails.
         config: Mooncake's `ReplicateConfig` of each write.
         epochs: of the fingerprint.
         fingerprint: of the blocks.
@@ -92,7 +93,7 @@ class MooncakeBlocks:
 
     def __init__(
         self,
-        client: Client,
+        join: Callable[[], Client],
         config: Any,
         epochs: Epochs,
         fingerprint: str,
@@ -101,14 +102,17 @@ class MooncakeBlocks:
         blocks: int,
         transfers: int,
     ) -> None:
-        self._client = client
+        self._join = join
+        self._joined: Client | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._unregistered: list[tuple[int, int]] = []
         self._config = config
         self._epochs = epochs
         self._fingerprint = fingerprint
         self._sizes = [ENVELOPE_BYTES, slot_bytes]
         # In their order: of a prefix, only blocks without a gap before them can be loaded.
         self._transfers = Turns(transfers)
-        self._usable = True
         self._memory = mmap.mmap(-1, blocks * ENVELOPE_BYTES)
         view = memoryview(self._memory)
         self._envelopes: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
@@ -116,9 +120,29 @@ class MooncakeBlocks:
             self._envelopes.put(view[i * ENVELOPE_BYTES : (i + 1) * ENVELOPE_BYTES])
         self.register(address_of(view), len(view))
 
+    @property
+    def _client(self) -> Client:
+        if self._joined is None:
+            raise MooncakeError("Mooncake was not joined yet")
+        return self._joined
+
     def register(self, address: int, size: int) -> None:
-        if self._client.register_buffer(address, size) != 0:
-            self._usable = False
+        with self._lock:
+            self._unregistered.append((address, size))
+            self._register()
+
+    def open(self) -> str:
+        epoch = self._epochs.open()
+        if self._joined is None:
+            client = self._join()
+            with self._lock:
+                if self._closed:
+                    # The memory may be gone, too.
+                    client.close()
+                    raise MooncakeError("Mooncake was closed while it was joined")
+                self._joined = client
+                self._register()
+        return epoch
 
     def find(
         self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
@@ -189,11 +213,24 @@ class MooncakeBlocks:
         self._epochs.renew()
 
     def close(self) -> None:
-        self._client.close()
+        with self._lock:
+            self._closed = True
+            if self._joined is not None:
+                self._joined.close()
+
+    def _register(self) -> None:
+        """Register the memory that is not registered, once there is a client. Under the lock."""
+        if self._joined is not None:
+            self._unregistered = [
+                each for each in self._unregistered if self._joined.register_buffer(*each) != 0
+            ]
 
     def _folder(self, epoch: str) -> str:
-        if not self._usable:
-            raise MooncakeError("Mooncake cannot register the host memory")
+        if self._unregistered:
+            with self._lock:
+                self._register()
+            if self._unregistered:
+                raise MooncakeError("Mooncake cannot register the host memory")
         return self._epochs.folder(epoch)
 
     def _name(self, folder: str, key: bytes) -> str:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
-import secrets
 
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
@@ -15,8 +13,6 @@ from flexkv.changes import Medium
 from flexkv.errors import StoreSettingError
 from flexkv.tiers.objects.store import ObjectBlocks
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
-
-logger = logging.getLogger(__name__)
 
 _TRUE = {"1", "true", "yes", "on"}
 _PLAIN_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
@@ -35,8 +31,8 @@ def open_object_tier(
 ) -> RemoteTier:
     """Open the tier of a bucket.
 
-    If the bucket does not answer, the tier shares no blocks with other engines until this engine
-    is restarted, because the keys' current epoch is unknown. The error is logged.
+    If the bucket does not answer, the tier reads and writes nothing until it does; see
+    `RemoteTier`. The error is logged.
 
     Args:
         url: the setting `objects_url`. Credentials come from the environment variables that the
@@ -51,18 +47,8 @@ def open_object_tier(
         StoreSettingError: the URL or an environment variable of its store cannot be used.
     """
     blocks = ObjectBlocks(connect(url, limits.timeout_seconds), fingerprint, limits.timeout_seconds)
-    try:
-        epoch = blocks.epochs.open()
-        logger.info("FlexKV shares blocks in %s", url)
-    except OSError as error:
-        epoch = secrets.token_hex(16)
-        logger.error(
-            "objects_url %s: %s; blocks are shared with no other engine until this one is "
-            "restarted; check the bucket, the network and the credentials",
-            url,
-            error,
-        )
-    return RemoteTier(Medium.OBJECTS, blocks, epoch, slot_bytes, limits, states=states)
+    name = f"objects_url {url}"
+    return RemoteTier(Medium.OBJECTS, blocks, slot_bytes, limits, store_name=name, states=states)
 
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:

@@ -95,6 +95,9 @@ class ObjectBlocks:
     def register(self, address: int, size: int) -> None:
         """Does nothing: blocks are copied from and to objects."""
 
+    def open(self) -> str:
+        return self.epochs.open()
+
     def find(
         self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
     ) -> Sequence[bool]:
@@ -366,7 +369,7 @@ class Requests:
         return True
 
     def close(self) -> None:
-        """End the thread; no request may be under way. Takes `_SETTLE_SECONDS`."""
+        """End the thread; requests under way fail. Takes `_SETTLE_SECONDS`."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         time.sleep(_SETTLE_SECONDS)
@@ -374,6 +377,10 @@ class Requests:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     def _give_up_conditions(self, error: StoreError) -> None:
