@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from disk_blocks import FINGERPRINT, SLOT, buffers, bytes_of, names, opened
+from faults.faulty_files import Fault, FaultyFiles
 
 from flexkv.tiers.disk import follower
 from flexkv.tiers.disk.directory import claim
+from flexkv.tiers.disk.files import Files
 from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.follower import FollowerTier
 from flexkv.tiers.disk.table import record_offset
@@ -29,10 +31,11 @@ def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def following(*roots: Path, slot_bytes: int = SLOT) -> Iterator[FollowerTier]:
-    tier = FollowerTier(
-        [str(root) for root in roots], FINGERPRINT, slot_bytes, stall_seconds=PATIENCE
-    )
+def following(
+    *roots: Path, slot_bytes: int = SLOT, files: Files | None = None
+) -> Iterator[FollowerTier]:
+    paths = [str(root) for root in roots]
+    tier = FollowerTier(paths, FINGERPRINT, slot_bytes, stall_seconds=PATIENCE, files=files)
     yield tier
     assert tier.close()
 
@@ -226,6 +229,18 @@ def test_what_cannot_be_read_is_named_once(
         for _ in range(3):
             assert tier.contains(names(1)) == [False]
     assert caplog.text.count("cannot read") == 1
+
+
+def test_the_error_of_the_system_reaches_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, files = names(3), FaultyFiles(1, 0.0, Fault.EIO)
+    with opened(tmp_path) as owner, following(tmp_path, files=files) as tier:
+        owner.write(keys)
+        assert tier.contains(keys) == [True] * 3
+        files.rate = 1.0
+        assert read(tier, keys) == [Outcome.FAILED] * 3
+    assert caplog.text.count("failed: Input/output error (EIO);") == 1
 
 
 def test_a_folder_of_another_user_is_refused(

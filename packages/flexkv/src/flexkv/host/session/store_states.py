@@ -39,7 +39,8 @@ class StoreStates:
     """Keeps the file of one shared store up to date, from a thread of its own because the engine
     may be idle.
 
-    If the file cannot be created, this logs a warning and does nothing. The store works without it.
+    If the file cannot be created, this logs a warning, and retries with each update. The store
+    works without it.
 
     Args:
         root: path of the runtime directory.
@@ -62,12 +63,11 @@ class StoreStates:
             read: returns the states; called from another thread.
         """
         try:
-            with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
-                self._fd = _create(directory.descriptor, self._name)
-            self._write(read())
+            self._update(read)
         except (OSError, ArenaError) as error:
-            logger.warning("flexkv stat will not show this engine's shared stores: %s", error)
-            return
+            logger.warning(
+                "flexkv stat does not show this engine's shared stores: %s; FlexKV retries", error
+            )
         close_in_children(self)
         self._thread = threading.Thread(
             target=self._run, args=(read,), name="flexkv-store-states", daemon=True
@@ -99,7 +99,13 @@ class StoreStates:
             # Whatever it is, such as a full disk: the next update tries again. If the thread ended,
             # the last states would be shown for ever.
             with contextlib.suppress(Exception):
-                self._write(read())
+                self._update(read)
+
+    def _update(self, read: Callable[[], Mapping[str, str]]) -> None:
+        if self._fd < 0:
+            with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
+                self._fd = _create(directory.descriptor, self._name)
+        self._write(read())
 
     def _write(self, states: Mapping[str, str]) -> None:
         content = json.dumps({**self._about, **states}).encode().ljust(_BYTES)

@@ -17,6 +17,7 @@ from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
 from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.inspect import Record
+from flexkv.tiers.failures import FailureLog
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
 
@@ -63,6 +64,7 @@ class FollowerTier:
         self._jobs: dict[Job, tuple[int, int, FollowedFolder, Record]] = {}
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
+        self._failures = FailureLog("folders of other ranks")
 
     @property
     def figures(self) -> TierFigures:
@@ -116,6 +118,7 @@ class FollowerTier:
             if outcome is Outcome.DONE:
                 self._traffic.add(job.size, job.seconds, writes=False)
             elif outcome is not Outcome.DROPPED:
+                self._failures.note("reads from", job.error)
                 folder.drop(record)
             self._results.append(BlockResult(ticket, position, outcome))
         results, self._results = self._results, []
