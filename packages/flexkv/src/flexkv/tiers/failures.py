@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 _KINDS = 16
 """Most kinds of errors of a device that are logged. A store makes up the texts. Not tuned."""
 
-_NAMES = re.compile(r"[0-9a-f]{8,}|\d+(?:\.\d+)?")
-"""Names of blocks, counts and times, in which errors of one kind differ."""
+_NAMES = re.compile(r"[0-9a-f]{8,}|\d+\.\d+")
+"""Names of blocks and times, in which errors of one kind differ."""
 
 
 class FailureLog:
