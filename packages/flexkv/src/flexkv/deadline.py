@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -54,29 +54,38 @@ def call_within(
         The results of the calls that ended in time, by name and in the order of `calls`.
     """
     started = {name: _start(call) for name, call in calls.items()}
-    returned: set[Future[Result]] = set()
+    done: set[Future[Result]] = set()
+    returned = False
     try:
-        done = wait(started.values(), seconds).done
-        ended = {name: future.result() for name, future in started.items() if future in done}
-        returned = done
+        done |= wait(started.values(), seconds).done
+        ended = {name: started[name].result() for name in started if started[name] in done}
+        returned = True
     finally:
-        for future in started.values():
-            if late is not None and future not in returned:
-                future.add_done_callback(functools.partial(_hand_over, late))
+        if late is not None:
+            _leave(set(started.values()) - done if returned else started.values(), late)
+        # A raised error would be in a cycle with this frame, and keep its callers' buffers.
+        started.clear()
+        done.clear()
     return ended
 
 
 def _start(call: Callable[[], Result]) -> Future[Result]:
     ended: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            ended.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
-            ended.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=_run, args=(call, ended), daemon=True).start()
     return ended
+
+
+def _run(call: Callable[[], Result], ended: Future[Result]) -> None:
+    try:
+        ended.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
+        ended.set_exception(error)
+    del ended  # the error would be in a cycle with this frame
+
+
+def _leave(calls: Iterable[Future[Result]], late: Callable[[Result], None]) -> None:
+    for each in calls:
+        each.add_done_callback(functools.partial(_hand_over, late))
 
 
 def _hand_over(late: Callable[[Result], None], ended: Future[Result]) -> None:
@@ -111,4 +120,7 @@ def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_S
     while not wait([ended], _LOOK_SECONDS).done:
         if not call_within({path: ask}, seconds) and not ended.done():
             raise HungError(f"{path} has not answered for {seconds:g} s: {HANGS}")
-    return ended.result()
+    try:
+        return ended.result()
+    finally:
+        del ended  # as in `call_within`

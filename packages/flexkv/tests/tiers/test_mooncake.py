@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import socket
 import threading
@@ -176,6 +177,39 @@ class Store:
     def get(self, key: bytes) -> Result:
         (result,) = self.blocks.get(self.epoch, [key], [self.arena.slot_view(0)])
         return result
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["no server", "no HTTP"])
+def test_a_failed_metadata_server_keeps_no_buffer(
+    store: Store, caplog: pytest.LogCaptureFixture, answers: bool
+) -> None:
+    """Without the garbage collector: the memory would live until it happens to run."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"no HTTP")
+
+        port = server.getsockname()[1] if answers else 1
+        thread = threading.Thread(target=answer)
+        if answers:
+            thread.start()
+        url = f"http://127.0.0.1:{port}/metadata"
+        store.blocks._epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(OSError):
+                store.put(b"key")
+                raise AssertionError("the record was read")
+            store.arena.close()
+        finally:
+            gc.enable()
+        if answers:
+            thread.join()
+    assert "lives on" not in caplog.text
 
 
 def test_a_read_that_the_network_ends_removes_no_block(store: Store) -> None:
