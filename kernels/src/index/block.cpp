@@ -20,6 +20,7 @@ PyObject* get_state(PyObject* self, void*) {
 
 void free_block(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
+  unlink(reinterpret_cast<Block*>(self));
   Py_XDECREF(reinterpret_cast<Block*>(self)->key);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);
@@ -77,6 +78,26 @@ PyTypeObject* make_block_type(PyObject* states) {
     throw PythonError{};
   }
   return reinterpret_cast<PyTypeObject*>(type);
+}
+
+void link(Block* block) noexcept {
+  Block*& first = block->parent->first_child;
+  block->next_sibling = first;
+  if (first != nullptr) {
+    first->linked_by = &block->next_sibling;
+  }
+  block->linked_by = &first;
+  first = block;
+}
+
+void unlink(Block* block) noexcept {
+  if (block->linked_by != nullptr) {
+    *block->linked_by = block->next_sibling;
+    if (block->next_sibling != nullptr) {
+      block->next_sibling->linked_by = block->linked_by;
+    }
+    block->linked_by = nullptr;
+  }
 }
 
 Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent,

@@ -35,7 +35,15 @@ struct Block {
   const Epoch* now;  // the epoch of its index, which clears `state` before it ends
   int leases;
   int pins;
-  int children;  // blocks with a slot that build on it, without those that `lease_victim` leased
+  int children;  // blocks with a slot that build on it and are attached
+  // The blocks that build on it and were not removed, those that `lease_victim` leased included.
+  Block* first_child;
+  Block* next_sibling;
+  Block** linked_by;  // what points to it in the list of its parent, or null
+
+  // Whether the block holds the one that it builds on. A block that leaves does so only if it has to
+  // stay: another block builds on it, or it is pinned.
+  bool attached() const noexcept { return !leaving || children > 0 || pins > 0; }
 
   // Whether a reset has dropped the block, and the index has not yet noticed.
   bool is_stale() const noexcept { return state != State::dropped && epoch != *now; }
@@ -55,6 +63,11 @@ struct Block {
 
 // The type of blocks, which have one of these three objects as their `state`. Throws PythonError.
 PyTypeObject* make_block_type(PyObject* states);
+
+// Puts the block into the list of the block that it builds on, or takes it out. A block that is freed
+// leaves the list by itself.
+void link(Block* block) noexcept;
+void unlink(Block* block) noexcept;
 
 // A new reference to a block in state writing. `now` is the epoch of its index. Throws PythonError.
 Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent,

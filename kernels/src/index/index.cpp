@@ -87,10 +87,21 @@ Block* Index::reserve(PyObject* key, PyObject* after, Block* near, bool must) {
   auto* const block = reinterpret_cast<Block*>(made.get());
   // Held from now on: the parent must not be evicted to make room for its child.
   attach(block);
-  block->slot = take_slot(must ? nullptr : key);
+  try {
+    block->slot = take_slot(must ? nullptr : key);
+  } catch (const PythonError&) {
+    PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
+    PyErr_Fetch(&kind, &error, &trace);  // the policy is called without an error set
+    detach(block);
+    PyErr_Restore(kind, error, trace);
+    throw;
+  }
   if (block->slot < 0) {
     detach(block);
     return nullptr;
+  }
+  if (parent != nullptr) {
+    link(block);
   }
   table_.add(block);
   ++tabled_;
@@ -129,7 +140,7 @@ void Index::abandon(const std::vector<Block*>& blocks) {
 void Index::discard(const std::vector<Block*>& blocks) {
   for (Block* const block : blocks) {
     if (block->state == State::writing) {
-      remove(block);
+      take_out(block);
     }
   }
 }
@@ -137,7 +148,6 @@ void Index::discard(const std::vector<Block*>& blocks) {
 void Index::drop(const std::vector<Block*>& blocks) {
   for (Block* const block : blocks) {
     if (block->state == State::ready) {
-      policy_->evicted(block);
       remove(block);
     }
   }
@@ -148,14 +158,24 @@ Block* Index::pin(PyObject* key) {
   if (block != nullptr) {
     hold(block);
     pinned_ += block->pins == 0;
+    const bool attached = block->attached();
     ++block->pins;
+    if (!attached) {
+      attach(block);
+    }
   }
   return block;
 }
 
 void Index::unpin(Block* block) {
   --block->pins;  // of a block that has left, whose pins ended with it, to less than none
+  if (block->state == State::dropped) {
+    return;
+  }
   pinned_ -= block->pins == 0;
+  if (!block->attached()) {
+    detach(block);
+  }
   if (block->evictable()) {
     policy_->released(block);
   }
@@ -182,14 +202,14 @@ Block* Index::lease_victim() {
 }
 
 void Index::retire(Block* block) {
-  const bool used = block->leases > 1 || block->was_used;
+  const bool attached = block->attached();
+  const bool used = attached || block->leases > 1 || block->was_used;
   if (block->state == State::ready && !used) {
-    policy_->evicted(block);
     remove(block);
     ++evictions_;
   }
   block->leaving = false;
-  if (block->state == State::ready) {
+  if (block->state == State::ready && !attached) {
     attach(block);
   }
   end_lease(block);
@@ -245,7 +265,7 @@ std::size_t Index::sweep(std::size_t limit) {
   return stale_;
 }
 
-void Index::settle(const std::vector<Block*>& blocks) {
+void Index::expel_stale(const std::vector<Block*>& blocks) {
   if (stale_ == 0) {
     return;
   }
@@ -289,7 +309,6 @@ int Index::take_slot(PyObject* newcomer) {
     return -1;
   }
   const int slot = block->slot;
-  policy_->evicted(block);
   remove(block);
   ++evictions_;
   return slot;
@@ -297,16 +316,19 @@ int Index::take_slot(PyObject* newcomer) {
 
 // Holds the block that `block` builds on.
 void Index::attach(Block* block) {
-  if (block->parent != nullptr) {
-    hold(block->parent);
-    ++block->parent->children;
+  for (Block* parent = block->parent; parent != nullptr; parent = parent->parent) {
+    hold(parent);
+    const bool attached = parent->attached();
+    ++parent->children;
+    if (attached) {
+      return;
+    }
   }
 }
 
 // Ends the hold of `block` on the block that it builds on.
 void Index::detach(Block* block) {
-  Block* const parent = block->parent;
-  if (parent != nullptr) {
+  for (Block* parent = block->parent; parent != nullptr; parent = parent->parent) {
     --parent->children;
     if (block->used > parent->used) {
       parent->use(block->used);
@@ -314,24 +336,54 @@ void Index::detach(Block* block) {
     if (parent->evictable()) {
       policy_->released(parent);
     }
+    if (parent->attached()) {
+      return;
+    }
+    block = parent;
+  }
+}
+
+// Removes a ready block, and before it all blocks that build on it: no prefix would lead to them.
+void Index::remove(Block* block) {
+  const Reference kept = share(object_of(block));
+  Block* last = block;
+  while (true) {
+    while (last->first_child != nullptr) {
+      last = last->first_child;
+    }
+    Block* const parent = last->parent;
+    if (last->state == State::ready) {
+      policy_->evicted(last);
+    }
+    if (last == block) {
+      take_out(last);
+      return;
+    }
+    if (last->state == State::ready && last->leases == 0) {
+      free_.push_back(last->slot);
+    }
+    take_out(last);
+    last = parent;
   }
 }
 
 // Takes the block out of the tables, and ends its hold on the block before it.
-void Index::remove(Block* block) {
+void Index::take_out(Block* block) {
   const Reference kept(object_of(block));  // the reference of the table
   if (const Block* const parent = block->parent; parent != nullptr) {
     // Often the next that leaves. Its memory is seldom in the processor's caches.
     table_.prefetch(parent);
     __builtin_prefetch(parent->parent);
   }
-  take_out(block);
+  untable(block);
+  const bool attached = block->attached();
   ready_ -= block->state == State::ready;
   pinned_ -= block->pins > 0;
   block->pins = 0;
   block->state = State::dropped;
   note(block->key);
-  if (!block->leaving) {
+  unlink(block);
+  if (attached) {
     detach(block);
   }
 }
@@ -345,7 +397,8 @@ void Index::expel(Block* block) {
   if (is_ready) {
     policy_->evicted(block);
   }
-  take_out(block);
+  untable(block);
+  unlink(block);
   Py_DECREF(object_of(block));
   --stale_;
   block->pins = 0;
@@ -355,7 +408,7 @@ void Index::expel(Block* block) {
   }
 }
 
-void Index::take_out(Block* block) {
+void Index::untable(Block* block) {
   table_.remove(block);
   --tabled_;
   blocks_[static_cast<std::size_t>(block->slot)] = nullptr;

@@ -78,7 +78,7 @@ class Index {
   std::size_t sweep(std::size_t limit);
 
   // Takes these out of the tables if they are stale, before any other call that takes blocks.
-  void settle(const std::vector<Block*>& blocks);
+  void expel_stale(const std::vector<Block*>& blocks);
 
  private:
   static bool is_ready(const Block* block) noexcept {
@@ -91,6 +91,7 @@ class Index {
   void detach(Block* block);
   void remove(Block* block);
   void take_out(Block* block);
+  void untable(Block* block);
   void expel(Block* block);
   void sweep_for_room();
   void note(PyObject* key);

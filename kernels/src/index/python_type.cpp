@@ -160,7 +160,7 @@ template <void (Index::*method)(const std::vector<Block*>&)>
 PyObject* with_blocks(PyObject* self, PyObject* blocks) {
   return guarded([&] {
     const Blocks all(blocks);
-    of(self).settle(*all);
+    of(self).expel_stale(*all);
     (of(self).*method)(*all);
     return none();
   });
@@ -169,7 +169,7 @@ PyObject* with_blocks(PyObject* self, PyObject* blocks) {
 template <void (Index::*method)(Block*)>
 PyObject* with_block(PyObject* self, PyObject* block) {
   return guarded([&] {
-    of(self).settle({block_of(block)});
+    of(self).expel_stale({block_of(block)});
     (of(self).*method)(block_of(block));
     return none();
   });

@@ -186,6 +186,66 @@ def test_an_unreadable_block_keeps_its_slot_until_its_last_reader_is_done() -> N
     assert index.free_slots == 1
 
 
+def test_a_block_that_leaves_stays_if_another_builds_on_it_meanwhile() -> None:
+    index = ready_index(4, [b"a", b"b"])
+    leaving = [index.lease_victim(), index.lease_victim()]
+    child = index.reserve(b"c", b"b")
+    assert child is not None
+    index.publish([child])
+    for block in leaving:
+        assert block is not None
+        index.retire(block)
+    assert index.lookup([b"a", b"b", b"c"]) == 3
+    assert evict(index, 4) == [b"c", b"b", b"a"]
+
+
+def test_a_block_that_leaves_stays_if_it_is_pinned_meanwhile() -> None:
+    index = ready_index(2, [b"a", b"b"])
+    leaving = index.lease_victim()
+    assert leaving is not None
+    pinned = index.pin(b"b")
+    assert pinned is not None
+    assert index.reserve(b"x", None) is None
+    index.retire(leaving)
+    assert index.lookup([b"a", b"b"]) == 2
+    index.unpin(pinned)
+    assert evict(index, 2) == [b"b", b"a"]
+
+
+def test_a_lost_block_takes_those_with_it_that_build_on_it() -> None:
+    index = ready_index(6, [b"a", b"b", b"c"])
+    add(index, b"d", after=b"b")
+    writing = index.reserve(b"e", b"d")
+    leased = index.lease([b"b"])
+    reader = index.lease([b"c"])
+    assert writing is not None
+    assert leased is not None
+    assert reader is not None
+    index.drop(leased)
+    assert [block.key for block in index.blocks] == [b"a"]
+    assert index.free_slots == 2, "the others are read or written"
+    index.release(leased)
+    index.release(reader)
+    index.publish([writing])
+    assert (len(index), index.free_slots) == (1, 5)
+
+
+def test_an_error_of_the_policy_holds_no_block() -> None:
+    errors = [MemoryError()]
+
+    class Failing(S3FIFOPolicy):
+        def victim(self, newcomer: bytes | None = None) -> bytes | None:
+            if errors:
+                raise errors.pop()
+            return super().victim(newcomer)
+
+    index = block_index(1, Failing())
+    add(index, b"a")
+    with pytest.raises(MemoryError):
+        index.reserve(b"b", b"a")
+    assert evict(index, 1) == [b"a"]
+
+
 def test_the_use_of_an_end_counts_for_all_that_it_builds_on() -> None:
     index = ready_index(5, [b"a", b"b"])
     add(index, b"p", b"q")

@@ -46,11 +46,14 @@ class IndexModel(RuleBasedStateMachine):
         self.pins: list[Block] = []
         self.writing: list[Block] = []
         self.leases: list[list[Block]] = []
+        self.leaving: list[Block] = []
+        self.used_before: dict[int, int] = {}
+        self.abandoned: list[Block] = []
 
     def evictable(self) -> dict[bytes, int]:
         """The last uses of the ends that nobody uses."""
         blocks = self.index.blocks
-        built_on = {id(block.parent) for block in blocks}
+        built_on = {id(block.parent) for block in blocks if self.holds(block)}
         pinned = {id(block) for block in self.pins}
         return {
             block.key: block.used
@@ -58,6 +61,21 @@ class IndexModel(RuleBasedStateMachine):
             if block.state is BlockState.READY
             and not (block.leases or id(block) in pinned | built_on)
         }
+
+    def children(self, block: Block) -> list[Block]:
+        return [each for each in self.index.blocks if each.parent is block]
+
+    def holds(self, block: Block) -> bool:
+        """Whether a block keeps the one that it builds on from eviction."""
+        leaves = any(block is each for each in self.leaving)
+        stays = any(map(self.holds, self.children(block)))
+        return not leaves or stays or any(block is each for each in self.pins)
+
+    def with_blocks_behind(self, blocks: list[Block]) -> list[Block]:
+        found = []
+        for block in blocks:
+            found += [block, *self.with_blocks_behind(self.children(block))]
+        return found
 
     @rule(key=KEYS, after=st.none() | KEYS)
     def reserve(self, key: bytes, after: bytes | None) -> None:
@@ -70,7 +88,8 @@ class IndexModel(RuleBasedStateMachine):
         block = self.index.reserve(key, after)
         if self.policy is None:
             left = {min(oldest, key=oldest.__getitem__)} if oldest and is_full else set()
-            assert kept - ready_blocks(self.index).keys() == left
+            gone = kept - ready_blocks(self.index).keys()
+            assert left <= gone <= left | {each.key for each in self.leaving}
         if block is not None:
             assert after is None or after in self.index
             self.writing.append(block)
@@ -94,6 +113,8 @@ class IndexModel(RuleBasedStateMachine):
         dropped = block.state is BlockState.DROPPED
         if not works and not dropped:
             self.pinned.discard(block.key)
+        if not works and not dropped:
+            self.abandoned.append(block)
         (self.index.publish if works else self.index.abandon)([block])
         if dropped or not works:
             assert block.state is BlockState.DROPPED
@@ -114,7 +135,8 @@ class IndexModel(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(self.leases) - 1))
         leased = self.leases.pop(position)
         if not readable:
-            self.pinned -= {block.key for block in leased if self.is_current(block)}
+            lost = self.with_blocks_behind([block for block in leased if self.is_current(block)])
+            self.pinned -= {block.key for block in lost}
             self.index.drop(leased)
         self.index.release(leased)
 
@@ -137,21 +159,30 @@ class IndexModel(RuleBasedStateMachine):
         if self.is_current(block) and all(each is not block for each in self.pins):
             self.pinned.discard(block.key)
 
-    @rule(used=st.booleans())
-    def make_room(self, used: bool) -> None:
+    @rule()
+    def lease_victim(self) -> None:
         oldest = self.evictable()
         has_room = self.index.has_room
         assert has_room is (self.index.free_slots > 0 or bool(oldest)) or self.policy is not None
         stale = self.index.stale_blocks
         victim = self.index.lease_victim()
         assert self.policy is not None or not oldest or (victim is None) is (stale > 0)
-        if victim is None:
-            return
-        assert self.policy is not None or victim.used == min(oldest.values())
-        lease = self.index.lease([victim.key]) if used else None
+        if victim is not None:
+            assert self.policy is not None or victim.used == min(oldest.values())
+            self.leaving.append(victim)
+            self.used_before[id(victim)] = victim.used
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(self.leaving))
+        is_built_on = any(map(self.holds, self.children(victim)))
+        is_used = victim.leases > 1 or victim.used > self.used_before.pop(id(victim))
+        is_pinned = any(victim is each for each in self.pins)
+        stays = self.is_current(victim) and (is_built_on or is_used or is_pinned)
+        self.leaving.remove(victim)
         self.index.retire(victim)
-        if lease is not None:
-            self.leases.append(lease)
+        assert self.is_current(victim) is stays
 
     @rule(keys=st.lists(KEYS, unique=True))
     def touch(self, keys: list[bytes]) -> None:
@@ -207,7 +238,7 @@ class IndexModel(RuleBasedStateMachine):
     @invariant()
     def no_slot_has_two_uses(self) -> None:
         in_use = {id(b): b.slot for b in self.writing}
-        in_use |= {id(b): b.slot for leased in self.leases for b in leased}
+        in_use |= {id(b): b.slot for leased in [*self.leases, self.leaving] for b in leased}
         in_use |= {id(b): b.slot for b in ready_blocks(self.index).values()}
         slots = set(in_use.values())
         assert slots <= set(range(SLOTS))
@@ -218,6 +249,18 @@ class IndexModel(RuleBasedStateMachine):
     @invariant()
     def leased_blocks_stay(self) -> None:
         assert all(block.leases > 0 for leased in self.leases for block in leased)
+        assert all(block.leases > 0 for block in self.leaving)
+
+    @invariant()
+    def a_prefix_leads_to_every_block(self) -> None:
+        """But to those behind a block that could not be written: it may be written again."""
+        for block in self.index.blocks:
+            parent = block.parent
+            assert (
+                parent is None
+                or self.is_current(parent)
+                or any(parent is each for each in self.abandoned)
+            )
 
 
 class LRUIndexModel(IndexModel):

@@ -188,7 +188,8 @@ class BlockIndex(Protocol):
         ...
 
     def drop(self, blocks: Sequence[Block], /) -> None:
-        """Remove leased blocks that proved unreadable; lookups no longer find them."""
+        """Remove leased blocks that proved unreadable, and all blocks that build on them; lookups no
+        longer find them."""
         ...
 
     def pin(self, key: bytes, /) -> Block | None:
@@ -209,13 +210,16 @@ class BlockIndex(Protocol):
     def lease_victim(self) -> Block | None:
         """Lease the next victim, so that a lower tier can save it first. `retire` ends the lease.
 
-        The next call may lease the block before it in the prefix. Returns None without a victim,
-        and while there are stale blocks, whose slots become free first.
+        The next call may lease the block before it in the prefix. Then the end of the prefix is
+        best retired first. Returns None without a victim, and while there are stale blocks, whose
+        slots become free first.
         """
         ...
 
     def retire(self, block: Block, /) -> None:
-        """End a lease of `lease_victim`, and evict the block unless it was leased or used again."""
+        """End a lease of `lease_victim`, and evict the block unless it was leased, used or pinned
+        since, or another block builds on it. Blocks of `lease_victim` that build on it leave with
+        it."""
         ...
 
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float, /) -> None:

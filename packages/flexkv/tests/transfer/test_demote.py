@@ -306,8 +306,10 @@ def test_after_a_drop_nothing_is_looked_for_for_a_while(still_clock: Clock) -> N
 
 def test_a_prefix_whose_beginning_is_lost_leaves_unwritten() -> None:
     with arena(8) as node:
-        node.add("abcd")
-        node.lose("a")
+        first = node.index.reserve(b"a", None)
+        assert first is not None
+        node.add("bcd", parent="a")
+        node.index.abandon([first])
         node.add("vwxyz")
         assert node.make_room() == ""
         node.poll()

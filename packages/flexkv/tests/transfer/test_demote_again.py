@@ -76,6 +76,16 @@ def test_the_old_write_of_a_lost_block_does_not_keep_its_successor() -> None:
         assert sorted(node.tier.blocks) == keys("a")
 
 
+def test_a_block_that_leaves_stays_if_another_builds_on_it_meanwhile() -> None:
+    with arena(16) as node:
+        node.add("ab")
+        node.fill()
+        assert node.make_room() == "ab"
+        node.add("c", parent="b")
+        node.finish()
+        assert node.index.lookup(keys("abc")) == 3
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_block_that_is_lost_while_it_waits_to_leave_frees_its_slot(again: bool) -> None:
     names = long_prefix(3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from flexkv.index import Block, BlockIndex
@@ -16,7 +17,8 @@ unwritten. Not tuned."""
 
 class Leaving:
     """Leases the blocks that would be evicted next, and evicts each once every tier that admits it
-    has written it. Single-threaded.
+    has written it, the end of a prefix first: a block may be used meanwhile, and then all that it
+    builds on stays. Single-threaded.
 
     Args:
         index: index of the arena; the caller's.
@@ -27,6 +29,7 @@ class Leaving:
         self._index = index
         self._demoters = demoters
         self._leaving: dict[Block, set[Demoter]] = {}
+        self._behind: Counter[Block] = Counter()  # how many of these build on a block
 
     def make_room(self) -> None:
         """Choose some of the blocks that would be evicted next, and let demoters write them. Once
@@ -42,17 +45,25 @@ class Leaving:
             if victim is None:
                 break
             self._leaving[victim] = set(demoters)
+            if victim.parent is not None:
+                self._behind[victim.parent] += 1
             victims.append(victim)
         for demoter in demoters:
             demoter.write_leaving(victims)
 
     def wrote(self, demoter: Demoter, block: Block) -> None:
         """Note that `demoter` has written `block` or does not write it, and evict the block if no
-        other demoter is to write it."""
+        other demoter is to write it, and none is to write a block that builds on it."""
         writers = self._leaving.get(block)
         if writers is None:
             return
         writers.discard(demoter)
-        if not writers:
-            del self._leaving[block]
-            self._index.retire(block)
+        last: Block | None = block
+        while last is not None and self._leaving.get(last) == set() and last not in self._behind:
+            del self._leaving[last]
+            self._index.retire(last)
+            last = last.parent
+            if last is not None:
+                self._behind[last] -= 1
+                if not self._behind[last]:
+                    del self._behind[last]

@@ -134,10 +134,15 @@ class Reads:
             self._delivered[read] = None
         if done or outcome is not Outcome.DROPPED:
             source.note(block.key, done)
-        if block.state is BlockState.DROPPED:  # the arena was cleared, or another tier gives it
+        current = self._read_of.get(block.key) is read
+        if current:
+            del self._read_of[block.key]
+        if block.state is BlockState.DROPPED:
+            # The arena was cleared, another tier gives it, or the arena lost what it builds on.
             self._index.abandon([block])
+            if current:
+                self._settled(block.key, None)
             return True
-        del self._read_of[block.key]
         self._count(source, outcome)
         if done:
             self._index.publish([block])
@@ -205,6 +210,8 @@ class Reads:
             key = block.key
             if block.state is BlockState.DROPPED:
                 self._index.abandon([block])
+                if key not in self._index:
+                    self._settled(key, None)
                 continue
             source, has = None, False
             if self._wanted(key) is not None:
