@@ -173,7 +173,10 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang"])
 def nightly(session: nox.Session) -> None:
-    """Run what takes hours: campaigns of ten minutes, mutants, and every version of the engines."""
+    """Run what takes hours: campaigns of ten minutes, mutants, every version of the engines, and an
+    error before every line."""
+    every_line = ["packages/flexkv/tests/test_cache_errors.py"]
+    _run(session, "engine-cpu", "-m", "pytest", *every_line, env={"FLEXKV_EVERY_LINE": "1"})
     session.notify("mutants")
     for release in RELEASES:
         session.notify(f"compat({release.id})")

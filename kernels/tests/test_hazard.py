@@ -174,6 +174,9 @@ def test_keys_are_kept_alive_as_long_as_their_blocks() -> None:
     policy.evicted(bytes(bytearray(key)))
     assert sys.getrefcount(key) == before
     policy.inserted(key, None)
+    policy.clear()
+    assert sys.getrefcount(key) == before
+    policy.inserted(key, None)
     del policy
     assert sys.getrefcount(key) == before
 

@@ -19,6 +19,12 @@ BlockTable::BlockTable(std::uint32_t capacity, BytesOf bytes_of)
       number_mask_((std::uint32_t{1} << number_bits_) - 1),
       blocks_(capacity),
       slots_(capacity * kSlotsOfTwo / 2 + 8) {
+  free_all();
+}
+
+void BlockTable::free_all() noexcept {
+  size_ = 0;
+  free_ = kNone;
   for (std::size_t i = blocks_.size(); i-- > 0;) {
     blocks_[i].next = free_;
     free_ = static_cast<std::uint32_t>(i);

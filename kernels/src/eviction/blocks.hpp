@@ -71,14 +71,16 @@ class BlockTable {
 
   void remove(std::uint32_t block) noexcept;
 
-  // Calls `function` with each key's object.
-  template <typename Function>
-  void for_each_key(Function function) const {
-    for (const std::uint32_t slot : slots_) {
+  // Calls `drop` with each key's object, and is empty then.
+  template <typename Drop>
+  void clear(Drop drop) {
+    for (std::uint32_t& slot : slots_) {
       if (slot != 0) {
-        function(blocks_[block_of(slot)].key);
+        drop(blocks_[block_of(slot)].key);
+        slot = 0;
       }
     }
+    free_all();
   }
 
   std::size_t bytes() const noexcept {
@@ -86,6 +88,7 @@ class BlockTable {
   }
 
  private:
+  void free_all() noexcept;
   std::uint32_t tagged(std::uint32_t block) const noexcept {
     return (blocks_[block].digest << number_bits_) | (block + 1);
   }

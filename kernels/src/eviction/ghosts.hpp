@@ -69,6 +69,8 @@ class GhostTable {
 
   static void drop(Ghost& ghost) noexcept { ghost = Ghost{}; }
 
+  void clear() noexcept { ghosts_.assign(ghosts_.size(), Ghost{}); }
+
   std::size_t bytes() const noexcept { return ghosts_.capacity() * sizeof(Ghost); }
 
  private:

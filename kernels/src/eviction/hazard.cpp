@@ -46,6 +46,15 @@ Hazard::Hazard(std::uint32_t capacity, BlockTable::BytesOf bytes_of)
       segments_(rates_, scaled_capacity(capacity, kSegmentShare),
                 std::min(capacity, scaled_capacity(capacity, kLiveShare))) {}
 
+void Hazard::forget_all() {
+  ghosts_.clear();
+  segments_.clear();
+  running_.clear();
+  sessions_.clear();
+  session_ring_.clear();
+  session_next_ = 0;
+}
+
 void Hazard::advance(double now) {
   if (start_ < 0) {
     start_ = now;

@@ -62,10 +62,10 @@ class Hazard {
   // The object of the next one to leave, or null.
   void* victim(const Key* newcomer);
 
-  // Calls `function` with the object of each block's key.
-  template <typename Function>
-  void for_each_key(Function function) const {
-    blocks_.for_each_key(function);
+  template <typename Drop>
+  void clear(Drop drop) {
+    blocks_.clear(drop);
+    forget_all();
   }
 
   std::uint32_t size() const noexcept { return blocks_.size(); }
@@ -106,6 +106,7 @@ class Hazard {
   void remove_leaf(std::uint32_t block);
   Ghost& put_ghost(const Key& key, std::uint32_t id);
   void leave(std::uint32_t id);
+  void forget_all();
 
   Rates rates_;
   BlockTable blocks_;

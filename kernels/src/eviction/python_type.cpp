@@ -220,6 +220,13 @@ PyObject* victim(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return object;
 }
 
+void drop_key(void* object) { Py_DECREF(static_cast<PyObject*>(object)); }
+
+PyObject* clear(PyObject* self, PyObject*) {
+  of(self).clear(drop_key);
+  return none();
+}
+
 PyObject* size_in_bytes(PyObject* self, PyObject*) {
   return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(of(self).bytes()),
                        static_cast<Py_ssize_t>(of(self).learned_bytes()));
@@ -252,7 +259,7 @@ void destroy(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   auto* const policy = reinterpret_cast<Policy*>(self);
   if (policy->hazard != nullptr) {
-    policy->hazard->for_each_key([](void* key) { Py_DECREF(static_cast<PyObject*>(key)); });
+    policy->hazard->clear(drop_key);
     delete policy->hazard;
   }
   auto* const release = reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free));
@@ -275,6 +282,7 @@ PyMethodDef methods[] = {
     {"released", erased(released), METH_FASTCALL, nullptr},
     {"evicted", evicted, METH_O, nullptr},
     {"victim", erased(victim), METH_FASTCALL, nullptr},
+    {"clear", clear, METH_NOARGS, nullptr},
     {"size_in_bytes", size_in_bytes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -14,10 +14,26 @@ constexpr int kMostSteps = 8;
 
 Segments::Segments(Rates& rates, std::uint32_t segments, std::uint32_t live)
     : rates_(rates), segments_(segments), live_(live) {
+  clear();
+}
+
+void Segments::clear() {
+  for (Segment& segment : segments_) {
+    const std::uint8_t generation = segment.generation;
+    segment = Segment{};
+    segment.generation = generation == 0xff ? 1 : static_cast<std::uint8_t>(generation + 1);
+  }
+  free_live_ = kNone;
   for (std::size_t i = live_.size(); i-- > 0;) {
+    live_[i] = Live{};
     live_[i].next = free_live_;
     free_live_ = static_cast<std::uint32_t>(i);
   }
+  next_ = 0;
+  bins_.fill(Ends{});
+  std::ranges::fill(lists_, Ends{});
+  ranked_.assign(ranked_.size(), false);
+  heap_.clear();
 }
 
 void Segments::advance(std::uint32_t tick) {

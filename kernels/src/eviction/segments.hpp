@@ -118,6 +118,8 @@ class Segments {
 
   void learn(std::uint32_t requests);
 
+  void clear();
+
   std::size_t bytes() const noexcept;
 
   static constexpr float kTicksOfSecond = 64;

@@ -2,6 +2,7 @@
 #include "index.hpp"
 
 #include <algorithm>
+#include <unordered_set>
 
 namespace flexkv::index {
 
@@ -276,6 +277,88 @@ void Index::expel_stale(const std::vector<Block*>& blocks) {
   }
 }
 
+void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing) {
+  sweep(blocks_.size());
+  std::vector<bool> was_evictable(blocks_.size());
+  for (const Block* const block : blocks_) {
+    if (block != nullptr) {
+      was_evictable[static_cast<std::size_t>(block->slot)] = block->evictable();
+    }
+  }
+  const std::unordered_set<Block*> written(writing.begin(), writing.end());
+  for (Block* const block : blocks_) {
+    if (block != nullptr && block->state == State::writing && written.count(block) == 0) {
+      const Reference kept(object_of(block));  // the reference of the table
+      untable(block);
+      end_life(block);
+    }
+  }
+  count_uses(leased);
+  free_.clear();
+  std::vector<bool> used(blocks_.size());
+  for (const auto& kept : {blocks_, leased, writing}) {
+    for (const Block* const block : kept) {
+      if (block != nullptr) {
+        used[static_cast<std::size_t>(block->slot)] = true;
+      }
+    }
+  }
+  for (std::size_t slot = used.size(); slot > 0; --slot) {
+    if (!used[slot - 1]) {
+      free_.push_back(static_cast<int>(slot - 1));
+    }
+  }
+  inform_policy(was_evictable);
+}
+
+// Counts the leases, of which these are all, and the children of all blocks.
+void Index::count_uses(const std::vector<Block*>& leased) {
+  for (const auto& blocks : {blocks_, leased}) {
+    for (Block* const block : blocks) {
+      if (block != nullptr) {
+        block->leaving = false;
+        block->leases = 0;
+        block->children = 0;
+      }
+    }
+  }
+  for (Block* const block : leased) {
+    ++block->leases;
+  }
+  for (const Block* const block : blocks_) {
+    if (block != nullptr && block->parent != nullptr) {
+      ++block->parent->children;
+    }
+  }
+}
+
+// Reports what may be evicted and might not before. A policy that an error may have torn begins anew.
+void Index::inform_policy(const std::vector<bool>& was_evictable) {
+  std::vector<Block*> ready;
+  for (Block* const block : blocks_) {
+    if (block != nullptr && block->state == State::ready) {
+      ready.push_back(block);
+    }
+  }
+  const bool is_torn = policy_->may_be_torn();
+  if (is_torn) {
+    std::sort(ready.begin(), ready.end(),
+              [](const Block* one, const Block* other) { return one->used < other->used; });
+    policy_->forget_all();
+    for (Block* const block : ready) {
+      policy_->inserted(block);
+    }
+  }
+  for (Block* const block : ready) {
+    const bool was = !is_torn && was_evictable[static_cast<std::size_t>(block->slot)];
+    if (block->evictable() && !was) {
+      policy_->released(block);
+    } else if (was && !block->evictable()) {
+      policy_->held(block);
+    }
+  }
+}
+
 // The block is no victim from now on, whatever the reason.
 void Index::hold(Block* block) {
   if (block->evictable()) {
@@ -377,15 +460,20 @@ void Index::take_out(Block* block) {
   }
   untable(block);
   const bool attached = block->attached();
+  end_life(block);
+  if (attached) {
+    detach(block);
+  }
+}
+
+// The block, which is in no table any more, counts no longer.
+void Index::end_life(Block* block) {
   ready_ -= block->state == State::ready;
   pinned_ -= block->pins > 0;
   block->pins = 0;
   block->state = State::dropped;
   note(block->key);
   unlink(block);
-  if (attached) {
-    detach(block);
-  }
 }
 
 // Ends the life of a stale block: no other block builds on it but stale ones. What may raise comes

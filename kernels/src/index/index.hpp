@@ -72,6 +72,7 @@ class Index {
 
   // All blocks are stale from now on, which no call that takes keys finds.
   void clear();
+  void settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing);
 
   // Takes stale blocks out of the tables, and looks at `limit` slots for them. Returns how many
   // stale blocks are left.
@@ -84,6 +85,8 @@ class Index {
   static bool is_ready(const Block* block) noexcept {
     return block != nullptr && block->state == State::ready;
   }
+  void count_uses(const std::vector<Block*>& leased);
+  void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);
   void end_lease(Block* block);
   int take_slot(PyObject* newcomer);
@@ -92,6 +95,7 @@ class Index {
   void remove(Block* block);
   void take_out(Block* block);
   void untable(Block* block);
+  void end_life(Block* block);
   void expel(Block* block);
   void sweep_for_room();
   void note(PyObject* key);

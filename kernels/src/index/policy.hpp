@@ -28,6 +28,10 @@ class Policy {
   virtual Block* victim(PyObject* newcomer) = 0;
   // Whether `began` looks at anything.
   virtual bool follows_requests() const noexcept = 0;
+  // Forgets all blocks.
+  virtual void forget_all() {}
+  // Whether an error in the middle of a call may leave it in a state that no call leaves.
+  virtual bool may_be_torn() const noexcept { return false; }
 };
 
 // Least recently used first. `blocks` has the block of each slot, or null.

@@ -21,7 +21,8 @@ class PythonPolicy : public Policy {
         held_(method(policy, "held")),
         released_(method(policy, "released")),
         evicted_(method(policy, "evicted")),
-        victim_(method(policy, "victim")) {}
+        victim_(method(policy, "victim")),
+        clear_(method(policy, "clear")) {}
 
   void began(PyObject* keys, PyObject* ready, PyObject* context, PyObject* now) override {
     call(began_, keys, ready, context, now);
@@ -53,6 +54,8 @@ class PythonPolicy : public Policy {
   }
 
   bool follows_requests() const noexcept override { return true; }
+  void forget_all() override { call(clear_); }
+  bool may_be_torn() const noexcept override { return true; }
 
  protected:
   [[noreturn]] static void unknown(PyObject* key) {
@@ -91,6 +94,7 @@ class PythonPolicy : public Policy {
   const Reference released_;
   const Reference evicted_;
   const Reference victim_;
+  const Reference clear_;
 };
 
 // The same for `hazard`, without a call of Python for each block: a step of an engine waits for it.
@@ -108,6 +112,7 @@ class HazardPolicy final : public PythonPolicy {
     Py_INCREF(block->key);
   }
 
+  bool may_be_torn() const noexcept override { return false; }
   void hit(Block*, PyObject*) override {}
   void touched(Block*) override {}
 

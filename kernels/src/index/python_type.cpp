@@ -241,6 +241,14 @@ PyObject* sweep(PyObject* self, PyObject* limit) {
   });
 }
 
+PyObject* settle(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 2);
+    of(self).settle(*Blocks(args[0]), *Blocks(args[1]));
+    return none();
+  });
+}
+
 PyObject* get_blocks(PyObject* self, void*) {
   return guarded([&] {
     std::vector<Block*> there;
@@ -314,6 +322,7 @@ PyMethodDef methods[] = {
     {"touch", touch, METH_O, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
     {"sweep", sweep, METH_O, nullptr},
+    {"settle", erased(settle), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -144,6 +144,11 @@ class MemoryTier:
         results, self._results = self._results, []
         return results
 
+    def drain(self) -> bool:
+        self.tasks = [task for task in self.tasks if task.begun]
+        self._results.clear()
+        return not self.tasks
+
     def begin_close(self, flush_seconds: float) -> None:
         pass
 
@@ -198,6 +203,12 @@ class AskedMemoryTier:
         self._asking.difference_update(keys)
         has = [key in self.memory.blocks for key in keys] if known else None
         self._answers.append(Answer(ticket, has))
+
+    def drain(self) -> bool:
+        self.questions.clear()
+        self._answers.clear()
+        self._asking.clear()
+        return self.memory.drain()
 
     def take_answers(self) -> list[Answer]:
         answers, self._answers = self._answers, []

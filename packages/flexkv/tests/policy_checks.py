@@ -78,3 +78,8 @@ class CheckedPolicy:
         assert newcomer is not None or (key is None) is (not self.evictable)
         assert key is None or key in self.evictable
         return key
+
+    def clear(self) -> None:
+        for known in (self.evictable, self.held_blocks, self.hits, self.stale):
+            known.clear()
+        self.policy.clear()

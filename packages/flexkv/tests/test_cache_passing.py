@@ -95,6 +95,7 @@ def test_an_error_of_a_tier_loses_no_slot(
         with pytest.raises(RuntimeError, match="look"):
             engine.cache.store(keys(*"uvwxyz"), range(6))
     assert_no_slot_is_lost(engine.cache._index)
+    engine.settle()
     assert request(engine, "pqrs", returns=False) == 4
 
 

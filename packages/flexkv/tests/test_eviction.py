@@ -82,6 +82,10 @@ class PolicyModel(RuleBasedStateMachine):
         if victim is not None:
             self.policy.evicted(victim)
 
+    @rule()
+    def clear(self) -> None:
+        self.policy.clear()
+
     @rule(length=st.integers(1, 4), first=KEYS, request_id=st.sampled_from(["", "r", "s"]))
     def begin(self, length: int, first: bytes, request_id: str) -> None:
         keys = [bytes([(first[0] + i) % 12]) for i in range(length)]
@@ -346,6 +350,16 @@ def test_a_held_block_that_was_hit_is_promoted() -> None:
     evict(policy, 3)
     policy.released(b"a", 99)
     assert evict(policy, 7) == [*names("efghij"), b"a"]
+
+
+def test_a_cleared_policy_knows_no_ghosts() -> None:
+    policy = S3FIFOPolicy()
+    insert(policy, *names("abcdefghij"))
+    evict(policy, 2)
+    policy.clear()
+    assert policy.victim() is None
+    insert(policy, *names("bcdefghijk"))
+    assert evict(policy, 1) == [b"b"]
 
 
 def test_a_tier_of_too_many_blocks_is_named() -> None:

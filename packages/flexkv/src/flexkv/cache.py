@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.counters import Counters, Latencies, TierCounters
@@ -29,6 +31,9 @@ from flexkv.transfer.lower import LowerTiers
 
 logger = logging.getLogger(__name__)
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
 _PIN_SHARE = 2
 """At most half of the arena can be pinned. The other half holds blocks that are being stored or
 fetched, and all unpinned blocks. Not tuned."""
@@ -42,9 +47,30 @@ _SWEPT_SLOTS = 512
 without it. Tuned on an index of four million blocks."""
 
 
+def _sound(
+    method: Callable[Concatenate[KVCache, _Args], _Result],
+) -> Callable[Concatenate[KVCache, _Args], _Result]:
+    """A method of the cache after whose errors the cache has to `recover`."""
+
+    @wraps(method)
+    def call(self: KVCache, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self.recover()
+            raise
+
+    return call
+
+
 class KVCache:
     """The cache of one engine: an index over the slots of an arena, and the tiers below it.
     Single-threaded.
+
+    An error between two steps of a call may leave a lease, a reserved slot or a copy of which
+    nobody knows any more. So after an error the cache recovers: it stores and fetches nothing until
+    the lower tiers have ended what they do. Then it ends all leases and writes but those of
+    transfers under way, and goes on with the blocks that are ready.
 
     Args:
         arena: the arena; borrowed until `close`. This object allocates the cells of its board, so a
@@ -76,7 +102,7 @@ class KVCache:
         self._counters = Counters()
         self.policy_name = policy_name
         self.latencies = Latencies()
-        self._off = self._stopped = False
+        self._off = self._stopped = self._recovering = False
         self._device = DeviceLink(arena.board, self.latencies)
         self._below = LowerTiers(self._index, arena.slot_view, tiers, self.latencies)
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
@@ -141,9 +167,15 @@ class KVCache:
         return self._off
 
     @property
+    def transfers(self) -> list[Transfer]:
+        """The loads and stores that have not ended."""
+        return self._device.under_way
+
+    @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
-        return bool(self._device or self._index.stale_blocks) or self._below.busy
+        under_way = self._recovering or self._device or self._index.stale_blocks
+        return bool(under_way) or self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of blocks that can be loaded, from the first key on. No side effect."""
@@ -154,12 +186,13 @@ class KVCache:
         if self._off:
             return [Presence.ABSENT] * len(keys)
         there = self._index.present(keys)
-        if not self._below:
+        if not self._below or self._recovering:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
         below = iter(self._below.look(absent) if absent else ())
         return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
+    @_sound
     def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> bool:
         """Query the lower tiers that do not know which of these blocks they have. Returns whether
         an answer is awaited; it arrives within each tier's deadline.
@@ -168,8 +201,11 @@ class KVCache:
             keys: keys of a prefix, first block first.
             behind: keys of further blocks, with gaps; of no use without the first of `keys`.
         """
-        return not self._off and self._below.fetcher.ask(keys, behind)
+        if self._off or self._recovering:
+            return False
+        return self._below.fetcher.ask(keys, behind)
 
+    @_sound
     def record(
         self,
         keys: Sequence[bytes],
@@ -198,6 +234,7 @@ class KVCache:
         the end of the prefix before its beginning. Later polls do the counting."""
         self._below.used(keys, hit=None)
 
+    @_sound
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
         `cancel`. None, a miss, if a block is not ready or too many transfers are under way."""
@@ -211,6 +248,7 @@ class KVCache:
         self._counters.loads += 1
         return transfer
 
+    @_sound
     def fetch(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> Fetch | None:
         """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them.
 
@@ -222,14 +260,16 @@ class KVCache:
             The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
             lower tier has a block to add.
         """
-        if self._off or not self._below:
+        if self._off or self._recovering or not self._below:
             return None
         return self._below.fetcher.begin(keys, priority)
 
+    @_sound
     def hasten(self, fetch: Fetch) -> None:
         """Raise the priority of a prefetch, because a request now waits for it."""
         self._below.fetcher.hasten(fetch)
 
+    @_sound
     def end_fetch(self, fetch: Fetch) -> None:
         """End a fetch and release its blocks, whether or not they have arrived. Idempotent."""
         self._below.fetcher.end(fetch)
@@ -243,6 +283,7 @@ class KVCache:
         """Whether the block of `key` is being written to a lower tier."""
         return self._below.is_demoting(key)
 
+    @_sound
     def store(
         self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int] = (0,)
     ) -> Transfer | None:
@@ -261,7 +302,7 @@ class KVCache:
             A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None
             if no block got one.
         """
-        if self._off:
+        if self._off or self._recovering:
             return None
         self._pins.expire(time.monotonic())
         blocks = self._below.reserve(keys, positions, begins)
@@ -278,6 +319,7 @@ class KVCache:
         self._counters.stores += 1
         return transfer
 
+    @_sound
     def cancel(self, transfer: Transfer) -> None:
         """Cancel a transfer that was not passed to any worker."""
         self._device.cancel(transfer)
@@ -287,22 +329,28 @@ class KVCache:
         else:
             self._index.release(transfer.blocks)
 
+    @_sound
     def discard(self, blocks: Sequence[Block]) -> None:
         """Discard blocks of a store under way, because the engine has overwritten their pages. They
         are never found."""
         self._index.discard(blocks)
 
+    @_sound
     def poll(self) -> list[Transfer]:
         """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
         Returns the loads and stores that have ended, with status DONE or FAILED. If this raises,
         the next call returns them."""
-        self._below.poll()
+        if self._recovering:
+            self._recover()
+        else:
+            self._below.poll()
         self._index.sweep(_SWEPT_SLOTS)
         ended = self._device.poll(self._finish)
         if not self._stopped and any(each.status is Status.FAILED for each in ended):
             self._check_ranks()
         return ended
 
+    @_sound
     def pin(
         self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
     ) -> None:
@@ -350,6 +398,14 @@ class KVCache:
         outdated."""
         self._off = True
 
+    def recover(self) -> None:
+        """After an error that may have lost a lease or a copy: store and fetch nothing until the
+        lower tiers have ended what they do, and go on with the blocks that are ready. Later polls
+        do that. The methods call this themselves if they raise; so does a caller that may have lost
+        a fetch by an error. A caller cancels the transfers that it has lost."""
+        self._recovering = True
+
+    @_sound
     def clear(self) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
         Later polls free the slots. If this raises, the cache stays suspended."""
@@ -369,6 +425,13 @@ class KVCache:
         except Exception as error:  # noqa: BLE001 - tiers and arena would never be closed
             logger.error("the last results of copies are lost while the cache closes: %r", error)
         return self._below.close(flush_seconds)
+
+    def _recover(self) -> None:
+        if not self._below.drain():
+            return
+        loaded, stored = map(self._device.blocks_in_use, (Direction.LOAD, Direction.STORE))
+        self._index.settle(loaded, stored)
+        self._recovering = False
 
     def _check_ranks(self) -> None:
         """Disable the cache if a rank has ended its copies, because every load would fail. Blocks

@@ -188,8 +188,8 @@ class BlockIndex(Protocol):
         ...
 
     def drop(self, blocks: Sequence[Block], /) -> None:
-        """Remove leased blocks that proved unreadable, and all blocks that build on them; lookups no
-        longer find them."""
+        """Remove leased blocks that proved unreadable, and all blocks that build on them. Lookups
+        no longer find these."""
         ...
 
     def pin(self, key: bytes, /) -> Block | None:
@@ -247,6 +247,16 @@ class BlockIndex(Protocol):
     def sweep(self, slots: int, /) -> int:
         """Look at up to `slots` slots for blocks that `clear` has dropped, and free these. Returns
         `stale_blocks`."""
+        ...
+
+    def settle(self, leased: Sequence[Block], writing: Sequence[Block], /) -> None:
+        """Begin again from what is certain, after an error that may have lost leases: end all
+        leases and writes but these. Takes O(slots).
+
+        Args:
+            leased: the blocks that are still read, each once for each lease.
+            writing: the blocks that are still written; all others in state WRITING are removed.
+        """
         ...
 
 

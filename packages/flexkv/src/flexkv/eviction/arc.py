@@ -37,6 +37,9 @@ class ARCPolicy(EvictionPolicy):
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._once = _List()
         self._again = _List()
         self._list: dict[bytes, _List] = {}
@@ -105,3 +108,6 @@ class ARCPolicy(EvictionPolicy):
                 return key
             del order[key]
         return None
+
+    def clear(self) -> None:
+        self._begin()

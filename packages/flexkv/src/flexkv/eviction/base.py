@@ -103,3 +103,8 @@ class EvictionPolicy(Protocol):
             all others.
         """
         ...
+
+    def clear(self) -> None:
+        """All blocks have left the tier, or an error may have torn what is known of them. The index
+        inserts those again that it has."""
+        ...

@@ -124,6 +124,12 @@ class S3FIFOPolicy(EvictionPolicy):
                 return key
         return None
 
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._ghosts.clear()
+        self._small = _Queue()
+        self._main = _Queue()
+
     def _next_queue(self) -> _Queue | None:
         """The queue of the next victim; None if the order of both queues is empty."""
         small, main = self._small, self._main

@@ -11,6 +11,8 @@ copies for good.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from flexkv.mover import Status
 
 _ROWS = 4096
@@ -69,6 +71,11 @@ class CompletionBoard:
     def give_back(self, cell: int) -> None:
         """Free a cell. No word of it may be PENDING. Only the scheduler may call this."""
         self._free.append(cell)
+
+    def keep(self, cells: Collection[int]) -> None:
+        """Free all cells but these, after an error that may have lost some. No rank may report in
+        the others any more. Only the scheduler may call this."""
+        self._free = [cell for cell in range(CELLS - 1, -1, -1) if cell not in cells]
 
     def status(self, cell: int) -> Status:
         """The state of a transfer: PENDING until every rank has reported, then FAILED if a rank has

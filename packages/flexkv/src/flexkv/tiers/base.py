@@ -165,6 +165,16 @@ class LowerTier(Protocol):
         """The results since the last call. Each block of each batch has exactly one result."""
         ...
 
+    def drain(self) -> bool:
+        """Drop all reads, writes and questions that have not begun, and all results: an error may
+        have lost what is known of them. Does not wait.
+
+        Returns:
+            Whether none runs. Then the tier borrows no buffer, and `poll` returns nothing of what
+            was begun before. If not, the caller calls again.
+        """
+        ...
+
     def begin_close(self, flush_seconds: float) -> None:
         """Drop the reads that wait, and begin waiting writes for at most `flush_seconds` more, or
         for the tier's own bound if that is longer. Does not wait. Idempotent. A cache calls it for

@@ -101,6 +101,10 @@ class Circuit:
         """Note that a job was taken back, which says nothing about the device."""
         self._probes = max(0, self._probes - 1)
 
+    def drop_all(self) -> None:
+        """Note that the device has no job any more."""
+        self._probes = 0
+
     def end(self, failed: bool, seconds: float = 0.0) -> bool:
         """Note that a job has ended.
 

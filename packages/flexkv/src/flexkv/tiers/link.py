@@ -108,6 +108,13 @@ class Link:
         done = self._done
         return [done.popleft() for _ in range(len(done))]
 
+    def drain(self) -> bool:
+        """Discard the jobs that wait, and those that have ended. Returns whether none runs."""
+        with self._work:
+            self._queue.keep_only(None)
+            self._done.clear()
+            return not self._running
+
     def begin_close(self, seconds: float) -> None:
         """Discard the reads that wait, and begin waiting writes for at most `seconds` more.
         Idempotent."""

@@ -333,6 +333,18 @@ class RemoteTier:
         results, self._results = self._results, []
         return results
 
+    def drain(self) -> bool:
+        drained = [link.drain() for link in (self._link, self._questions)]
+        if not all(drained):
+            return False
+        self._batches.clear()
+        for known in (self._ticket_of, self._asked, self._writing, self._repeats, self._results):
+            known.clear()
+        self._queued_blocks = self._writes_under_way = 0
+        for device in (self._reads, self._writes):
+            device.drop_all()
+        return True
+
     def begin_close(self, flush_seconds: float) -> None:
         self._link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
         self._questions.begin_close(0.0)

@@ -109,6 +109,18 @@ class DeviceLink:
         del self._pending[transfer.id]
         self._board.give_back(transfer.cell)
 
+    @property
+    def under_way(self) -> list[Transfer]:
+        """The transfers that `poll` has not reported as ended."""
+        return list(self._pending.values())
+
+    def blocks_in_use(self, direction: Direction) -> list[Block]:
+        """The blocks of the loads or the stores that have not been finished, after an error that
+        may have lost some; frees the cells of all others."""
+        self._board.keep({each.cell for each in self._pending.values()})
+        transfers = [*self._pending.values(), *self._ending]
+        return [block for t in transfers if t.direction is direction for block in t.blocks]
+
     def poll(self, finish: Callable[[Transfer], None]) -> list[Transfer]:
         """The transfers that all ranks have reported since the last call; their status is DONE or
         FAILED. Does not wait.
@@ -124,15 +136,13 @@ class DeviceLink:
                 transfer.status = status
                 reported.append(transfer)
         for transfer in reported:
-            del self._pending[transfer.id]
-            self._board.give_back(transfer.cell)
             if transfer.status is Status.DONE:
                 seconds = time.monotonic() - transfer.begun
                 self._seconds[transfer.direction].observe(seconds)
-        self._ending += reported
+            self._ending.append(self._pending.pop(transfer.id))
+            self._board.give_back(transfer.cell)
         while self._ending:
-            transfer = self._ending.popleft()
-            self._ended.append(transfer)
-            finish(transfer)
+            self._ended.append(self._ending.popleft())
+            finish(self._ended[-1])
         ended, self._ended = self._ended, []
         return ended

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from flexkv.admission import Admission
 from flexkv.index import Block, BlockIndex, BlockState
@@ -219,6 +220,16 @@ class Demoter:
             known.clear()
         return ended
 
+    def forget(self) -> None:
+        """Write nothing of what waits, leaves or is being written: the index has ended all leases,
+        and the tier has ended all writes."""
+        known: tuple[deque[Block] | list[Block] | dict[Any, Any], ...] = (
+            *(self._waiting, self._chain, self._leaving, self._unwritten),
+            *(self._held, self._writing, self._writes),
+        )
+        for each in known:
+            each.clear()
+
     def complete(self, keys: Sequence[bytes]) -> None:
         """`offer` a prefix that a request used, unless the tier is `paused`. The tier may have
         dropped or lost parts of it."""
@@ -331,8 +342,8 @@ class Demoter:
         try:
             ticket = self.source.tier.write([block.key for block in blocks], views)
         except BaseException:
-            # The tier may read the slots all the same, so their leases stay. No block waits for
-            # these.
+            # The tier may read the slots all the same, so their leases stay until it is drained. No
+            # block waits for these.
             for block in blocks:
                 del self._held[block.key]
             self.source.counters.failed_demotions += len(blocks)

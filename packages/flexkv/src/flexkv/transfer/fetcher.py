@@ -196,6 +196,17 @@ class Fetcher:
         self._reads.clear()
         self._waiting.clear()
 
+    def forget(self) -> None:
+        """End all fetches without a block: the index has ended all leases, and no tier reads any
+        more."""
+        for fetch in self._fetches:
+            fetch.blocks.clear()
+            fetch.arrived = fetch.stop = 0
+            fetch.asking = None
+        self._reads.forget()
+        for known in (self._fetches, self._waiting, self._came):
+            known.clear()
+
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
         """The keys that tiers have to be asked for, by the fastest tier that may have the block."""
         looks = [source.look(keys) for source in self._sources]

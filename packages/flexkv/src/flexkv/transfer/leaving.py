@@ -51,6 +51,11 @@ class Leaving:
         for demoter in demoters:
             demoter.write_leaving(victims)
 
+    def forget(self) -> None:
+        """No block leaves, because the index has ended all leases."""
+        self._leaving.clear()
+        self._behind.clear()
+
     def wrote(self, demoter: Demoter, block: Block) -> None:
         """Note that `demoter` has written `block` or does not write it, and evict the block if no
         other demoter is to write it, and none is to write a block that builds on it."""

@@ -222,6 +222,22 @@ class LowerTiers:
             source.tier.clear()
             source.clear()
 
+    def drain(self) -> bool:
+        """Have all tiers end what they do. Does not wait; returns whether all have, and nothing is
+        known of any of it."""
+        drained = [tier.drain() for tier in self.tiers]
+        if not all(drained):
+            return False
+        self.fetcher.forget()
+        self._uses.clear()
+        self._leaving.forget()
+        self._room.forget()
+        for demoter in self._demoters:
+            demoter.forget()
+        for source in self._sources:
+            source.forget()
+        return True
+
     def close(self, flush_seconds: float) -> bool:
         """End all tiers at the same time; waits. Errors are logged, and no tier stays open because
         of another.

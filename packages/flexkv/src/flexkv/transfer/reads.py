@@ -88,8 +88,8 @@ class Reads:
             priority: priority of the batch.
 
         Raises:
-            Exception: the tier raised. The keys are free again. The slots stay unused, because the
-                tier may have begun to write to them.
+            Exception: the tier raised. The keys are free again. The slots stay unused until the
+                tier is drained, because it may have begun to write to them.
         """
         keys = [block.key for block in blocks]
         with contextlib.ExitStack() as undo:
@@ -192,6 +192,11 @@ class Reads:
         for read in self._reads.values():
             read.source.tier.cancel(read.ticket)
         self._read_of.clear()
+
+    def forget(self) -> None:
+        """Forget all batches: the index has ended all writes, and no tier reads any more."""
+        for known in (self._reads, self._read_of, self._between, self._delivered):
+            known.clear()
 
     def _count(self, source: Source, outcome: Outcome) -> None:
         counters = source.counters

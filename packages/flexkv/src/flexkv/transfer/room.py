@@ -39,6 +39,11 @@ class Room:
         reads, self._reads[demoter] = self._reads[demoter], []
         return reads
 
+    def forget(self) -> None:
+        """Discard all results."""
+        for results in self._reads.values():
+            results.clear()
+
     def make_for_fetch(self) -> bool:
         """If the arena has no slot to give, take back some waiting writes; the slowest tier comes
         first. Returns whether there may be a slot now that was not before."""

@@ -73,6 +73,10 @@ class Source(abc.ABC):
     def clear(self) -> None:
         """Forget all answers, because the tier was cleared."""
 
+    def forget(self) -> None:
+        """Forget all answers and questions, because the tier was drained."""
+        self.clear()
+
 
 class IndexedSource(Source):
     """A tier that knows its blocks. It is never asked, and nothing is remembered."""
@@ -157,6 +161,10 @@ class AskedSource(Source):
         self._asking.clear()
         for question in self._questions.values():
             question.keys = ()
+
+    def forget(self) -> None:
+        self.clear()
+        self._questions.clear()
 
     def _not_asked(self, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in dict.fromkeys(keys) if key not in self._asking]

@@ -246,6 +246,18 @@ class Drive:
             self._upkeep.count()
         return ended
 
+    def drain(self) -> bool:
+        """See `LowerTier.drain`. Blocks that were being written are forgotten."""
+        if not self.link.drain():
+            return False
+        self._ended = EndedJobs(self.link)
+        self._running.clear()
+        for slot in self.index.settle(self._upkeep.slots):
+            self._upkeep.erase(slot)
+        for device in (self.reads, self.writes):
+            device.drop_all()
+        return True
+
     def begin_close(self, flush_seconds: float = 0.0) -> None:
         """Take nothing in any more, and begin what waits to be written for `flush_seconds`, or half
         of `CLOSE_SECONDS` if that is longer; `close` waits for it. Idempotent."""

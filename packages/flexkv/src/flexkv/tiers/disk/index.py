@@ -8,6 +8,7 @@ bytes it takes about 120 bytes for each slot; `bench/disk_index.py` measures tha
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
@@ -252,6 +253,24 @@ class SlotIndex:
     def discard(self, slot: int) -> None:
         """Forget the block in a slot in use."""
         self._forget(slot)
+
+    def settle(self, used: Iterable[int]) -> list[int]:
+        """End all uses of slots but those in `used`, each of which is one, after an error that may
+        have lost some.
+
+        Returns:
+            Slots whose blocks were being written or are forgotten, and whose records are to be
+            erased. Each stays in use until `release`.
+        """
+        held = Counter(used)
+        erased = [
+            slot for slot in self._uses if self._states[slot] != self._ready and slot not in held
+        ]
+        for slot in erased:
+            self._forget(slot)
+        held.update(erased)
+        self._uses = dict(held)
+        return erased
 
     def clear(self) -> None:
         """Forget every block. Those that were ready count as changes once `sweep` has come to

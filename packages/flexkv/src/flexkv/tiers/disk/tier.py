@@ -161,6 +161,15 @@ class DiskTier:
         results, self._results = self._results, []
         return results
 
+    def drain(self) -> bool:
+        drained = [drive.drain() for drive in self._drives]
+        if not all(drained):
+            return False
+        for known in (self._batches, self._places, self._results):
+            known.clear()
+        self._queued_blocks = 0
+        return True
+
     def begin_close(self, flush_seconds: float) -> None:
         # All drives at once, because the engine has few seconds, whatever their number.
         self._closing = self._closing or time.monotonic()

@@ -131,6 +131,13 @@ class Upkeep:
                 self._save.wanted = True
                 self._work.notify()
 
+    @property
+    def slots(self) -> list[int]:
+        """The slots that `poll` has not returned yet, once for each time that it will."""
+        with self._work:
+            # The record that is being written is the first of these until it is in `_written`.
+            return [slot for slot, _ in (*self._written, *self._records)]
+
     def poll(self) -> list[tuple[int, bool]]:
         """Slots whose records were written since the last call, and whether they need no
         erasure."""
@@ -153,8 +160,9 @@ class Upkeep:
             if self._reset.is_due(self._now()):
                 self._reset.run(self._store.path, self._closing)
             elif self._records:
-                self._write_next(*self._records[0])
-                self._records.popleft()
+                written = self._write_next(*self._records[0])
+                with self._work:
+                    self._written.append((self._records.popleft()[0], written))
             elif self._save.is_due(self._now()):
                 self._save.run(self._store.path, self._closing)
 
@@ -179,14 +187,14 @@ class Upkeep:
             self._records.append((slot, record))
             self._work.notify()
 
-    def _write_next(self, slot: int, record: bytes) -> None:
+    def _write_next(self, slot: int, record: bytes) -> bool:
+        """Write a record. Returns whether the slot needs no erasure."""
         try:
             self._store.write_record(slot, record)
         except Exception:  # noqa: BLE001
             # Whatever it is: the slot would stay in use for ever.
-            self._written.append((slot, record != table.EMPTY_RECORD))
-        else:
-            self._written.append((slot, True))
+            return record != table.EMPTY_RECORD
+        return True
 
     def _save_ledger(self) -> None:
         self._store.save_ledger(self._store.ledger.dump())

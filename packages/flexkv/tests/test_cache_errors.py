@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error before each line that a cache executes over a real disk and a shared store: no wrong
+byte, and afterwards no lease, no slot, no copy and no fetch that is lost."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from memory_store import MemoryStore
+from two_tiers import Node, content, names
+
+import flexkv
+from flexkv.eviction import POLICIES, RequestContext
+from flexkv.host.board import CELLS
+from flexkv.mover import Direction, Status
+from flexkv.tiers.job import Priority
+from flexkv.transfer.copies import Transfer
+from flexkv.transfer.fetch import Fetch
+from packages.line_errors import InjectedError, LineErrors
+
+SOURCE = Path(flexkv.__path__[0])
+CODE = [SOURCE / name for name in ("cache.py", "index.py", "pins.py", "host/board.py")] + [
+    SOURCE / name for name in ("transfer", "tiers", "eviction")
+]
+
+TABLES = ("tiers/disk/index.py", "tiers/disk/slot_map.py")
+"""Their lines are spared: they only write elements of arrays, which cannot fail."""
+
+
+class Story:
+    """Calls of an engine, of which any may raise; each with new blocks."""
+
+    def __init__(self, node: Node, errors: LineErrors) -> None:
+        self.node = node
+        self.errors = errors
+        self.transfers: list[Transfer] = []
+        self.fetches: list[Fetch] = []
+        self._letters = (chr(each) for each in itertools.count(0x4E00))
+        self._requests = itertools.count()
+
+    def text(self, length: int) -> str:
+        return "".join(itertools.islice(self._letters, length))
+
+    def attempt(self, call: Callable[[], object]) -> object:
+        """What a call returns; None if it raises."""
+        self.errors.arm()
+        try:
+            return call()
+        except InjectedError:
+            return None
+        finally:
+            self.errors.disarm()
+
+    def begin_store(self, text: str) -> Transfer | None:
+        cache, keys = self.node.cache, names(text)
+        transfer = self.attempt(lambda: cache.store(keys, cache.missing(keys)))
+        if isinstance(transfer, Transfer):
+            self.transfers.append(transfer)
+            return transfer
+        return None
+
+    def begin_load(self, text: str) -> None:
+        transfer = self.attempt(lambda: self.node.cache.load(names(text)))
+        if isinstance(transfer, Transfer):
+            self.transfers.append(transfer)
+
+    def end_transfers(self, status: Status = Status.DONE) -> None:
+        """Copy as the rank would, and poll."""
+        board = self.node.arena.board
+        for transfer in self.transfers:
+            for block in transfer.blocks:
+                with self.node.arena.slot_view(block.slot) as view:
+                    if transfer.direction is Direction.LOAD:
+                        assert bytes(view) == content(block.key)
+                    elif status is Status.DONE:
+                        view[:] = content(block.key)
+            board.report(transfer.cell, 0, status)
+        self.transfers.clear()
+        self.poll()
+
+    def poll(self, times: int = 3) -> None:
+        for _ in range(times):
+            self.attempt(self.node.cache.poll)
+
+    def store(self, text: str) -> None:
+        self.begin_store(text)
+        self.end_transfers()
+
+    def request(self, text: str) -> None:
+        """A request is scheduled and ends."""
+        cache, name = self.node.cache, f"r{next(self._requests)}"
+        context = RequestContext(len(text), 0, name)
+        self.attempt(lambda: cache.record(names(text), context, names(text)))
+        self.poll()
+        self.attempt(lambda: cache.touch(names(text)))
+        self.attempt(lambda: cache.ended(name, 7))
+
+    def begin_fetch(self, text: str, priority: Priority) -> Fetch | None:
+        fetch = self.attempt(lambda: self.node.cache.fetch(names(text), priority))
+        if isinstance(fetch, Fetch):
+            self.fetches.append(fetch)
+            return fetch
+        return None
+
+    def end_fetches(self) -> None:
+        for fetch in self.fetches:
+            for block in fetch.blocks[: fetch.arrived]:
+                assert block is not None
+                with self.node.arena.slot_view(block.slot) as view:
+                    assert bytes(view) == content(block.key)
+            self.attempt(lambda each=fetch: self.node.cache.end_fetch(each))  # type: ignore[misc]
+        self.fetches.clear()
+
+    def fetch(self, text: str) -> None:
+        fetch = self.begin_fetch(text, Priority.LOAD)
+        for _ in range(20):
+            if fetch is None or fetch.done:
+                break
+            self.poll(1)
+        self.begin_load(text[: 0 if fetch is None else fetch.arrived])
+        self.end_transfers()
+        self.end_fetches()
+
+    def run(self) -> None:
+        """All that an engine does with a cache."""
+        cache, store = self.node.cache, self.node.store
+        first, second, others = self.text(5), self.text(5), self.text(4)
+        self.store(first)
+        self.request(first)
+        self.begin_load(first)
+        self.end_transfers()
+        self.attempt(lambda: cache.pin(names(first[:2]), "owner", 100.0))
+        self.store(second)
+        self.request(first)
+        self.fetch(first)
+        self.attempt(lambda: cache.unpin("owner"))
+        store.fill({key: content(key) for key in names(others)})
+        self.attempt(lambda: cache.presence(names(others)))
+        self.attempt(lambda: cache.ask(names(others)))
+        self.poll()
+        self.begin_fetch(others, Priority.PREFETCH)
+        for fetch in self.fetches:
+            self.attempt(lambda each=fetch: cache.hasten(each))  # type: ignore[misc]
+        self.begin_fetch(others[:2], Priority.LOAD)
+        self.poll()
+        self.end_fetches()
+        self.fetch(second)
+        self.begin_load(second)
+        self.end_transfers(Status.FAILED)
+        self.begin_store(self.text(3))
+        self.end_transfers(Status.FAILED)
+        transfer = self.begin_store(self.text(3))
+        if transfer is not None:
+            self.attempt(lambda: cache.discard(transfer.blocks[1:]))
+        self.end_transfers()
+        transfer = self.begin_store(self.text(2))
+        if transfer is not None:
+            self.transfers.remove(transfer)
+            self.attempt(lambda: cache.cancel(transfer))
+        self.fetch(first)
+
+    def rest(self) -> None:
+        """Nothing is lost, and all goes on."""
+        node, cache = self.node, self.node.cache
+        for transfer in cache.transfers:  # those that an error kept from their caller
+            cache.cancel(transfer)
+        cache.unpin("owner")
+        node.assert_at_rest()
+        assert len(node.arena.board._free) == CELLS
+        assert cache._below.fetcher._fetches == {}
+        node.assert_own_bytes()
+        for demoter in cache._below._demoters:
+            assert not (demoter._held)
+            assert not (demoter._writing)
+            assert not (demoter._writes)
+            assert not (demoter._waiting)
+        assert node.disk._batches == node.disk._places == node.remote._batches == {}
+        assert all(drive._running == {} for drive in node.disk.drives)
+        text = self.text(3)
+        node.store_blocks(text)
+        assert cache.lookup(names(text)) == 3
+        node.assert_at_rest()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def start(**options: str) -> Node:
+        made.append(Node(tmp_path, MemoryStore(), slots=12, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield start
+    for node in made:
+        gc.collect()  # errors keep frames, and those views of the arena
+        node.close()
+
+
+def test_hits_in_host_memory_go_on_while_the_cache_recovers(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make(disk="write_through", remote="write_through")
+    node.store_blocks("abc")
+    node.store.fill({key: content(key) for key in names("xyz")})
+    node.store.hanging = {"get"}
+    fetch = node.begin("xyz")
+    node.until(lambda: bool(node.store.gets) or bool(node.remote._link._running))
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk, "contains", _raising)
+        with pytest.raises(InjectedError):
+            node.cache.fetch(names("uvw"))
+    node.cache.poll()
+    assert node.cache.busy
+    assert node.cache.store(names("d"), [0]) is None, "a read hangs, and keeps its slot"
+    transfer = node.cache.load(names("abc"))
+    assert transfer is not None
+    node.store.release()
+    node.until(lambda: fetch.done)
+    assert fetch.arrived == 0
+    assert [block.leases for block in transfer.blocks] == [1, 1, 1]
+    node.arena.board.report(transfer.cell, 0, Status.DONE)
+    node.assert_at_rest()
+    assert node.fetched("xyz") == "xyz"
+
+
+def _raising(*_: object) -> list[bool]:
+    raise InjectedError
+
+
+@pytest.mark.parametrize("admission", ["write_through", "second_hit", "on_evict"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_error_before_any_line_loses_nothing(
+    make: Callable[..., Node], admission: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("two_tiers.LRUPolicy", lambda: POLICIES[policy](12))
+    node = make(disk=admission, remote=admission)
+    errors = LineErrors(CODE, lambda file, _: file.endswith(TABLES))
+    story = Story(node, errors)
+    quiet = 0
+    while quiet < 2:
+        before = len(errors.hit)
+        story.run()
+        try:
+            story.rest()
+        except BaseException as error:
+            error.add_note(f"after errors before {errors.hit[before:]}")
+            raise
+        quiet = 0 if len(errors.hit) > before else quiet + 1
+    assert len(errors.hit) > 100

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors before the lines of FlexKV's code, for tests of what an error leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+Line: TypeAlias = tuple[str, int]
+"""A file and a number."""
+
+SHARE = 1 if os.environ.get("FLEXKV_EVERY_LINE") else 4
+"""One of so many lines fails, chosen by file and number; each does if the variable is set, as in
+`nox -s nightly`."""
+
+
+class InjectedError(Exception):
+    """Nobody expects it."""
+
+
+class LineErrors:
+    """Raises an `InjectedError` before each line of some code that the arming thread executes, each
+    once.
+
+    Python ends tracing with an error that the tracing raised: `arm` allows one error.
+
+    Args:
+        code: folders and files.
+        spared: whether no error is raised at a line of this file in this function.
+
+    Attributes:
+        hit: the lines before which an error was raised, in this order.
+    """
+
+    def __init__(
+        self, code: Iterable[Path], spared: Callable[[str, str], bool] = lambda *_: False
+    ) -> None:
+        self._code = tuple(map(str, code))
+        self._spared = spared
+        self._traced: dict[Any, bool] = {}
+        self._done: set[Line] = set()
+        self.hit: list[Line] = []
+
+    def arm(self) -> None:
+        """Let the next line fail that has not failed yet."""
+        sys.settrace(self._enter)
+
+    def disarm(self) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, _event: str, _arg: Any) -> Any:
+        code = frame.f_code
+        traced = self._traced.get(code)
+        if traced is None:
+            file = code.co_filename
+            traced = file.startswith(self._code) and not self._spared(file, code.co_name)
+            self._traced[code] = traced
+        return self._at if traced else None
+
+    def _at(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            if line not in self._done:
+                self._done.add(line)
+                if _is_chosen(line):
+                    self.hit.append(line)
+                    raise InjectedError(f"{line[0]}:{line[1]}")
+        return self._at
+
+
+def _is_chosen(line: Line) -> bool:
+    return zlib.crc32(f"{Path(line[0]).name}:{line[1]}".encode()) % SHARE == 0
