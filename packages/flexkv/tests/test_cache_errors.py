@@ -8,6 +8,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from memory_store import MemoryStore
@@ -155,7 +156,8 @@ class Story:
         self.end_transfers(Status.FAILED)
         transfer = self.begin_store(self.text(3))
         if transfer is not None:
-            self.attempt(lambda: cache.discard(transfer.blocks[1:]))
+            torn = transfer.blocks[1:]
+            self.attempt(lambda: cache.discard(torn))
         self.end_transfers()
         transfer = self.begin_store(self.text(2))
         if transfer is not None:
@@ -190,8 +192,8 @@ class Story:
 def make(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
 
-    def start(**options: str) -> Node:
-        made.append(Node(tmp_path, MemoryStore(), slots=12, **options))  # type: ignore[arg-type]
+    def start(**options: Any) -> Node:
+        made.append(Node(tmp_path, MemoryStore(), slots=12, **options))
         return made[-1]
 
     yield start

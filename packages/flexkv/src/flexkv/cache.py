@@ -53,7 +53,7 @@ def _sound(
     """A method of the cache after whose errors the cache has to `recover`."""
 
     @wraps(method)
-    def call(self: KVCache, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def call(self: KVCache, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
             return method(self, *args, **kwargs)
         except BaseException:

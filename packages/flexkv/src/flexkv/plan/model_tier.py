@@ -86,6 +86,10 @@ class ModelTier:
     def take_changes(self, limit: int) -> list[Change]:
         return []
 
+    def drain(self) -> bool:
+        self._results.clear()
+        return True
+
     def begin_close(self, flush_seconds: float) -> None:
         """Nothing waits."""
 
