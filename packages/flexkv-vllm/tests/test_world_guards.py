@@ -10,10 +10,12 @@ import random
 
 import pytest
 from disk_world import delay_reads, read_a_block_a_step
-from engine_world import MakeWorld, World
-from injection import SOURCES, Guarded, all_guarded, hit_all
+from engine_world import MakeWorld, World, random_prompt
+from injection import SOURCES, Guarded, InjectedError, all_guarded, hit_all
+from kv_pages import BLOCK_TOKENS
 from late_device import STREAM, DeviceWorld
 
+from flexkv.adapter.guard import LASTING
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 
@@ -67,6 +69,59 @@ def test_after_an_error_all_is_as_without_flexkv(
         restart_rate=0.1,
         params=lambda: {"flexkv.load_mode": rng.choice(["async", "layerwise"])},
     )
+
+
+def raising(*_: object) -> None:
+    raise InjectedError
+
+
+def test_errors_in_polling_copies_that_last_hold_no_request(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(num_blocks=64)
+    prompt = random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.forget()
+    side = world.ranks[0].side  # type: ignore[attr-defined]
+    monkeypatch.setattr(side, "_poll_loads", raising)
+    request = world.add(prompt)
+    running = world.add(random_prompt(random.Random(5), 3 * BLOCK_TOKENS), max_tokens=40)
+    world.run()
+    assert len(world.outputs[request]) == 4
+    assert len(world.outputs[running]) == 40
+    for _ in range(2):
+        world.forget()
+        assert world.external_tokens[world.generate(prompt)] == 0
+    world.check_outputs()
+    assert (world.cache.transfers, world.cache.ready_blocks) == ([], 0)
+    lines = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
+    assert len(lines) == 1
+    assert "all loads and stores of this rank fail until the engine is restarted" in lines[0]
+    assert sum(each.get("failures:lasting:", 0) for each in world.stats) == 1
+
+
+def test_errors_in_polling_the_cache_that_last_switch_it_off(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(num_blocks=64, disk_slots=40)
+    prompt = random_prompt(random.Random(6), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.settle()
+    world.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache._below, "poll", raising)
+        patch.setattr(world.cache._below, "drain", raising)
+        for _ in range(3):
+            world.generate(prompt, max_tokens=LASTING)
+            assert world.scheduler.reset_prefix_cache()
+        world.generate(prompt)
+    assert world.external_tokens[list(world.outputs)[-1]] == 0
+    world.check_outputs()
+    lines = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
+    assert len(lines) == 1
+    assert "FlexKV loads and stores nothing until the engine is restarted" in lines[0]
+    assert sum(each.get("failures:lasting:", 0) for each in world.stats) == 1
+    assert world.cache.ready_blocks == 0
 
 
 def test_no_guard_is_left_out() -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flexkv.vllm")
 
+_POLLING = "polling copies"
+
 
 class Adapter:
     """One process's part of FlexKV: a scheduler side, a worker side, or neither if disabled.
@@ -231,7 +233,11 @@ class Adapter:
     ) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
             orders = metadata if isinstance(metadata, StepOrders) else StepOrders()
-            with self._edge.guard("polling copies", "they are polled in the next step"):
+            if self._edge.lasts(_POLLING):
+                self._edge.gave_up(_POLLING, "all loads and stores of this rank fail")
+                sent, received = self._worker.give_up(orders)
+                return sent or None, received or None
+            with self._edge.guard(_POLLING, "they are polled in the next step"):
                 sent, received = self._worker.finished(orders)
                 return sent or None, received or None
             self._worker.poll_later(orders)

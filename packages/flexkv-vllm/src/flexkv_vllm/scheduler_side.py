@@ -17,6 +17,8 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.mover import Direction, Status
+from flexkv.transfer.copies import Transfer
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -24,6 +26,8 @@ from flexkv_vllm.pool import Pool
 from flexkv_vllm.step_uses import StepUses
 
 logger = logging.getLogger("flexkv.vllm")
+
+_POLLING = "polling the cache"
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -65,6 +69,10 @@ class SchedulerSide:
         self._events = events
         self._uses = uses
         self._orders = StepMetadata()
+        self._taken: tuple[SchedulerOutput, StepMetadata] | None = None
+        self._ordered: set[int] = set()  # ids of the transfers under way that workers know
+        self._lost_some = False
+        engine.edge.after_error = self._after_error
         self._requests = Requests(self._cache, self._abandon)
         options = self._requests.options
         self.figures = CacheFigures(
@@ -180,12 +188,15 @@ class SchedulerSide:
             self._uses.lose(self._orders)
 
     def take_orders(self, output: SchedulerOutput) -> StepMetadata:
-        """The orders collected for this step so far; the next call begins with none."""
-        self._loads.step_is_complete()
-        self._tables.begun.clear()
-        orders, self._orders = self._orders, StepMetadata()
-        orders.has_forward = output.total_num_scheduled_tokens > 0
-        return orders
+        """The orders collected for this step so far; those of the next step begin with none. A
+        second call for a step, after an error, returns the same."""
+        if self._taken is None or self._taken[0] is not output:
+            self._loads.step_is_complete()
+            self._tables.begun.clear()
+            self._orders.has_forward = output.total_num_scheduled_tokens > 0
+            self._ordered |= self._orders.transfer_ids
+            self._taken, self._orders = (output, self._orders), StepMetadata()
+        return self._taken[1]
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         """`request` has ended with the blocks `tables`, by vLLM's groups. True if vLLM must hold
@@ -269,10 +280,37 @@ class SchedulerSide:
     def _poll(self) -> None:
         if not self._engine.busy:
             return
-        self.figures.note_activity()
-        for transfer in self._engine.take_ended():
-            self._stores.ended(transfer)
-            self._loads.ended(transfer)
+        with self._engine.edge.guard(_POLLING, "copies that ended are seen later"):
+            self.figures.note_activity()
+            if self._lost_some:
+                self._find_lost()
+            for transfer in self._engine.take_ended():
+                self._ended(transfer)
+            return
+        if self._engine.edge.lasts(_POLLING):
+            self._cache.stop()
+            self._engine.edge.gave_up(_POLLING, "FlexKV loads and stores nothing")
+
+    def _ended(self, transfer: Transfer) -> None:
+        self._stores.ended(transfer)
+        self._loads.ended(transfer)
+        self._ordered.discard(transfer.id)
+
+    def _after_error(self) -> None:
+        self._cache.recover()
+        self._lost_some = True
+
+    def _find_lost(self) -> None:
+        """After an error: cancel the transfers that no worker will copy, and end those whose end
+        was not seen."""
+        known = self._ordered | self._orders.transfer_ids
+        for transfer in self._cache.transfers:
+            if transfer.id not in known:
+                self._cache.cancel(transfer)
+        known = {each.id for each in (*self._cache.transfers, *self._engine.unhandled)}
+        for transfer_id in {*self._stores.running, *self._loads.running, *self._ordered} - known:
+            self._ended(Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED))
+        self._lost_some = False
 
     def _finds_old_blocks(self) -> bool:
         return self._pool is not None and self._pool.may_find_old_blocks

@@ -15,6 +15,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
 from patience import wait_until
 
+from flexkv.adapter.guard import LASTING
 from flexkv.mover import Direction
 from flexkv_vllm.offloading.worker import Job
 from packages.tier_blocks import ready_blocks
@@ -39,6 +40,54 @@ def test_after_an_error_all_is_as_without_flexkv(
         return world
 
     hit_all(guarded, make, rng, restart_rate=0.0)
+
+
+def raising(*_: object) -> None:
+    raise InjectedError
+
+
+def test_errors_in_polling_copies_that_last_hold_no_request(
+    make_offloading_world: MakeOffloadingWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(10), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.forget()
+    (mover,) = world.slow_down(random.Random(6))
+    monkeypatch.setattr(mover, "poll", raising)
+    request = world.generate(prompt)
+    assert len(world.outputs[request]) == 4
+    world.forget()
+    assert world.external_tokens[world.generate(prompt)] == 0
+    world.check_outputs()
+    assert (world.cache.transfers, world.cache.ready_blocks) == ([], 0)
+    lines = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
+    assert len(lines) == 1
+    assert "all loads and stores of this rank fail until the engine is restarted" in lines[0]
+
+
+def test_errors_in_polling_the_cache_that_last_switch_it_off(
+    make_offloading_world: MakeOffloadingWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = make_offloading_world(disk_slots=40)
+    prompt = random_prompt(random.Random(11), 5 * BLOCK_TOKENS + 3)
+    world.generate(prompt)
+    world.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache._below, "poll", raising)
+        patch.setattr(world.cache._below, "drain", raising)
+        for _ in range(2):
+            world.generate(prompt, max_tokens=2 * LASTING)
+            assert world.scheduler.reset_prefix_cache()
+    assert world.external_tokens[world.generate(prompt)] == 0
+    world.check_outputs()
+    lines = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
+    assert len(lines) == 1
+    assert "FlexKV loads and stores nothing until the engine is restarted" in lines[0]
 
 
 def test_a_load_that_cannot_be_ordered_is_not_tried_again(

@@ -398,6 +398,14 @@ class KVCache:
         outdated."""
         self._off = True
 
+    def stop(self) -> None:
+        """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk
+        stay for the next process."""
+        self._off = self._stopped = True
+        self._index.clear()
+        self._pins.clear()
+        self._below.fetcher.clear()
+
     def recover(self) -> None:
         """After an error that may have lost a lease or a copy: store and fetch nothing until the
         lower tiers have ended what they do, and go on with the blocks that are ready. Later polls
@@ -434,15 +442,11 @@ class KVCache:
         self._recovering = False
 
     def _check_ranks(self) -> None:
-        """Disable the cache if a rank has ended its copies, because every load would fail. Blocks
-        on disk stay for the next process."""
+        """Stop if a rank has ended its copies, because every load would fail."""
         stopped = self._device.stopped_ranks
         if not stopped:
             return
-        self._off = self._stopped = True
-        self._index.clear()
-        self._pins.clear()
-        self._below.fetcher.clear()
+        self.stop()
         logger.error(
             "rank %s has ended its copies after an error (see its log); loads and stores are "
             "disabled; restart the engine to use the cache again",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
 from flexkv.host.session import Session
 from flexkv.mover import Status
+from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.orders import ArenaBlocks
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger("flexkv.vllm")
+
+_POLLING = "polling the cache"
 
 
 class FlexKVOffloadingManager(OffloadingManager):
@@ -73,9 +77,11 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestBlocks] = {}
         self._asking: dict[str, RequestBlocks] = {}
         self._loading: dict[int, str] = {}
+        self._ended: deque[Transfer] = deque()  # and not handled, because of an error
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = False
+        edge.after_error = cache.recover
 
     # Requests.
 
@@ -118,7 +124,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         return ArenaBlocks()
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._poll_safely()
+        self._poll()
 
     # Stores.
 
@@ -140,7 +146,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         # Whether it is one is known from the board, where the ranks have reported.
-        self._poll_safely()
+        self._poll()
 
     # Steps.
 
@@ -247,16 +253,25 @@ class FlexKVOffloadingManager(OffloadingManager):
         return PrepareStoreOutput(reserved, ArenaBlocks(transfer.cell, transfer.slots), [])
 
     def _poll(self) -> None:
-        if self._cache.busy:
+        if not self._cache.busy:
+            return
+        with self._edge.guard(_POLLING, "transfers that ended are seen later"):
             self._figures.note_activity()
-            for transfer in self._cache.poll():
-                request_id = self._loading.pop(transfer.id, None)
-                if request_id is not None and transfer.status is Status.FAILED:
-                    self._load_no_more(request_id)
+            self._take_ended()
+            return
+        if self._edge.lasts(_POLLING):
+            self._cache.stop()
+            self._edge.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
-    def _poll_safely(self) -> None:
-        with self._edge.guard("ending transfers", "they are seen later"):
-            self._poll()
+    def _take_ended(self) -> None:
+        self._ended.extend(self._cache.poll())
+        while self._ended:
+            transfer = self._ended[0]
+            request_id = self._loading.get(transfer.id)
+            if request_id is not None and transfer.status is Status.FAILED:
+                self._load_no_more(request_id)
+            self._loading.pop(transfer.id, None)
+            self._ended.popleft()
 
 
 def _nothing_to_store() -> PrepareStoreOutput:

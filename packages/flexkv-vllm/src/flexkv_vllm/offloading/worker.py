@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv.adapter.figures import CopyFigures
-from flexkv.adapter.guard import Edge
+from flexkv.adapter.guard import LASTING, Edge
 from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.pages import Device
 from flexkv.host.arena import Arena
@@ -35,6 +35,7 @@ from flexkv_vllm.offloading.stats import connector_stats
 logger = logging.getLogger("flexkv.vllm")
 
 _WAIT_SLICE_SECONDS = 1.0
+_POLLING = "polling copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Job:
         copies: the movers' tickets, one for each group that has blocks.
         size: bytes to copy.
         failed: whether a copy could not begin.
+        errors: how often its copies could not be polled.
     """
 
     direction: Direction
@@ -69,6 +71,7 @@ class Job:
     copies: list[tuple[Mover, int]] = field(default_factory=list)
     size: int = 0
     failed: bool = False
+    errors: int = 0
 
 
 class FlexKVOffloadingWorker(OffloadingWorker):
@@ -144,8 +147,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             for job_id in job_ids & self._jobs.keys():
                 self._wait_for(self._jobs[job_id])
             return
-        self._arena.board.stop(self._rank)
-        self._stop_copying()
+        self._end_copies()
 
     def shutdown(self) -> None:
         """End all copies, then leave the session. Idempotent."""
@@ -181,15 +183,25 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             while mover.wait(ticket, _WAIT_SLICE_SECONDS) is Status.PENDING:
                 logger.warning("still waiting for a copy from blocks that vLLM reuses")
 
+    def _end_copies(self) -> None:
+        """End all copies for good, and have no more offered."""
+        self._arena.board.stop(self._rank)
+        self._stop_copying()
+
     def _stop_copying(self) -> None:
         for group in self._groups:
             group.mover.close()
 
     def _poll(self, job: Job) -> list[Status]:
         """The status of each copy of a job."""
-        with self._edge.guard("polling copies", "they are polled in the next step"):
+        with self._edge.guard(_POLLING, "they are polled in the next step"):
             return [mover.poll(ticket) for mover, ticket in job.copies]
-        return [Status.PENDING]
+        job.errors += 1
+        if job.errors < LASTING:
+            return [Status.PENDING]
+        self._edge.gave_up(_POLLING, "all loads and stores of this rank fail")
+        self._end_copies()
+        return [Status.FAILED]
 
     def _seconds(self, job: Job) -> float:
         """What the copies of a job took."""

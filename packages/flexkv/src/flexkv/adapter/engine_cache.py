@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.adapter.engine import Describe
@@ -47,10 +47,16 @@ class EngineCache:
 
     def take_ended(self) -> Iterator[Transfer]:
         """Poll the cache, and yield the loads and stores that have ended. The next call yields
-        those that an error of the caller kept it from."""
+        those again that the caller has not handled because of an error."""
         self._ended.extend(self.cache.poll())
         while self._ended:
-            yield self._ended.popleft()
+            yield self._ended[0]
+            self._ended.popleft()
+
+    @property
+    def unhandled(self) -> Sequence[Transfer]:
+        """The transfers that `take_ended` would yield without a poll."""
+        return self._ended
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

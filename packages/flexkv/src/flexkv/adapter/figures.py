@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from flexkv.adapter.cost import Span
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import Left
-from flexkv.adapter.metrics import INTERNAL_FAILURES, Samples, bucket, sample
+from flexkv.adapter.metrics import INTERNAL_FAILURES, LASTING_FAILURES, Samples, bucket, sample
 from flexkv.cache import KVCache
 from flexkv.changes import Medium
 from flexkv.eviction import POLICIES
@@ -44,7 +44,7 @@ class CopyFigures:
         self._warned = False
         self._begun: dict[int, tuple[Direction, int]] = {}
         self._samples: Samples = {}
-        self._told_failures = 0
+        self._told_failures = self._told_given_up = 0
         self._load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
@@ -91,6 +91,10 @@ class CopyFigures:
         if failures > self._told_failures:
             self._add(INTERNAL_FAILURES, failures - self._told_failures)
             self._told_failures = failures
+        given_up = len(self._edge.given_up)
+        if given_up > self._told_given_up:
+            self._add(LASTING_FAILURES, given_up - self._told_given_up)
+            self._told_given_up = given_up
         if self._samples:
             self._count_ways()
         samples, self._samples = self._samples, {}
@@ -261,6 +265,7 @@ class CacheFigures:
             sample("failures", "load", "host"): counters.failed_loads,
             sample("failures", "store", "host"): counters.failed_stores,
             INTERNAL_FAILURES: sum(self._edge.failures.values()),
+            LASTING_FAILURES: len(self._edge.given_up),
             "resets": counters.resets,
             "ignored_parameters": self._ignored_parameters(),
             "refused_pin_blocks": counters.refused_pins,

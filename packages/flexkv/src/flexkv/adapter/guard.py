@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
+
+LASTING = 16
+"""Errors at one place that count as lasting if no success comes between. An error of one request or
+a short lack of memory ends sooner; an engine makes as many steps in less than a second. Not tuned.
+"""
 
 
 class Edge:
@@ -15,12 +21,23 @@ class Edge:
 
     Put `with edge.guard(place, consequence):` around a call, and return the answer that makes it a
     miss behind the block.
+
+    What is tried again after an error must not be tried for ever while the engine waits for it:
+    give it up once `lasts(place)`, and say so by `gave_up`.
+
+    Attributes:
+        failures: errors by place.
+        given_up: places at which errors lasted, and whose work has been given up.
+        after_error: called after each error, for instance to find what it has lost; must not raise.
     """
 
-    __slots__ = ("failures",)
+    __slots__ = ("_in_a_row", "after_error", "failures", "given_up")
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
+        self.given_up: dict[str, None] = {}
+        self.after_error: Callable[[], None] | None = None
+        self._in_a_row: Counter[str] = Counter()
 
     def guard(self, place: str, consequence: str) -> Guard:
         """Swallow, count and log what the block raises. `KeyboardInterrupt` and the like pass."""
@@ -29,12 +46,41 @@ class Edge:
     def failed(self, place: str, consequence: str, error: BaseException) -> None:
         """Record one failure."""
         self.failures[place] += 1
+        self._in_a_row[place] += 1
+        if self.after_error is not None:
+            self.after_error()
         if self.failures[place] == 1:
             logger.error(
                 "error in %s: %s (logged once, then only counted)",
                 place,
                 consequence,
                 exc_info=error,
+            )
+
+    def succeeded(self, place: str) -> None:
+        """Record that a guarded block has ended without an error."""
+        if self._in_a_row:
+            self._in_a_row.pop(place, None)
+
+    def lasts(self, place: str) -> bool:
+        """Whether the last `LASTING` guarded blocks of this place have all failed."""
+        return self._in_a_row[place] >= LASTING
+
+    def gave_up(self, place: str, consequence: str) -> None:
+        """Record, once, that the work at a place was given up.
+
+        Args:
+            place: as given to `guard`.
+            consequence: what FlexKV does no more.
+        """
+        if place not in self.given_up:
+            self.given_up[place] = None
+            logger.error(
+                "%d consecutive errors in %s: %s until the engine is restarted; the first error is "
+                "further up in this log, please report it",
+                LASTING,
+                place,
+                consequence,
             )
 
 
@@ -57,7 +103,10 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if error is None or not isinstance(error, Exception):
+        if error is None:
+            self._edge.succeeded(self._place)
+            return False
+        if not isinstance(error, Exception):
             return False
         self._edge.failed(self._place, self._consequence, error)
         return True

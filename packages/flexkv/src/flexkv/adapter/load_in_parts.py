@@ -51,6 +51,7 @@ class Loading:
 
     def next_part(self, cache: KVCache, more_may_come: bool) -> CopyOrder | None:
         """Order blocks that are in host memory and not ordered yet; None if there are none or few.
+        Once the order is given, the caller calls `advance`.
 
         Args:
             cache: of the engine.
@@ -63,7 +64,7 @@ class Loading:
         transfer = cache.load(self.keys[self.ordered : stop])
         if transfer is None:
             return None
-        order = CopyOrder(
+        return CopyOrder(
             transfer.id,
             transfer.cell,
             self.engine_blocks[self._place(self.ordered) : self._place(stop)],
@@ -71,8 +72,10 @@ class Loading:
             0 if self.ordered else self.skip,
             last=stop == len(self.keys),
         )
-        self.ordered = stop
-        return order
+
+    def advance(self, order: CopyOrder) -> None:
+        """Note that the order of `next_part` was given."""
+        self.ordered += len(order.slots)
 
     def _place(self, block: int) -> int:
         """The place in `engine_blocks` at which a FlexKV block begins."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flexkv.adapter.engine import EnginePool, EngineRequest
@@ -93,6 +93,7 @@ class Loads:
         filled = self._blocks_from(tracked, local_tokens)
         self._running[order.transfer_id] = _Running(tracked, local_tokens, filled)
         orders.layerwise.append(order)
+        loading.advance(order)
         size = self._keys.hash_tokens
         hashes = tracked.request.block_hashes
         # Rounded up: the load of a whole prompt also fills the block whose last token is computed.
@@ -149,18 +150,24 @@ class Loads:
 
     def ended(self, transfer: Transfer) -> None:
         """A transfer has ended; if it is no load, nothing happens."""
-        running = self._running.pop(transfer.id, None)
+        running = self._running.get(transfer.id)
         if running is None:
             return
         tracked = running.tracked
         if transfer.status is Status.DONE:
             if tracked.built_on == transfer.id:
                 tracked.built_on = 0
-            return
-        tracked.fail_from(running.start)
-        if tracked.built_on == transfer.id:
-            tracked.next_fill = NEVER
-        self._disown(running.computed_on)
+        else:
+            tracked.fail_from(running.start)
+            if tracked.built_on == transfer.id:
+                tracked.next_fill = NEVER
+            self._disown(running.computed_on)
+        del self._running[transfer.id]
+
+    @property
+    def running(self) -> Iterable[int]:
+        """Ids of the transfers that have not ended."""
+        return self._running
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """The request has ended. Its ordered loads end before the engine reuses its blocks."""
@@ -233,8 +240,9 @@ class Loads:
         start = loading.tokens_ordered
         order = loading.next_part(self._cache, more_may_come)
         if order is not None:
-            orders.loads[tracked.id] = order
             self._running[order.transfer_id] = _Running(tracked, start)
+            orders.loads[tracked.id] = order
+            loading.advance(order)
             if order.last:
                 self.end(tracked)
         elif not more_may_come:

@@ -93,14 +93,17 @@ _WAYS = (
 _HOST_CAUSES = ("load", "store")
 _TIER_CAUSES = ("read", "damaged", "stalled", "write")
 _NO_TIER = ""
-CAUSES = (*_HOST_CAUSES, *_TIER_CAUSES, "internal")
+CAUSES = (*_HOST_CAUSES, *_TIER_CAUSES, "internal", "lasting")
 _FAILURES = (
     *((cause, Medium.HOST.value) for cause in _HOST_CAUSES),
     *((cause, tier) for cause in _TIER_CAUSES for tier in _LOWER),
     ("internal", _NO_TIER),
+    ("lasting", _NO_TIER),
 )
 INTERNAL_FAILURES = sample("failures", "internal", _NO_TIER)
 """Errors inside FlexKV, which belong to no tier."""
+LASTING_FAILURES = sample("failures", "lasting", _NO_TIER)
+"""Places at which such errors did not end, and FlexKV gave its work up."""
 
 STATES = tuple(state.value for state in CircuitState)
 REASONS = ("short", "slow", "awaited", "delayed")

@@ -6,6 +6,7 @@ The engine carries both in its own messages of a step, so they are ordered with 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, field
 
@@ -70,6 +71,12 @@ class StepOrders:
     has_forward: bool = False
     number: int = 0
     step: int = 0
+
+    @property
+    def transfer_ids(self) -> set[int]:
+        """Ids of the transfers that the workers copy by these orders."""
+        orders = itertools.chain(self.loads.values(), self.layerwise, self.stores)
+        return {order.transfer_id for order in orders}
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.engine import EnginePool
@@ -213,6 +213,11 @@ class PrefixLoads:
     def ended(self, transfer: Transfer) -> None:
         """Record the end of a transfer, which may be a load's."""
         self._loads.ended(transfer)
+
+    @property
+    def running(self) -> Iterable[int]:
+        """Ids of the transfers of loads that have not ended."""
+        return self._loads.running
 
     def _fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether `tokens` tokens are loaded beside the forward pass of this step."""

@@ -132,6 +132,11 @@ class Stores:
         """Stores that have not ended."""
         return len(self._running)
 
+    @property
+    def running(self) -> Iterable[int]:
+        """Ids of the transfers that have not ended."""
+        return self._running
+
     def first_fill(self, options: RequestOptions) -> int:
         """`next_fill` of a request whose blocks were not considered yet."""
         return self._align if options.store or options.pin else NEVER

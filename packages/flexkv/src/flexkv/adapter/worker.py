@@ -224,6 +224,24 @@ class WorkerSide:
             self.stop_copying()
             self._layerwise.give_up()
 
+    def give_up(self, orders: StepOrders) -> tuple[set[str], set[str]]:
+        """Instead of `finished`, once it has failed for too long: end all copies for good, and
+        report all loads and stores as ended, the loads as failed. Called in each step from then
+        on."""
+        self.stop_copying()
+        self._layerwise.give_up()
+        self.fail_loads(orders)
+        self.fail_stores(orders)
+        for load in self._loads.values():
+            blocks = [block for part in load.parts.values() for block in part]
+            self._bad_blocks.update([] if self._fails_by_request else [*load.bad_blocks, *blocks])
+        received = self._received | self._loads.keys()
+        self._failed_requests |= self._loads.keys() if self._fails_by_request else set()
+        released = self._released | self._releases.keys() | orders.releases.keys()
+        for known in (self._loads, self._received, self._stores, self._releases, self._released):
+            known.clear()
+        return released, received
+
     def take_bad_blocks(self) -> set[int]:
         """The engine's blocks whose loads have failed since the last call."""
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
