@@ -175,7 +175,10 @@ def campaign(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run what takes hours: campaigns of ten minutes, mutants, every version of the engines, and an
     error before every line."""
-    every_line = ["packages/flexkv/tests/test_cache_errors.py"]
+    every_line = [
+        "packages/flexkv/tests/test_cache_errors.py",
+        "packages/flexkv-vllm/tests/test_world_errors.py",
+    ]
     _run(session, "engine-cpu", "-m", "pytest", *every_line, env={"FLEXKV_EVERY_LINE": "1"})
     session.notify("mutants")
     for release in RELEASES:

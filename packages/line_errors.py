@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import itertools
 import os
 import sys
 import zlib
@@ -32,16 +35,21 @@ class LineErrors:
     Args:
         code: folders and files.
         spared: whether no error is raised at a line of this file in this function.
+        may_fail: whether an error may be raised now.
 
     Attributes:
         hit: the lines before which an error was raised, in this order.
     """
 
     def __init__(
-        self, code: Iterable[Path], spared: Callable[[str, str], bool] = lambda *_: False
+        self,
+        code: Iterable[Path],
+        spared: Callable[[str, str], bool] = lambda *_: False,
+        may_fail: Callable[[], bool] = lambda: True,
     ) -> None:
         self._code = tuple(map(str, code))
         self._spared = spared
+        self._may_fail = may_fail
         self._traced: dict[Any, bool] = {}
         self._done: set[Line] = set()
         self.hit: list[Line] = []
@@ -65,12 +73,21 @@ class LineErrors:
     def _at(self, frame: FrameType, event: str, _arg: Any) -> Any:
         if event == "line":
             line = frame.f_code.co_filename, frame.f_lineno
-            if line not in self._done:
+            if line not in self._done and self._may_fail() and line[1] not in _headers(line[0]):
                 self._done.add(line)
                 if _is_chosen(line):
                     self.hit.append(line)
                     raise InjectedError(f"{line[0]}:{line[1]}")
         return self._at
+
+
+@functools.cache
+def _headers(file: str) -> frozenset[int]:
+    """The lines of a file with the heads of `with` statements. Python passes them again at the end,
+    where an error would hit the exit of the context and not its body."""
+    nodes = ast.walk(ast.parse(Path(file).read_text()))
+    heads = (range(n.lineno, n.body[0].lineno) for n in nodes if isinstance(n, ast.With))
+    return frozenset(itertools.chain.from_iterable(heads))
 
 
 def _is_chosen(line: Line) -> bool:

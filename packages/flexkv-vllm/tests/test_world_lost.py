@@ -115,3 +115,20 @@ def test_a_steps_orders_are_not_lost(
         world.check_outputs()
         world.assert_at_rest()
         world.forget()
+
+
+def test_a_load_that_has_begun_is_waited_for_after_an_error(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the engine would give its blocks to others while it writes to them."""
+    world = make_world()
+    prompt = stored(world)
+    world.slow_down(random.Random(7), polls=(5, 6))
+    errors = [1]
+    copies = world.ranks[0].side._copies  # type: ignore[attr-defined]
+    monkeypatch.setattr(copies, "begun", failing_once(copies.begun, errors, after=False))
+    assert world.external_tokens[world.generate(prompt)] == BLOCKS * BLOCK_TOKENS
+    assert errors == []
+    assert world.cache.counters.failed_loads == 0
+    world.check_outputs()
+    world.assert_at_rest()

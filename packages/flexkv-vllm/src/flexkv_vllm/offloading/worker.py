@@ -233,8 +233,10 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         """
         after = self._device.work_so_far()
         for group, blocks, offsets in self._plan(job, pages, slots):
-            ticket = group.mover.submit(job.direction, blocks, offsets, after)
-            job.copies.append((group.mover, ticket))
+            # In one statement: no error may lose a copy that has begun.
+            job.copies.append(
+                (group.mover, group.mover.submit(job.direction, blocks, offsets, after))
+            )
             job.size += len(blocks) * group.block_bytes
 
     def _plan(

@@ -42,6 +42,8 @@ class RankCopies:
     Attributes:
         mover: as given.
         figures: the figures of the copies.
+        tickets: of the copies of this step, by transfer. A copy is entered here as it begins, so
+            that no error can lose it; the caller clears this for each step.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RankCopies:
     ) -> None:
         self.mover = mover
         self.figures = CopyFigures(edge, self._copy_seconds, self._bytes_by_way)
+        self.tickets: dict[int, int] = {}
         self._arena = arena
         self._rank = rank
         self._edge = edge
@@ -97,7 +100,7 @@ class RankCopies:
         Returns its ticket, or None if it could not be begun; then it is reported as failed."""
         place = f"{direction.name.lower()} of blocks"
         with self._edge.guard(place, "they count as a miss"):
-            return self.mover.submit(
+            self.tickets[order.transfer_id] = self.mover.submit(
                 direction,
                 array("Q", order.engine_blocks),
                 self.offsets(order),
@@ -105,8 +108,10 @@ class RankCopies:
                 self._arena.board.flag_address(order.cell, self._rank),
                 mark=mark,
             )
-        self.report(order, Status.FAILED)
-        return None
+        ticket = self.tickets.get(order.transfer_id)
+        if ticket is None:
+            self.report(order, Status.FAILED)
+        return ticket
 
     def begun(self, ticket: int, direction: Direction, blocks: int) -> None:
         """Count a submitted copy of `blocks` engine blocks."""

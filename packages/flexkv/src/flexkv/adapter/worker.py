@@ -140,6 +140,7 @@ class WorkerSide:
         """Start this step's loads, behind the steps that may still read what the blocks held
         before. Where these are not marked, loads start behind the engine's work so far."""
         self._begun_loads.clear()
+        self._copies.tickets.clear()
         after = self._work_so_far()
         self._layerwise.start(orders.layerwise, after)
         for request_id, order in orders.loads.items():
@@ -147,12 +148,12 @@ class WorkerSide:
             load.complete = order.last
             mark = self._marks.behind(order.follows)
             ticket = self._copies.submit(Direction.LOAD, order, after, mark)
-            self._begun_loads.add(order.transfer_id)
             if ticket is None:
                 load.bad_blocks.extend(order.engine_blocks)
             else:
                 load.parts[ticket] = order.engine_blocks
                 self._copies.begun(ticket, Direction.LOAD, len(order.engine_blocks))
+            self._begun_loads.add(order.transfer_id)
         self._refuse_loads(orders)
 
     def fail_loads(self, orders: StepOrders) -> None:
@@ -163,9 +164,13 @@ class WorkerSide:
                 self._layerwise.fail(order)
         for request_id, order in orders.loads.items():
             if order.transfer_id not in self._begun_loads:
-                self._copies.report(order, Status.FAILED)
+                ticket = self._copies.tickets.get(order.transfer_id)
                 load = self._loads.setdefault(request_id, RunningLoad())
                 load.complete = order.last
+                if ticket is not None:  # it writes to the blocks
+                    load.parts[ticket] = order.engine_blocks
+                    continue
+                self._copies.report(order, Status.FAILED)
                 load.bad_blocks.extend(order.engine_blocks)
         self._refuse_loads(orders)
 
@@ -190,7 +195,10 @@ class WorkerSide:
     def fail_stores(self, orders: StepOrders) -> None:
         """Fail the stores that `start_stores` has not started."""
         for order in self._not_started(orders):
-            if order.transfer_id not in self._stores:
+            ticket = self._copies.tickets.get(order.transfer_id)
+            if ticket is not None:  # it reads the blocks
+                self._stores[order.transfer_id] = ticket
+            elif order.transfer_id not in self._stores:
                 self._copies.report(order, Status.FAILED)
             self._last_store = order.transfer_id
 
