@@ -18,6 +18,9 @@ struct _object;
 // once, with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_index_type(struct _object* states);
 
+// The type that makes flexkv.packed_keys.PackedKeys, in the same way.
+FKV_API struct _object* fkv_packed_keys_type(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -26,7 +26,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -256,6 +256,8 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
     lib.fkv_hazard_policy_type.argtypes = ()
     lib.fkv_block_index_type.restype = py_object
     lib.fkv_block_index_type.argtypes = (py_object,)
+    lib.fkv_packed_keys_type.restype = py_object
+    lib.fkv_packed_keys_type.argtypes = ()
     lib.fkv_block_uses_type.restype = py_object
     lib.fkv_block_uses_type.argtypes = ()
     lib.fkv_fill_calendar_type.restype = py_object

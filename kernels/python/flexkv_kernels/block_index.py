@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from flexkv.eviction import EvictionPolicy
 from flexkv.index import BlockIndex, BlockState
+from flexkv.packed_keys import PackedKeys
 from flexkv_kernels._library import LIBRARY
 
 
@@ -24,4 +26,11 @@ class _MakeBlockIndex(Protocol):
         ...
 
 
+class _PackKeys(Protocol):
+    def __call__(self, hashes: Sequence[str], end: bytes, /) -> PackedKeys:
+        """See `flexkv.packed_keys.pack_keys`."""
+        ...
+
+
 NativeBlockIndex: _MakeBlockIndex = LIBRARY.brief.fkv_block_index_type(tuple(BlockState))
+pack_keys: _PackKeys = LIBRARY.brief.fkv_packed_keys_type()

@@ -5,15 +5,9 @@
 
 #include <cstdint>
 
-#include "../python/object.hpp"
+#include "keys.hpp"
 
 namespace flexkv::index {
-
-using python::Items;
-using python::own;
-using python::PythonError;
-using python::Reference;
-using python::share;
 
 enum class State : std::uint8_t { writing, ready, dropped };
 

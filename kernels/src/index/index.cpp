@@ -26,16 +26,27 @@ void Index::watch() {
   }
 }
 
-Py_ssize_t Index::lookup(const Items& keys) const {
+Py_ssize_t Index::lookup(const Keys& keys) const {
   Py_ssize_t count = 0;
-  table_.look_each(keys, [&](Py_ssize_t, bool ready) {
+  table_.look_each(keys, [&](Py_ssize_t, bool, bool ready) {
     count += ready;
     return ready;
   });
   return count;
 }
 
-std::vector<Block*> Index::lease(const Items& keys) {
+std::vector<Py_ssize_t> Index::missing(const Keys& keys) const {
+  std::vector<Py_ssize_t> places;
+  table_.look_each(keys, [&](Py_ssize_t i, bool has, bool) {
+    if (!has) {
+      places.push_back(i);
+    }
+    return true;
+  });
+  return places;
+}
+
+std::vector<Block*> Index::lease(const Keys& keys) {
   const auto count = static_cast<std::size_t>(keys.size());
   std::vector<Block*> found;
   found.reserve(count);
@@ -69,27 +80,30 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::reserve(PyObject* key, PyObject* after, Block* near, bool must) {
-  const Py_hash_t hash = hash_of(key);
-  if (Block* const known = table_.find_any(key, hash); known != nullptr) {
+Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool must) {
+  const KeyView view = keys[i];
+  const Py_hash_t hash = hash_of(view);
+  if (Block* const known = table_.find_any(view, hash); known != nullptr) {
     if (!known->is_stale()) {
       return nullptr;
     }
     expel(known);
   }
   Block* parent = nullptr;
-  if (after != nullptr) {
-    parent = near != nullptr && near->key == after ? near : table_.find(after);
+  if (before >= 0) {
+    const KeyView after = keys[before];
+    parent = near != nullptr && view_of(near->key) == after ? near : table_.find(after);
     if (parent == nullptr) {
       return nullptr;
     }
   }
-  const Reference made(object_of(make_block(type_, key, hash, parent, table_.epoch())));
+  const Reference key = keys.object(i);
+  const Reference made(object_of(make_block(type_, key.get(), hash, parent, table_.epoch())));
   auto* const block = reinterpret_cast<Block*>(made.get());
   // Held from now on: the parent must not be evicted to make room for its child.
   attach(block);
   try {
-    block->slot = take_slot(must ? nullptr : key);
+    block->slot = take_slot(must ? nullptr : key.get());
   } catch (const PythonError&) {
     PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
     PyErr_Fetch(&kind, &error, &trace);  // the policy is called without an error set
@@ -216,7 +230,7 @@ void Index::retire(Block* block) {
   end_lease(block);
 }
 
-void Index::hit(const Items& keys, PyObject* context) {
+void Index::hit(const Keys& keys, PyObject* context) {
   uses_ += keys.size();
   table_.find_each(keys, [&](Py_ssize_t i, Block* block) {
     if (is_ready(block)) {
@@ -227,7 +241,7 @@ void Index::hit(const Items& keys, PyObject* context) {
   });
 }
 
-void Index::touch(const Items& keys) {
+void Index::touch(const Keys& keys) {
   uses_ += keys.size();
   table_.find_each(keys, [&](Py_ssize_t i, Block* block) {
     if (is_ready(block)) {

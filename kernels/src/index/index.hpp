@@ -33,31 +33,35 @@ class Index {
 
   void watch();
   bool has(PyObject* key) const { return table_.find(key) != nullptr; }
-  Py_ssize_t lookup(const Items& keys) const;
+  Py_ssize_t lookup(const Keys& keys) const;
 
   // Calls `function` with the place of each key, and whether it is ready.
   template <typename Function>
-  void present(const Items& keys, Function function) const {
-    table_.look_each(keys, [&](Py_ssize_t i, bool ready) {
+  void present(const Keys& keys, Function function) const {
+    table_.look_each(keys, [&](Py_ssize_t i, bool, bool ready) {
       function(i, ready);
       return true;
     });
   }
 
+  // The places of the keys that have no slot.
+  std::vector<Py_ssize_t> missing(const Keys& keys) const;
+
   // Fetches the memory that `reserve` reads for some of these keys. Throws PythonError.
-  void prefetch(const Items& keys, Py_ssize_t start, Py_ssize_t count) const {
+  void prefetch(const Keys& keys, Py_ssize_t start, Py_ssize_t count) const {
     table_.prefetch(keys, start, count);
   }
 
   // The ready blocks of all keys, with a lease each; empty if one is missing.
-  std::vector<Block*> lease(const Items& keys);
+  std::vector<Block*> lease(const Keys& keys);
   void release(const std::vector<Block*>& blocks);
   void release_unused(const std::vector<Block*>& blocks);
 
-  // A new reference to a block in state writing, or null: see BlockIndex.reserve. `after` may be
-  // null. `near` is a block in the index, which may be that of `after`, or null. If `must`, the
-  // policy does not compare the block with those that could make room for it.
-  Block* reserve(PyObject* key, PyObject* after, Block* near, bool must);
+  // A new reference to a block in state writing for key `i`, or null: see BlockIndex.reserve. It
+  // builds on the block of key `before`, or on none if that is -1. `near` is a block in the index,
+  // which may be that of `before`, or null. If `must`, the policy does not compare the block with
+  // those that could make room for it.
+  Block* reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool must);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
@@ -67,8 +71,8 @@ class Index {
   bool has_room();
   Block* lease_victim();
   void retire(Block* block);
-  void hit(const Items& keys, PyObject* context);
-  void touch(const Items& keys);
+  void hit(const Keys& keys, PyObject* context);
+  void touch(const Keys& keys);
 
   // All blocks are stale from now on, which no call that takes keys finds.
   void clear();

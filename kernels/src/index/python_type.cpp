@@ -14,6 +14,7 @@ namespace {
 using flexkv::index::Block;
 using flexkv::index::BlockTable;
 using flexkv::index::Index;
+using flexkv::index::Keys;
 using flexkv::index::object_of;
 using flexkv::index::State;
 using flexkv::python::erased;
@@ -92,33 +93,45 @@ PyObject* watch(PyObject* self, PyObject*) {
 }
 
 PyObject* lookup(PyObject* self, PyObject* keys) {
-  return guarded([&] { return number(of(self).lookup(Items(keys))); });
+  return guarded([&] { return number(of(self).lookup(Keys(keys))); });
 }
 
 PyObject* present(PyObject* self, PyObject* keys) {
   return guarded([&] {
-    const Items items(keys);
-    Reference list = own(PyList_New(items.size()));
-    of(self).present(items, [&](Py_ssize_t i, bool has) {
+    const Keys all(keys);
+    Reference list = own(PyList_New(all.size()));
+    of(self).present(all, [&](Py_ssize_t i, bool has) {
       PyList_SetItem(list.get(), i, share(has ? Py_True : Py_False).release());
     });
     return list;
   });
 }
 
+PyObject* missing(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    const std::vector<Py_ssize_t> places = of(self).missing(Keys(keys));
+    Reference list = own(PyList_New(static_cast<Py_ssize_t>(places.size())));
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number(places[i]).release());
+    }
+    return list;
+  });
+}
+
 PyObject* lease(PyObject* self, PyObject* keys) {
   return guarded([&] {
-    const Items items(keys);
-    const std::vector<Block*> blocks = of(self).lease(items);
-    return blocks.empty() && items.size() != 0 ? none() : list_of(blocks);
+    const Keys all(keys);
+    const std::vector<Block*> blocks = of(self).lease(all);
+    return blocks.empty() && all.size() != 0 ? none() : list_of(blocks);
   });
 }
 
 PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 2);
-    PyObject* const after = args[1] == Py_None ? nullptr : args[1];
-    Block* const block = of(self).reserve(args[0], after, nullptr, true);
+    const bool is_first = args[1] == Py_None;
+    const Reference pair = own(PyTuple_Pack(2, args[0], args[1]));
+    Block* const block = of(self).reserve(Keys(pair.get()), 0, is_first ? -1 : 1, nullptr, true);
     return block == nullptr ? none() : own(object_of(block));
   });
 }
@@ -127,7 +140,7 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 3, 1);
     const bool must = count == 4 && args[3] == Py_True;
-    const Items keys(args[0]);
+    const Keys keys(args[0]);
     const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
     std::vector<Py_ssize_t> begins = numbers_of(args[2]);
     std::sort(begins.begin(), begins.end());
@@ -142,8 +155,12 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         fetched = start + portion;
       }
       const bool is_first = std::binary_search(begins.begin(), begins.end(), position);
-      PyObject* const after = is_first ? nullptr : keys[position - 1];
-      Block* const block = of(self).reserve(keys[position], after, last, must);
+      if (position < (is_first ? 0 : 1) || position >= keys.size()) {
+        PyErr_Format(PyExc_IndexError, "position %zd of %zd keys", position, keys.size());
+        throw PythonError{};
+      }
+      const Py_ssize_t before = is_first ? -1 : position - 1;
+      Block* const block = of(self).reserve(keys, position, before, last, must);
       if (block != nullptr) {
         const Reference kept = own(object_of(block));
         if (PyList_Append(made.get(), kept.get()) != 0) {
@@ -193,9 +210,9 @@ PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 3);
     if (of(self).policy().follows_requests()) {
-      const Items keys(args[0]);
+      const Keys keys(args[0]);
       const Reference ready = number(of(self).lookup(keys));
-      of(self).policy().began(keys.sequence(), ready.get(), args[1], args[2]);
+      of(self).policy().began(keys.sequence().get(), ready.get(), args[1], args[2]);
     }
     return none();
   });
@@ -212,14 +229,14 @@ PyObject* ended(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* hit(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 2);
-    of(self).hit(Items(args[0]), args[1]);
+    of(self).hit(Keys(args[0]), args[1]);
     return none();
   });
 }
 
 PyObject* touch(PyObject* self, PyObject* keys) {
   return guarded([&] {
-    of(self).touch(Items(keys));
+    of(self).touch(Keys(keys));
     return none();
   });
 }
@@ -302,6 +319,7 @@ PyMethodDef methods[] = {
     {"watch", watch, METH_NOARGS, nullptr},
     {"lookup", lookup, METH_O, nullptr},
     {"present", present, METH_O, nullptr},
+    {"missing", missing, METH_O, nullptr},
     {"lease", lease, METH_O, nullptr},
     {"release", with_blocks<&Index::release>, METH_O, nullptr},
     {"release_unused", with_blocks<&Index::release_unused>, METH_O, nullptr},
@@ -360,3 +378,6 @@ PyObject* fkv_block_index_type(PyObject* states) {
     return own(PyType_FromSpec(&spec));
   });
 }
+
+// The same for the keys that calls of an index take.
+PyObject* fkv_packed_keys_type(void) { return guarded(flexkv::index::make_packed_keys_type); }

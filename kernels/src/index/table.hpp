@@ -8,21 +8,11 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "block.hpp"
 
 namespace flexkv::index {
-
-// Throws PythonError if the object is no key.
-inline Py_hash_t hash_of(PyObject* key) {
-  if (!PyBytes_Check(key)) {
-    PyErr_Format(PyExc_TypeError, "a key is %R; allowed: bytes", key);
-    throw PythonError{};
-  }
-  return PyObject_Hash(key);
-}
 
 // Open addressing with linear probing, at most half full. Owns a reference to each of its blocks.
 //
@@ -50,22 +40,23 @@ class BlockTable {
   void begin_epoch() noexcept { epoch_ = static_cast<Epoch>((epoch_ + 1) % kEpochs); }
 
   // The block of this key, or null. Throws PythonError if it is no key.
-  Block* find(PyObject* key) const { return find(key, hash_of(key)); }
+  Block* find(PyObject* key) const { return find(view_of(key)); }
+  Block* find(KeyView key) const noexcept { return find(key, hash_of(key)); }
 
-  Block* find(PyObject* key, Py_hash_t hash) const noexcept {
+  Block* find(KeyView key, Py_hash_t hash) const noexcept {
     const Entry& entry = entry_of(key, hash);
     return is_current(entry) ? entry.block() : nullptr;
   }
 
   // The same, stale or not.
-  Block* find_any(PyObject* key, Py_hash_t hash) const noexcept {
+  Block* find_any(KeyView key, Py_hash_t hash) const noexcept {
     return entry_of(key, hash).block();
   }
 
   // Calls `function` with the place of each key and its block, or null, until it returns false.
   // A block's memory is seldom in the processor's caches: that of several is fetched at once.
   template <typename Function>
-  void find_each(const Items& keys, Function function) const {
+  void find_each(const Keys& keys, Function function) const {
     in_portions(keys, [&](Py_ssize_t start, const Hashes& hashes, Py_ssize_t count) {
       fetch_blocks(hashes, count);
       for (Py_ssize_t i = 0; i < count; ++i) {
@@ -77,14 +68,16 @@ class BlockTable {
     });
   }
 
-  // Calls `function` with the place of each key and whether its block is ready, until it returns
-  // false. It compares hashes alone, so it reads one cache line for a key instead of five. Another
-  // key has the same hash of 64 bits by chance alone; `find` compares keys.
+  // Calls `function` with the place of each key, whether it has a block, and whether that is ready,
+  // until it returns false. It compares hashes alone, so it reads one cache line for a key instead of
+  // five. Another key has the same hash of 64 bits by chance alone; `find` compares keys.
   template <typename Function>
-  void look_each(const Items& keys, Function function) const {
+  void look_each(const Keys& keys, Function function) const {
     in_portions(keys, [&](Py_ssize_t start, const Hashes& hashes, Py_ssize_t count) {
       for (Py_ssize_t i = 0; i < count; ++i) {
-        if (!function(start + i, is_ready(hashes[static_cast<std::size_t>(i)]))) {
+        const Entry& entry = entry_of(hashes[static_cast<std::size_t>(i)]);
+        const bool has = !entry.is_empty() && is_current(entry);
+        if (!function(start + i, has, has && (entry.tagged & kReady) != 0)) {
           return false;
         }
       }
@@ -93,7 +86,7 @@ class BlockTable {
   }
 
   // Fetches the memory that `find` reads for some of these keys, at most `kAtOnce`.
-  void prefetch(const Items& keys, Py_ssize_t start, Py_ssize_t count) const {
+  void prefetch(const Keys& keys, Py_ssize_t start, Py_ssize_t count) const {
     const Hashes hashes = hashes_of(keys, start, count);
     fetch_blocks(hashes, count);
   }
@@ -156,7 +149,7 @@ class BlockTable {
   }
 
   // The entry of this key, or an empty one.
-  const Entry& entry_of(PyObject* key, Py_hash_t hash) const noexcept {
+  const Entry& entry_of(KeyView key, Py_hash_t hash) const noexcept {
     std::size_t i = home(hash);
     while (!entries_[i].is_empty() &&
            (entries_[i].hash != hash || !is_same(entries_[i].block()->key, key))) {
@@ -169,7 +162,7 @@ class BlockTable {
   // Calls `function` with the place of the first key of each portion, the hashes of its keys, and
   // their number, until it returns false. Fetches the memory of the entries before.
   template <typename Function>
-  void in_portions(const Items& keys, Function function) const {
+  void in_portions(const Keys& keys, Function function) const {
     for (Py_ssize_t start = 0; start < keys.size(); start += kAtOnce) {
       const Py_ssize_t count = std::min(kAtOnce, keys.size() - start);
       if (!function(start, hashes_of(keys, start, count), count)) {
@@ -179,7 +172,7 @@ class BlockTable {
   }
 
   // The hashes of some keys, whose entries are fetched. Throws PythonError if one is no key.
-  Hashes hashes_of(const Items& keys, Py_ssize_t start, Py_ssize_t count) const {
+  Hashes hashes_of(const Keys& keys, Py_ssize_t start, Py_ssize_t count) const {
     Hashes hashes;
     for (Py_ssize_t i = 0; i < count; ++i) {
       Py_hash_t& hash = hashes[static_cast<std::size_t>(i)];
@@ -206,12 +199,13 @@ class BlockTable {
     }
   }
 
-  bool is_ready(Py_hash_t hash) const noexcept {
+  // The first entry of this hash, or an empty one.
+  const Entry& entry_of(Py_hash_t hash) const noexcept {
     std::size_t i = home(hash);
     while (!entries_[i].is_empty() && entries_[i].hash != hash) {
       i = (i + 1) & mask_;
     }
-    return (entries_[i].tagged & (kReady | kEpoch)) == (kReady | current());
+    return entries_[i];
   }
 
   std::size_t place_of(const Block* block) const noexcept {
@@ -222,14 +216,10 @@ class BlockTable {
     return i;
   }
 
-  static bool is_same(PyObject* one, PyObject* other) noexcept {
-    if (one == other) {
-      return true;
-    }
-    const Py_ssize_t size = PyBytes_Size(one);
-    return size == PyBytes_Size(other) &&
-           std::memcmp(PyBytes_AsString(one), PyBytes_AsString(other),
-                       static_cast<std::size_t>(size)) == 0;
+  static bool is_same(PyObject* one, KeyView other) noexcept {
+    const char* const data = PyBytes_AsString(one);
+    return data == other.data() ||
+           KeyView(data, static_cast<std::size_t>(PyBytes_Size(one))) == other;
   }
 
   std::size_t home(Py_hash_t hash) const noexcept { return static_cast<std::size_t>(hash) & mask_; }

@@ -276,8 +276,9 @@ class KVCache:
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """Positions, from `start` on, of the keys whose blocks have no slot."""
-        index = self._index
-        return [i for i in range(start, len(keys)) if keys[i] not in index]
+        if not start:
+            return self._index.missing(keys)
+        return [start + i for i in self._index.missing(keys[start:])]
 
     def is_demoting(self, key: bytes) -> bool:
         """Whether the block of `key` is being written to a lower tier."""

@@ -64,9 +64,10 @@ class Block(Protocol):
 class BlockIndex(Protocol):
     """Keys, slots, states, leases and pins of one tier; `block_index` makes one.
 
-    A call raises TypeError for a key that is no bytes, and what the policy raises. `lookup` and
-    `present` compare Python's hashes of keys, which have 64 bits, and not the keys: they read a
-    fifth of the memory. `lease` compares keys, so no reader gets the block of another key.
+    A call raises TypeError for a key that is no bytes, and what the policy raises. `lookup`,
+    `present` and `missing` compare hashes of keys, which have 64 bits, and not the keys: they read
+    a fifth of the memory. `lease` compares keys, so no reader gets the block of another key. Calls
+    that take several keys take `PackedKeys`, too, and are faster with them.
 
     Attributes:
         num_slots: slots of the tier.
@@ -115,6 +116,10 @@ class BlockIndex(Protocol):
 
     def present(self, keys: Iterable[bytes], /) -> list[bool]:
         """For each of `keys` whether it is ready. Changes nothing."""
+        ...
+
+    def missing(self, keys: Iterable[bytes], /) -> list[int]:
+        """Positions of the keys whose blocks have no slot. Changes nothing."""
         ...
 
     def lease(self, keys: Sequence[bytes], /) -> list[Block] | None:

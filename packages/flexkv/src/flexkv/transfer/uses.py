@@ -66,7 +66,7 @@ class UseLog:
                 prefix, or whose hit was noted before.
         """
         if keys:
-            self._uses.append(_Use(list(keys), len(keys), hit))
+            self._uses.append(_Use(keys[:], len(keys), hit))
             self._backlog += len(keys)
 
     def count(self) -> None:
