@@ -89,7 +89,7 @@ def test_memory_is_released_once_no_copy_reads_it(rank: Rank) -> None:
     updater.offload_tags = set()
     updater.memory_saver_adapter = SimpleNamespace(pause=pause)
     updater.flush_cache = rank.side.reset
-    rank.side.offload(hashes_of("a", 2), [1, 2])
+    rank.side.offload(hashes_of("a", 2), lambda: [1, 2])
     assert len(rank.side._worker._stores) == 1
     updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     assert under_way == [0]

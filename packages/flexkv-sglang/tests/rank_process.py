@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from rank_pairs import GLOO_SECONDS, RANKS
-from sglang_world import LAYERS, PATIENCE_SECONDS, Rank, hashes_of, same
+from sglang_world import LAYERS, PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
 from torch import distributed
 
 from flexkv_sglang import hooks
@@ -72,24 +72,24 @@ class Request:
         self.rid = rid
         self.found = 0
         self.hashes = hashes
+        self.origin_input_ids = [0] * len(hashes)
+        self.session = None
         self._side = side
 
     def init_next_round_input(self, tree_cache: object, cow_mamba: bool = False) -> None:
         """Ask all ranks for the longest prefix that all have, as SGLang does."""
-        lengths = self._side.lookup(self.rid, self.hashes)
-        self.found = hooks.agree_on_prefix(_longest, self, lengths, len(self.hashes))
-        self.matched()
+        lengths: list[int] = []
+        with self._side.edge.guard("lookup", "it is a miss"):  # as the linker does
+            lengths = self._side.lookup(self.rid, self.hashes)
+        self.found = hooks.agree_on_prefix(_alone, self, lengths)
 
-    def matched(self) -> None:
-        """SGLang does more with it."""
+    def matched(self) -> HashedPrompt:
+        """The pages that SGLang's own cache lacks: all."""
+        return HashedPrompt(self.hashes)
 
 
-def _longest(_: Request, lengths: Sequence[int], pages: int) -> int:
-    mask = torch.zeros(pages + 1, dtype=torch.int)
-    mask[lengths] = 1
-    distributed.all_reduce(mask, distributed.ReduceOp.MIN)
-    common = mask.nonzero()
-    return int(common[-1]) if common.numel() else 0
+def _alone(*_: object) -> int:
+    raise AssertionError("FlexKV's ranks agree by themselves")
 
 
 class Tree:
@@ -127,6 +127,7 @@ class Process:
         self._side = self._rank.side
         self._tree = Tree()
         hooks._sides.append(self._side)
+        hooks.missing_pages = lambda tree, request: request.matched()  # type: ignore[assignment]
         self._rounds = 0
         self._raised = False
 
@@ -162,7 +163,7 @@ class Process:
 
     def _store(self, hashes: Sequence[str]) -> bool:
         def offload(wrapper: object, node: object, transfers: object) -> None:
-            self._side.offload(hashes, [1, 2, 3])
+            self._side.offload(hashes, lambda: [1, 2, 3])
 
         hooks.offload(offload, SimpleNamespace(cache=self._tree), object(), None)
         while not self._least(self._side.ended_offloads()):

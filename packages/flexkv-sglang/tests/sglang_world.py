@@ -89,6 +89,27 @@ def hashes_of(text: str, count: int) -> list[str]:
     return made
 
 
+class HashedPrompt:
+    """The pages of a waiting request, which have these hashes.
+
+    Attributes:
+        asked: the parts whose hashes were asked for.
+    """
+
+    def __init__(self, hashes: Sequence[str]) -> None:
+        self._hashes = hashes
+        self.asked: list[tuple[int, int]] = []
+
+    @property
+    def pages(self) -> int:
+        return len(self._hashes)
+
+    def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
+        assert before == (self._hashes[start - 1] if start else None)
+        self.asked.append((start, stop))
+        return self._hashes[start:stop]
+
+
 def make_settings(model: Path, **others: Any) -> Any:
     """SGLang's settings, as far as FlexKV reads them."""
     values = {
@@ -173,11 +194,18 @@ class Rank:
 
     def store(self, hashes: Sequence[str], pages: Sequence[int]) -> bool:
         """Offload pages and wait; returns what SGLang is told."""
-        self.side.offload(hashes, pages)
+        self.side.offload(hashes, lambda: pages)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.side.ended_offloads():
             assert time.monotonic() < deadline
         return self.side.take_offload()
+
+    def look_ahead(self, rid: str, hashes: Sequence[str]) -> None:
+        """Look a request up ahead of its turn, in as many steps as that takes."""
+        assert self.side.is_new(rid)
+        self.side.look_ahead(rid, HashedPrompt(hashes))
+        while self.side.looks_ahead:
+            self.side.go_on_looking()
 
     def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
         """Load pages as a batch does that needs all layers; whether SGLang may use them."""

@@ -21,11 +21,11 @@ def test_a_store_whose_slots_are_unknown_is_cancelled(
     """Its blocks were found otherwise, and nobody had copied them."""
     rank = make_rank()
     cache: Any = rank.side._cache
-    keys = rank.side.keys_of(hashes_of("a", 3))
+    keys, none = rank.side.keys_of(hashes_of("a", 3)), rank.side.keys_of([])
     with monkeypatch.context() as patch:
         patch.setattr(copies, "_slots_of", broken)
         with pytest.raises(RuntimeError, match="broken by the test"):
-            copies.reserve(cache, keys, 3)
+            copies.reserve(cache, none, keys, [0, 1, 2])
     assert cache.transfers_under_way == 0
     assert writing_blocks(cache._index) == {}
     assert_no_slot_is_lost(cache._index)

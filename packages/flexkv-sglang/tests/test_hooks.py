@@ -33,9 +33,20 @@ class Side:
         self.leads = True
         self.edge = Edge()
         self.looks_ahead = False
+        self.went_on = 0
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
+
+    def look_ahead(self, rid: str, prompt: object) -> None:
+        assert prompt == f"pages of {rid}"
+        self.asked.append(rid)
+
+    def go_on_looking(self) -> None:
+        self.went_on += 1
+
+    def agree_on_length(self, lengths: Sequence[int]) -> int:
+        return max(lengths, default=0) - 1
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         return [rid in self.waiting for rid in rids]
@@ -66,19 +77,17 @@ class Side:
 
 
 class Request:
-    def __init__(self, rid: str, side: Side) -> None:
+    def __init__(self, rid: str, side: Side, tokens: int = 9, session: Any = None) -> None:
         self.rid = rid
-        self._side = side
-
-    def init_next_round_input(self, tree_cache: object, cow_mamba: bool) -> None:
-        assert not cow_mamba
-        self._side.asked.append(self.rid)
+        self.origin_input_ids = range(tokens)
+        self.session = session
 
 
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     made = Side("b", "d")
     monkeypatch.setattr(hooks, "_sides", [made])
+    monkeypatch.setattr(hooks, "missing_pages", lambda tree, request: f"pages of {request.rid}")
     return made
 
 
@@ -163,23 +172,61 @@ def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:
     assert side.asked == ["a", "b"]
 
 
-def test_ranks_agree_on_nothing_ahead_of_a_turn(side: Side) -> None:
-    """A rank whose lookup fails would be missing, and the other ranks would wait for it."""
-    agreed: list[int] = []
+def test_a_request_that_cannot_be_matched_is_looked_up_at_its_turn(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def match(tree: object, request: Request) -> str:
+        if request.rid == "b":
+            raise RuntimeError("on this rank alone")
+        return f"pages of {request.rid}"
 
-    class Asking(Request):
-        def init_next_round_input(self, tree_cache: object, cow_mamba: bool) -> None:
-            super().init_next_round_input(tree_cache, cow_mamba)
-            if self.rid == "b":
-                raise RuntimeError("on this rank alone")
-            agreed.append(hooks.agree_on_prefix(lambda wrapper, found: found, object(), 7))
+    monkeypatch.setattr(hooks, "missing_pages", match)
+    hooks.schedule(lambda scheduler: NOTHING, scheduler_of(side, "a", "b", "c"))
+    assert side.asked == ["a", "c"]
+    assert side.went_on == 1
 
+
+@pytest.mark.parametrize(("tokens", "steps"), [(100, ["abcd"]), (1 << 14, ["ab", "cd"])])
+def test_a_step_searches_for_a_bounded_number_of_tokens(
+    side: Side, tokens: int, steps: list[str]
+) -> None:
+    """The same on all ranks, whose trees must stay alike."""
     scheduler = scheduler_of(side)
-    scheduler.waiting_queue = [Asking(rid, side) for rid in "abc"]
+    scheduler.waiting_queue = [Request(rid, side, tokens) for rid in "abcd"]
+    for step in steps:
+        before = len(side.asked)
+        hooks.schedule(lambda scheduler: NOTHING, scheduler)
+        assert "".join(side.asked[before:]) == step
+
+
+@pytest.mark.parametrize(("streaming", "asked"), [(True, []), (False, ["a"])])
+def test_a_streaming_session_has_its_pages_elsewhere(
+    side: Side, streaming: bool, asked: list[str]
+) -> None:
+    scheduler = scheduler_of(side)
+    session = SimpleNamespace(streaming=streaming)
+    scheduler.waiting_queue = [Request("a", side, session=session)]
     hooks.schedule(lambda scheduler: NOTHING, scheduler)
-    assert side.asked == ["a", "b", "c"]
-    assert agreed == [0, 0]
-    assert hooks.agree_on_prefix(lambda wrapper, found: found, object(), 7) == 7
+    assert side.asked == asked
+
+
+def test_sglang_does_not_rest_while_pages_are_left_to_look_up(
+    side: Side, slept: list[float]
+) -> None:
+    side.looks_ahead = True
+    hooks.schedule(lambda scheduler: NOTHING, scheduler_of(side, "b"))
+    assert slept == []
+
+
+def test_flexkvs_ranks_agree_by_one_number(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sglangs(wrapper: object, lengths: list[int], num_pages: int) -> str:
+        return "SGLang's"
+
+    assert hooks.agree_on_prefix(sglangs, object(), [7], num_pages=9) == 6
+    monkeypatch.setattr(hooks, "_sides", [])
+    assert hooks.agree_on_prefix(sglangs, object(), [7], num_pages=9) == "SGLang's"
 
 
 @pytest.mark.parametrize("serves", [True, False])

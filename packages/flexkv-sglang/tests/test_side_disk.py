@@ -44,15 +44,17 @@ def test_a_restart_finds_what_the_last_engine_stored(
     second = make_rank(settings=disk)
     assert second.side.may_wait
     assert second.side.lookup("r", hashes) == []
+    second.look_ahead("other", hashes_of("b", 3))
+    second.look_ahead("r", hashes)
     assert second.side.held(["other", "r"]) == [False, True]
     wait_for(second, "r")
-    assert second.side.lookup("r", hashes) == [1, 2, 3]
+    assert second.side.lookup("r", hashes) == [3]
     assert second.side.load("r", hashes, [7, 8, 9])
     assert second.side.fetched_tokens("r") == 12
     assert second.side.cancel("r")
     assert second.side.fetched_tokens("r") == 0
     # Now host memory has them.
-    assert second.side.lookup("r", hashes) == [1, 2, 3]
+    assert second.side.lookup("r", hashes) == [3]
     assert second.load("r", hashes, [7, 8, 9])
     assert same(second.read([7, 8, 9]), stored)
     samples = second.side.take_samples()
@@ -65,12 +67,15 @@ def test_a_cleared_cache_has_nothing_in_any_tier(make_rank: MakeRank, disk: dict
     rank.store(hashes, [1, 2, 3])
     assert rank.side.clear()
     assert rank.side.lookup("r", hashes) == []
+    rank.look_ahead("r", hashes)
     assert rank.side.held(["r"]) == [False]
     assert rank.store(hashes, [1, 2, 3])
-    assert rank.side.lookup("r", hashes) == [1, 2, 3]
+    assert rank.side.lookup("r", hashes) == [3]
     rank.close()
     # Blocks that were stored before are gone for good.
-    assert make_rank(settings=disk).side.lookup("r", hashes) == []
+    other = make_rank(settings=disk)
+    other.look_ahead("r", hashes)
+    assert other.side.lookup("r", hashes) == []
 
 
 def test_after_a_failed_clear_nothing_is_found_until_one_succeeds(
@@ -97,8 +102,9 @@ def test_a_request_that_left_waits_for_nothing(make_rank: MakeRank, disk: dict[s
     first.store(hashes, [1, 2, 3])
     first.close()
     second = make_rank(settings=disk)
-    second.side.lookup("r", hashes)
+    second.look_ahead("r", hashes)
     assert second.side.held([]) == []
+    assert second.side.is_new("r")
     assert second.side.held(["r"]) == [False]
 
 
@@ -125,7 +131,7 @@ def test_a_model_of_other_weights_finds_nothing(
     first.close()
     (tmp_path / "model.safetensors").write_bytes(b"other")
     second = make_rank(settings=disk)
-    second.side.lookup("r", hashes)
+    second.look_ahead("r", hashes)
     assert second.side.held(["r"]) == [False]
 
 
@@ -137,6 +143,6 @@ def test_a_request_does_not_wait_for_what_it_computes_sooner(
     first.store(hashes, [1, 2, 3])
     first.close()
     second = make_rank(settings=disk)
-    second.side.lookup("r", hashes)
+    second.look_ahead("r", hashes)
     monkeypatch.setattr(LoadChooser, "is_worth_waiting", lambda *_: False)
     assert second.side.held(["r"]) == [False]

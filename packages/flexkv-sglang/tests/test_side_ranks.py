@@ -95,7 +95,8 @@ def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
     stored = engine.both(lambda rank: rank.fill([1, 2, 3], seed=rank.ranks.rank // replicas))
     assert engine.both(lambda rank: rank.store(hashes, [1, 2, 3])) == [True, True]
     answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
-    assert set.intersection(*map(set, answers)) == {1, 2, 3}
+    assert answers == [[3], []]
+    assert engine.both(lambda rank: rank.side.agree_on_length(rank.side.lookup("r", hashes))) == [3, 3]
     assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, True]
     for rank, wanted in zip(engine.ranks, stored, strict=True):
         assert same(rank.read([7, 8, 9]), wanted)
@@ -104,7 +105,8 @@ def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
 def test_a_prefix_that_rank_0_does_not_have_is_nobodys(engine: Engine) -> None:
     hashes = hashes_of("a", 3)
     answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
-    assert set.intersection(*map(set, answers)) == set()
+    assert answers == [[], []]
+    assert engine.both(lambda rank: rank.side.agree_on_length([])) == [0, 0]
     assert engine.both(lambda rank: rank.side.load("r", hashes, [7, 8, 9])) == [False, False]
     assert engine.both(lambda rank: rank.side.start_batch()) == [-1, -1]
 
@@ -112,7 +114,7 @@ def test_a_prefix_that_rank_0_does_not_have_is_nobodys(engine: Engine) -> None:
 def test_no_rank_is_told_the_end_before_rank_0_knows_all_ends(engine: Engine) -> None:
     """SGLang takes the least number of all ranks, and then has each forget as many."""
     hashes = hashes_of("a", 3)
-    engine.both(lambda rank: rank.side.offload(hashes, [1, 2, 3]))
+    engine.both(lambda rank: rank.side.offload(hashes, lambda: [1, 2, 3]))
     assert engine.ranks[1].side.ended_offloads() == 1
     while not engine.ranks[0].side.ended_offloads():
         engine.ranks[1].side.ended_offloads()
@@ -120,7 +122,10 @@ def test_no_rank_is_told_the_end_before_rank_0_knows_all_ends(engine: Engine) ->
 
 
 def test_ranks_hold_the_same_requests(engine: Engine) -> None:
-    assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, False]] * 2
+    """Rank 0 decides, whatever the others know."""
+    assert engine.ranks[0].side.is_new("a")
+    assert engine.ranks[1].side.is_new("b")
+    assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, True]] * 2
 
 
 def test_an_idle_engine_sends_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +161,7 @@ def test_pages_that_one_rank_cannot_name_are_stored_by_none(engine: Engine, fail
 
     def offload(rank: Rank) -> None:
         pages = None if rank.ranks.rank == failing else [1, 2, 3]
-        rank.side.offload(hashes, pages)
+        rank.side.offload(hashes, lambda: pages)
 
     engine.both(offload)
     while min(engine.both(lambda rank: rank.side.ended_offloads())) == 0:

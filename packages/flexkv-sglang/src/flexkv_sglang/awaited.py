@@ -27,21 +27,33 @@ class AwaitedPrefixes:
         self._cache = cache
         self._chooser = chooser
         self._block_tokens = block_tokens
-        self._fetches: dict[str, Fetch] = {}
+        self._fetches: dict[str, tuple[Fetch, int]] = {}
 
-    def begin(self, rid: str, keys: Sequence[bytes], found: int) -> None:
-        """Begin to fetch a prefix from lower tiers, unless the request's fetch is under way.
+    def __contains__(self, rid: str) -> bool:
+        """Whether the request has a fetch."""
+        return rid in self._fetches
+
+    def begin(self, rid: str, keys: Sequence[bytes], first: int) -> bool:
+        """Begin to fetch blocks from lower tiers. The request has no fetch.
 
         Args:
             rid: the request.
-            keys: keys of its blocks, in order.
-            found: how many of the leading blocks are in host memory.
+            keys: keys of its blocks from some block on, in order.
+            first: number of the first of them.
+
+        Returns:
+            Whether the fetch can be extended. If not, no tier has a block behind it.
         """
-        if found == len(keys) or rid in self._fetches or not self._cache.has_lower_tiers:
-            return
         fetch = self._cache.fetch(keys)
-        if fetch is not None:
-            self._fetches[rid] = fetch
+        if fetch is None:
+            return False
+        self._fetches[rid] = fetch, first
+        return fetch.stop == len(keys)
+
+    def extend(self, rid: str, keys: Sequence[bytes]) -> bool:
+        """Fetch the blocks behind those of the request's fetch. Returns whether the fetch can be
+        extended further."""
+        return self._cache.extend_fetch(self._fetches[rid][0], keys)
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Whether each request should wait, because its fetch is expected to end sooner than
@@ -52,16 +64,18 @@ class AwaitedPrefixes:
         """
         for rid in self._fetches.keys() - set(rids):
             self.end(rid)
-        return [rid in self._fetches and self._is_awaited(self._fetches[rid]) for rid in rids]
+        return [rid in self._fetches and self._is_awaited(*self._fetches[rid]) for rid in rids]
 
     def count(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
         """How many blocks of `keys` each lower tier has fetched for the request."""
-        fetch = self._fetches.get(rid)
-        return fetched_blocks({} if fetch is None else dict.fromkeys(fetch.awaited, fetch), keys)
+        if rid not in self._fetches:
+            return Counter()
+        fetch, _ = self._fetches[rid]
+        return fetched_blocks(dict.fromkeys(fetch.awaited, fetch), keys)
 
     def end(self, rid: str) -> None:
         """End the request's fetch and release its blocks. Idempotent."""
-        fetch = self._fetches.pop(rid, None)
+        fetch, _ = self._fetches.pop(rid, (None, 0))
         if fetch is not None:
             self._cache.end_fetch(fetch)
             self._chooser.fetched(fetch)
@@ -71,6 +85,7 @@ class AwaitedPrefixes:
         for rid in list(self._fetches):
             self.end(rid)
 
-    def _is_awaited(self, fetch: Fetch) -> bool:
-        span = Span(0, fetch.stop * self._block_tokens)
+    def _is_awaited(self, fetch: Fetch, first: int) -> bool:
+        size = self._block_tokens
+        span = Span(first * size, (first + fetch.stop) * size)
         return not fetch.done and self._chooser.is_worth_waiting(fetch, span)

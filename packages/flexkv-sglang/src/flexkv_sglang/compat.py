@@ -39,7 +39,14 @@ _USED = {
         "SchedulerDisaggregationDecodeMixin.process_decode_queue",
     ),
     "sglang.srt.managers.io_struct": ("ClearHiCacheReqOutput",),
-    "sglang.srt.managers.schedule_batch": ("Req.finished",),
+    "sglang.srt.managers.schedule_batch": (
+        "Req.finished",
+        "Req.refresh_fill_ids",
+        "Req._compute_max_prefix_len",
+    ),
+    "sglang.srt.mem_cache.base_prefix_cache": ("MatchPrefixParams",),
+    "sglang.srt.mem_cache.radix_cache": ("RadixKey.maybe_to_bigram_view",),
+    "sglang.srt.mem_cache.utils": ("get_storage_hash_str",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
         "UnifiedTreeCoreInterface.get_hash_values",
         "UnifiedTreeCoreInterface.get_prefix_hash_values",
@@ -49,7 +56,10 @@ _USED = {
         "Scheduler.clear_hicache_storage_wrapped",
     ),
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
-    "sglang.srt.mem_cache.unified_radix_cache": ("UnifiedRadixCache.take_events",),
+    "sglang.srt.mem_cache.unified_radix_cache": (
+        "UnifiedRadixCache.get_last_hash_value",
+        "UnifiedRadixCache.take_events",
+    ),
     "sglang.srt.managers.scheduler_components.weight_updater": (
         "SchedulerWeightUpdaterManager.update_weights_from_disk",
         "SchedulerWeightUpdaterManager.update_weights_from_distributed",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flexkv import KVCache
 from flexkv.adapter.orders import CopyOrder
+from flexkv.packed_keys import PackedKeys
 from flexkv.transfer.copies import Transfer
 
 
@@ -41,34 +42,56 @@ class Offload:
 
 
 def reserve(
-    cache: KVCache, chain: Sequence[bytes], count: int
+    cache: KVCache, before: PackedKeys, keys: PackedKeys, missing: Sequence[int]
 ) -> tuple[Transfer | None, list[int]]:
-    """Begin the store of the last `count` blocks of a chain. If host memory has the block before
-    them, it keeps that block at least as long as them. After an error, nothing is under way.
+    """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
+    that block at least as long as them. After an error, nothing is under way.
 
     Args:
         cache: of the engine.
-        chain: keys of the blocks, with the key of the block before them if it is known.
-        count: number of the blocks to store; `chain` has as many keys, or one more.
+        before: key of the block before them; empty if that is unknown.
+        keys: keys of the blocks.
+        missing: positions in `keys` of the blocks without a slot.
 
     Returns:
         The store, None if no block got a slot; and for each block its slot, or -1.
     """
-    first = len(chain) - count
-    keys = chain[first:]
-    if first and not cache.missing(chain[:1]):
-        transfer = cache.store(chain, range(1, len(chain)), begins=())
+    if before and not cache.missing(before):
+        transfer = cache.store(before + keys, [1 + i for i in missing], begins=())
     else:
-        transfer = cache.store(keys, range(len(keys)))
+        transfer = cache.store(keys, missing)
     if transfer is None:
-        return None, [-1] * count
+        return None, []
     with contextlib.ExitStack() as undo:
         undo.callback(cache.cancel, transfer)
-        slots = _slots_of(transfer, keys)
+        slots = _slots_of(transfer, keys, missing)
         undo.pop_all()
     return transfer, slots
 
 
-def _slots_of(transfer: Transfer, keys: Sequence[bytes]) -> list[int]:
-    given = {block.key: block.slot for block in transfer.blocks}
-    return [given.get(key, -1) for key in keys]
+def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int]) -> CopyOrder:
+    """The order of a store.
+
+    Args:
+        number: id of the transfer.
+        cell: cell of the transfer.
+        pages: SGLang's numbers of the pages.
+        slots: for each page its slot, or -1 if it is not copied.
+    """
+    # No pair for each page: as many objects at once would set off Python's garbage collection.
+    copied = [page for page, slot in zip(pages, slots, strict=True) if slot >= 0]
+    return CopyOrder(number, cell, copied, [slot for slot in slots if slot >= 0])
+
+
+def _slots_of(transfer: Transfer, keys: PackedKeys, missing: Sequence[int]) -> list[int]:
+    slots = transfer.slots
+    if len(slots) == len(keys):
+        return slots
+    places: Sequence[int] = missing
+    if len(slots) < len(missing):
+        place_of = {keys[i]: i for i in missing}
+        places = [place_of[block.key] for block in transfer.blocks]
+    chosen = [-1] * len(keys)
+    for place, slot in zip(places, slots, strict=True):
+        chosen[place] = slot
+    return chosen

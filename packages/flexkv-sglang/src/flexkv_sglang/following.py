@@ -15,6 +15,7 @@ from typing import Any
 from flexkv import KVCache
 from flexkv.adapter.request_options import OptionsReader, tenant_session
 from flexkv.eviction import RequestContext
+from flexkv.packed_keys import PackedKeys
 from flexkv_sglang.recording import RequestRecorder
 
 _LOOK_SECONDS = 1.0
@@ -42,7 +43,7 @@ class FollowedRequests:
         self,
         cache: KVCache,
         page_size: int,
-        keys_of: Callable[[Sequence[str]], list[bytes]],
+        keys_of: Callable[[Sequence[str]], PackedKeys],
         recorder: RequestRecorder | None,
     ) -> None:
         self._cache = cache
@@ -50,7 +51,7 @@ class FollowedRequests:
         self._keys_of = keys_of
         self._recorder = recorder
         self._options = OptionsReader(_PARAMETERS, "custom_params")
-        self._looked_up: dict[str, Sequence[bytes]] = {}
+        self._looked_up: dict[str, PackedKeys] = {}
         self._loaded: dict[str, int] = {}
         self._running: dict[str, Any] = {}
         self._checked = time.monotonic()
@@ -60,9 +61,13 @@ class FollowedRequests:
         """Number of parameters that were not understood so far."""
         return self._options.ignored
 
-    def looked_up(self, rid: str, keys: Sequence[bytes]) -> None:
+    def looked_up(self, rid: str, keys: PackedKeys) -> None:
         """Note the latest lookup of a request: the keys of the pages that SGLang lacks."""
         self._looked_up[rid] = keys
+
+    def forget_lookups(self) -> None:
+        """Forget all lookups: from now on, keys have another end."""
+        self._looked_up.clear()
 
     def loads(self, rid: str, pages: int) -> None:
         """Note that a request loads its first `pages` pages of the latest lookup."""
@@ -87,7 +92,7 @@ class FollowedRequests:
         """
         for request in requests:
             rid = request.rid
-            found, loaded = self._looked_up.pop(rid, ()), self._loaded.pop(rid, 0)
+            found, loaded = self._looked_up.pop(rid, None), self._loaded.pop(rid, 0)
             # SGLang computes a long prompt in chunks, and resumes requests that it had retracted.
             if loaded or rid not in self._running:
                 self._began(request, found, loaded, own_hashes)
@@ -108,7 +113,7 @@ class FollowedRequests:
     def _began(
         self,
         request: Any,
-        found: Sequence[bytes],
+        found: PackedKeys | None,
         loaded: int,
         own_hashes: Callable[[Any], Sequence[str]],
     ) -> None:
@@ -121,12 +126,14 @@ class FollowedRequests:
             if self._recorder is not None:
                 hit = loaded * size
                 self._recorder.began(rid, prompt_tokens, own_tokens, hit, context.session)
-        own = self._keys_of(own_hashes(request)) if own_tokens else []
+        none = self._keys_of(())
+        found = none if found is None else found
+        own = self._keys_of(own_hashes(request)) if own_tokens else none
         if len(own) != own_tokens // size:
-            own = []  # those of a streaming session are unknown
-        prompt = [*own, *found]
+            own = none  # those of a streaming session are unknown
+        prompt = own + found
         if len(prompt) > max(0, prompt_tokens - 1) // size:
-            prompt = [*own, *found[:loaded]]  # the lookup is older than SGLang's own hit
+            prompt = own + found[:loaded]  # the lookup is older than SGLang's own hit
         hits = len(own) + loaded
         self._cache.record(prompt[:hits], replace(context, hit_tokens=hits * size), prompt)
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class FlexKVLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         with self.side.edge.guard("lookup", "it is a miss"):
             return self.side.lookup(rid, _of_kv(transfers).keys)
-        # The other ranks wait for this answer, and take the least.
+        # The other ranks wait for the exchange that follows.
         return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -111,8 +112,8 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         transfer = _of_kv(transfers)
-        pages = self._pages(transfer.device_indices)
-        self.side.offload(transfer.keys, pages, self._after_forward)
+        pages_of = partial(self._pages, transfer.device_indices)
+        self.side.offload(transfer.keys, pages_of, self._after_forward)
         return True
 
     def num_completed_offloads(self) -> int:

@@ -24,11 +24,13 @@ from flexkv.adapter.metrics import Samples, add
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
 from flexkv.mover import Status
+from flexkv.packed_keys import PackedKeys, pack_keys
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
-from flexkv_sglang.copies import Offload, QueuedLoad, reserve
+from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.key_epoch import KeyEpoch
+from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.recording import RequestRecorder
@@ -64,8 +66,6 @@ class RankSide:
         may_wait: as given; the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks that do not decide.
         epoch: of the keys.
-        looks_ahead: whether SGLang looks up requests ahead of their turn now. Such a lookup only
-            starts a fetch: the ranks agree on no hit, see `hooks.agree_on_prefix`.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class RankSide:
         self.may_wait = may_wait
         self.events: TierEvents | None = None
         self.epoch = KeyEpoch()
-        self.looks_ahead = False
         self._worker = worker
         self._ranks = ranks
         self._cache = cache
@@ -99,11 +98,14 @@ class RankSide:
         self._seen: set[str] = set()
         self._batch = _NO_BATCH
         self._step = 0
-        self._awaited = None if cache is None else AwaitedPrefixes(cache, chooser, page_size)
+        self._awaited: AwaitedPrefixes | None = None
+        self._ahead: LookAhead | None = None
         self._followed: FollowedRequests | None = None
         self._figures: CacheFigures | None = None
         self._queries: Queries | None = None
         if cache is not None:
+            self._awaited = AwaitedPrefixes(cache, chooser, page_size)
+            self._ahead = LookAhead(cache, self._awaited, self.keys_of, edge)
             followed = FollowedRequests(cache, page_size, self.keys_of, recorder)
             # The worker's figures count this rank's errors, which must not count twice.
             self._figures = CacheFigures(
@@ -121,10 +123,14 @@ class RankSide:
         """Where errors of single requests end."""
         return self._edge
 
-    def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether pages of waiting requests are left to look up. Known on the rank that decides."""
+        return bool(self._ahead)
+
+    def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
         """The keys of blocks for SGLang's hashes in hex, which cover prefix, tenant and adapter."""
-        epoch = self.epoch.end
-        return [bytes.fromhex(each) + epoch for each in hashes]
+        return pack_keys(hashes, self.epoch.end)
 
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""
@@ -134,23 +140,30 @@ class RankSide:
     # Requests that SGLang is about to schedule.
 
     def lookup(self, rid: str, hashes: Sequence[str]) -> list[int]:
-        """Lengths, in pages, of the prefixes that can be loaded. SGLang takes the longest that all
-        ranks name. Ranks that do not decide therefore name all lengths.
+        """The length, in pages, of the longest prefix that can be loaded; nothing if none can, and
+        on ranks that do not decide. SGLang, which allows several lengths, walks through all of
+        them in Python: a prompt may have tens of thousands.
 
         Args:
             rid: id of the request.
             hashes: SGLang's hashes of the pages that it lacks, in the order of the prompt.
         """
         if self._cache is None:
-            return list(range(1, len(hashes) + 1))
+            return []
         with self._edge.guard("lookup", "it is a miss"):
             keys = self.keys_of(hashes)
             found = self._cache.lookup(keys)
-            if self._awaited is not None and self._followed is not None:
-                self._awaited.begin(rid, keys, found)
+            if self._followed is not None:
                 self._followed.looked_up(rid, keys)
-            return list(range(1, self._worth_loading(rid, len(hashes), found) + 1))
+            length = self._worth_loading(rid, len(hashes), found)
+            return [length] if length else []
         return []
+
+    def agree_on_length(self, lengths: Sequence[int]) -> int:
+        """The length of a prefix that all ranks load: what the rank that decides has returned from
+        `lookup`."""
+        (length,) = self._ranks.agree([max(lengths, default=0)], 1)
+        return length
 
     def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int] | None) -> bool:
         """Queue a load for the next batch. All ranks return the same.
@@ -169,8 +182,8 @@ class RankSide:
         if self._cache is not None:
             with self._edge.guard("ordering a load", "it is a miss"):
                 transfer, fetched = self._lease(rid, hashes)
-        slots = [0] * len(pages) if transfer is None else transfer.slots
-        number, cell, *slots = self._agree(transfer, slots)
+        slots = [] if transfer is None else transfer.slots
+        number, cell, slots = self._agree(transfer, slots, len(pages))
         if not number:
             return False
         order = CopyOrder(number, cell, list(pages), slots)
@@ -201,9 +214,20 @@ class RankSide:
         self._seen.add(rid)
         return new
 
+    def look_ahead(self, rid: str, prompt: Prompt) -> None:
+        """Find out what lower tiers have for a waiting request, and begin to read it, in this and
+        further calls of `go_on_looking`. Only the rank that decides does."""
+        if self._ahead is not None:
+            self._ahead.begin(rid, prompt)
+
+    def go_on_looking(self) -> None:
+        """See `LookAhead.go_on`."""
+        if self._ahead is not None:
+            self._ahead.go_on()
+
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Which of the waiting requests SGLang must not schedule yet, because a lower tier reads
-        blocks for them. All ranks return the same.
+        blocks for them, or it is not known yet whether one has any. All ranks return the same.
 
         Args:
             rids: ids of all waiting requests. Fetches for any other request are ended.
@@ -212,7 +236,7 @@ class RankSide:
         held = [False] * len(rids)
         if self._awaited is not None:
             with self._edge.guard("waiting for a disk", "what has come is all"):
-                held = self._awaited.held(rids)
+                held = self._held(rids)
         if not rids:
             return []  # as often as an idle engine looks for requests
         return list(map(bool, self._ranks.agree(list(map(int, held)), len(rids))))
@@ -282,33 +306,35 @@ class RankSide:
     def offload(
         self,
         hashes: Sequence[str],
-        pages: Sequence[int] | None,
+        pages_of: Callable[[], Sequence[int] | None],
         behind: Behind = contextlib.nullcontext,
     ) -> None:
         """Store pages. SGLang must keep them until `take_offload` has returned for them.
 
         Args:
             hashes: hashes of the pages, in the order of the prompt.
-            pages: SGLang's numbers of the pages; None after an error, which fails the offload.
+            pages_of: returns SGLang's numbers of the pages; None after an error, which fails the
+                offload. Not called if all pages are stored already.
             behind: the copies follow the work that SGLang has queued so far.
         """
-        transfer, stored, slots = None, False, [-1] * len(hashes)
-        if self._cache is not None and pages is not None:
+        transfer, stored, slots = None, False, []
+        if self._cache is not None:
             with self._edge.guard("storing blocks", "they are not cached"):
                 before, self._before = self._before, None
-                chain = self.keys_of([before, *hashes] if before else hashes)
-                # With its slots: blocks of a store that copies nothing would be found.
-                transfer, slots = reserve(self._cache, chain, len(hashes))
-                stored = not self._cache.missing(self.keys_of(hashes))
-        number, cell, *slots = self._agree(transfer, slots)
+                keys = self.keys_of(hashes)
+                missing = self._cache.missing(keys)
+                if missing:
+                    parent = self.keys_of([before] if before else [])
+                    # With its slots: blocks of a store that copies nothing would be found.
+                    transfer, slots = reserve(self._cache, parent, keys, missing)
+                taken = 0 if transfer is None else len(transfer.blocks)
+                stored = taken == len(missing)
+        number, cell, slots = self._agree(transfer, slots, len(hashes))
+        pages = pages_of() if number else None
         if number and pages is None:
             self._worker.fail_stores(StepOrders(stores=[CopyOrder(number, cell, [], [])]))
         elif number and pages is not None:
-            chosen = [(page, slot) for page, slot in zip(pages, slots, strict=True) if slot >= 0]
-            order = CopyOrder(
-                number, cell, [page for page, _ in chosen], [slot for _, slot in chosen]
-            )
-            self._store(order, behind)
+            self._store(order_of(number, cell, pages, slots), behind)
         self._pending.append(Offload(transfer, stored))
 
     def ended_offloads(self) -> int:
@@ -376,6 +402,9 @@ class RankSide:
         """The weights in memory differ from the model's files now; see `KeyEpoch.renew`. `flushed`:
         whether SGLang has flushed its own cache since the change."""
         self.epoch.renew(mixed=not flushed)
+        if self._followed is not None and self._ahead is not None:
+            self._followed.forget_lookups()
+            self._ahead.clear()
         with self._edge.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
                 self.events.forget_all(self.epoch.end)
@@ -442,11 +471,23 @@ class RankSide:
             self._awaited.end(rid)
         return transfer, fetched
 
-    def _agree(self, transfer: Transfer | None, slots: Sequence[int]) -> list[int]:
-        """The transfer of rank 0 as numbers: its id, its cell, and a slot for each page. All are 0
-        if rank 0 made none."""
+    def _held(self, rids: Sequence[str]) -> list[bool]:
+        assert self._ahead is not None
+        assert self._awaited is not None
+        self._ahead.keep(rids)
+        # Those that no step has had time for yet, too. `hooks` looks at them in this order.
+        looking = {rid for rid in rids[:WINDOW] if rid not in self._seen or rid in self._ahead}
+        waits = self._awaited.held(rids)
+        return [rid in looking or each for rid, each in zip(rids, waits, strict=True)]
+
+    def _agree(
+        self, transfer: Transfer | None, slots: Sequence[int], pages: int
+    ) -> tuple[int, int, list[int]]:
+        """The transfer of rank 0: its id, its cell, and a slot for each of the pages. Id and cell
+        are 0, and there are no slots, if rank 0 made none."""
         ids = [0, 0] if transfer is None else [transfer.id, transfer.cell]
-        return self._ranks.agree([*ids, *slots], len(slots) + 2)
+        number, cell = self._ranks.agree(ids, 2)
+        return number, cell, self._ranks.agree(slots, pages) if number else []
 
     def _store(self, order: CopyOrder, behind: Behind) -> None:
         orders = StepOrders(stores=[order])

@@ -265,6 +265,21 @@ class KVCache:
         return self._below.fetcher.begin(keys, priority)
 
     @_sound
+    def extend_fetch(self, fetch: Fetch, keys: Sequence[bytes]) -> bool:
+        """Let a fetch bring the blocks behind its prefix, too: beginning a long fetch at once takes
+        longer than a step of an engine may.
+
+        Args:
+            fetch: the fetch.
+            keys: keys of the blocks, in order.
+
+        Returns:
+            Whether the fetch can be extended further. If not, no tier has a block to add, or the
+            fetch has ended.
+        """
+        return not self._off and self._below.fetcher.extend(fetch, keys)
+
+    @_sound
     def hasten(self, fetch: Fetch) -> None:
         """Raise the priority of a prefetch, because a request now waits for it."""
         self._below.fetcher.hasten(fetch)
@@ -308,8 +323,8 @@ class KVCache:
         self._pins.expire(time.monotonic())
         blocks = self._below.reserve(keys, positions, begins)
         if len(blocks) < len(positions):
-            refused = {keys[i] for i in positions if keys[i] not in self._index}
-            self._counters.refused_blocks += len(refused)
+            absent = set(positions).intersection(self._index.missing(keys))
+            self._counters.refused_blocks += len({keys[i] for i in absent})
         if not blocks:
             return None
         transfer = self._device.begin(Direction.STORE, blocks)

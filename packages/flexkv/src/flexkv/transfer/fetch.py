@@ -20,7 +20,7 @@ class Fetch:
     ends it with `KVCache.end_fetch`. Times are time.monotonic(), in seconds.
 
     Attributes:
-        keys: keys of the prefix, first block first.
+        keys: keys of the prefix, first block first. The list grows if the fetch is extended.
         blocks: the blocks by position; None for one that the arena lacks. This fetch leases the
             others. The list grows while tiers are asked which blocks they have.
         arrived: how many blocks the arena has, from the first on without a gap.
@@ -38,7 +38,7 @@ class Fetch:
         gave: how many blocks each tier has given, and when it gave the last.
     """
 
-    keys: Sequence[bytes]
+    keys: list[bytes]
     blocks: list[Block | None] = field(repr=False)
     arrived: int = 0
     stop: int = 0

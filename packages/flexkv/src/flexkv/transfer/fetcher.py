@@ -85,7 +85,8 @@ class Fetcher:
         if priority is not Priority.LOAD and first >= self._room():
             self.ask(keys[first:])
             return None
-        fetch = Fetch(keys, list(self._index.lease(keys[:first]) or ()), priority=priority)
+        leased = self._index.lease(keys[:first])
+        fetch = Fetch(list(keys), list(leased or ()), priority=priority)
         fetch.begun = fetch.progressed = time.monotonic()
         self._fetches[fetch] = None
         with contextlib.ExitStack() as undo:
@@ -93,13 +94,30 @@ class Fetcher:
             self._extend(fetch)
             undo.pop_all()
         fetch.first = fetch.arrived
-        blocks = fetch.blocks
-        fetch.awaited = [
-            key
-            for i, key in enumerate(keys[first : fetch.stop], first)
-            if i >= len(blocks) or blocks[i] is None
-        ]
+        self._await(fetch, first)
         return fetch
+
+    def extend(self, fetch: Fetch, keys: Sequence[bytes]) -> bool:
+        """Bring the blocks behind a fetch's prefix into the arena, too. Does not wait.
+
+        Args:
+            fetch: the fetch.
+            keys: keys of the blocks, in order.
+
+        Returns:
+            Whether blocks behind these can be of use: the fetch has not ended, and all its blocks
+            have arrived or may arrive.
+        """
+        first = len(fetch.keys)
+        if fetch not in self._fetches or fetch.stop < first:
+            return False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.end, fetch)
+            fetch.keys += keys
+            self._extend(fetch)
+            self._await(fetch, first)
+            undo.pop_all()
+        return fetch.stop == len(fetch.keys)
 
     def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> bool:
         """Ask tiers which of these blocks they have, as far as that is unknown. Does not wait.
@@ -206,6 +224,15 @@ class Fetcher:
         self._reads.forget()
         for known in (self._fetches, self._waiting, self._came):
             known.clear()
+
+    def _await(self, fetch: Fetch, start: int) -> None:
+        """Note the blocks from `start` on that the arena lacks and that may come."""
+        blocks = fetch.blocks
+        fetch.awaited += [
+            fetch.keys[i]
+            for i in range(start, fetch.stop)
+            if i >= len(blocks) or blocks[i] is None
+        ]
 
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
         """The keys that tiers have to be asked for, by the fastest tier that may have the block."""

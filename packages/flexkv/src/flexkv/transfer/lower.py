@@ -149,11 +149,13 @@ class LowerTiers:
         """
         index = self._index
         blocks = index.reserve_all(keys, positions, begins)
-        if len(blocks) == len(positions):
+        made = len(blocks)
+        if made == len(positions):
             return blocks
         with contextlib.ExitStack() as undo:
             undo.callback(index.abandon, blocks)
-            refused = [i for i in positions if keys[i] not in index]
+            absent = set(index.missing(keys))
+            refused = [i for i in positions if i in absent]
             while refused and self._room.make_for_store():
                 blocks += index.reserve_all(keys, refused, begins)
                 refused = [i for i in refused if keys[i] not in index]
@@ -161,6 +163,8 @@ class LowerTiers:
             if passing:
                 blocks += index.reserve_all(keys, refused[:passing], begins, True)
             undo.pop_all()
+        if len(blocks) == made:
+            return blocks
         order = {keys[i]: i for i in positions}
         return sorted(blocks, key=lambda block: order[block.key])
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of a waiting request that SGLang's own cache lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class MissingPages:
+    """See `look_ahead.Prompt`.
+
+    Args:
+        key: SGLang's key of the whole prompt; borrowed.
+        first: tokens of the prompt that SGLang's cache has, whole pages.
+        before: the hash of the last of these pages; None if there are none.
+        page_size: tokens of a page.
+    """
+
+    def __init__(self, key: Any, first: int, before: str | None, page_size: int) -> None:
+        self._key = key
+        self._first = first
+        self._before = before
+        self._page_size = page_size
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are."""
+        return max(0, len(self._key) - self._first) // self._page_size
+
+    def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
+        """See `look_ahead.Prompt`."""
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        size, first = self._page_size, self._first
+        part = self._key[first + start * size : first + stop * size]
+        hashes: list[str] = get_storage_hash_str(part, before or self._before, page_size=size)
+        return hashes
+
+
+def missing_pages(tree: Any, request: Any) -> MissingPages:
+    """Match a request with SGLang's cache as SGLang does at its turn, without a hash or a lookup.
+
+    Args:
+        tree: SGLang's cache. It counts the match as a use; all ranks must call this alike.
+        request: SGLang's request.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    request.refresh_fill_ids()
+    tokens = request.full_untruncated_fill_ids
+    # With embeddings of its own, a request shares no pages.
+    shares = request.positional_embed_overrides is None
+    limit = request._compute_max_prefix_len(len(tokens)) if shares else 0
+    key = RadixKey(
+        tokens, extra_key=request.extra_key, limit=limit, cache_salt=request.cache_salt
+    )
+    match = tree.match_prefix(MatchPrefixParams(key=key))
+    key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
+    first = match.device_prefix_len
+    before = tree.get_last_hash_value(match.last_device_node) if first else None
+    if first and before is None:
+        first = len(key)  # the hashes of the pages behind are unknown
+    return MissingPages(key, first, before, tree.page_size)
