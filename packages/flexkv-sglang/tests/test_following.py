@@ -92,6 +92,14 @@ def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
     assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 20, "r"))]
 
 
+def test_a_lookup_before_a_change_of_weights_counts_for_nothing(world: World) -> None:
+    world.rank.side.lookup("r", HASHES)
+    world.rank.side.weights_changed(flushed=False)
+    world.own = HASHES[:2]
+    world.schedule(Request("r", PROMPT, prefix=8))
+    assert world.told.began_with == [(world.keys(HASHES[:2]), RequestContext(21, 8, "r"))]
+
+
 def test_chunks_of_a_prompt_are_one_request(world: World) -> None:
     request = Request("r", PROMPT)
     world.rank.side.lookup("r", HASHES)

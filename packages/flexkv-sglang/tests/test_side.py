@@ -160,6 +160,32 @@ def test_offloads_end_in_the_order_of_their_calls(make_rank: MakeRank) -> None:
     assert rank.side.lookup("r", hashes) == [4]
 
 
+def test_pages_that_are_stored_already_are_not_named(make_rank: MakeRank) -> None:
+    """On a GPU, to read their numbers waits for its work."""
+
+    def fail() -> list[int]:
+        raise AssertionError("nobody copies them")
+
+    rank = make_rank()
+    hashes = hashes_of("a", 3)
+    rank.store(hashes, [1, 2, 3])
+    rank.side.offload(hashes[1:], fail)
+    assert rank.side.ended_offloads() == 1
+    assert rank.side.take_offload()
+
+
+def test_pages_that_are_stored_in_part_are_copied_in_part(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    hashes = hashes_of("a", 5)
+    wanted = rank.fill([1, 2, 3, 4, 5], seed=1)
+    rank.store(hashes[1:3], [2, 3])
+    rank.fill([2, 3], seed=2)  # would be wrong bytes
+    assert rank.store(hashes, [1, 2, 3, 4, 5])
+    assert rank.side.lookup("r", hashes) == [5]
+    assert rank.load("r", hashes, [6, 7, 8, 9, 10])
+    assert same(rank.read([6, 7, 8, 9, 10]), wanted)
+
+
 def test_what_finds_no_room_is_not_called_stored(make_rank: MakeRank) -> None:
     rank = make_rank(pages=300)
     cache = rank.side._cache

@@ -457,3 +457,39 @@ def test_a_tier_that_raises_keeps_no_fetch_no_key_and_no_slot(make: Callable[...
     assert (fetch.done, fetch.arrived, node.ready()) == (True, 3, "abc")
     node.cache.end_fetch(fetch)
     assert not node.cache.busy
+
+
+def test_an_extended_fetch_brings_what_follows_its_prefix(make: Callable[..., Node]) -> None:
+    node = make("abcd", slots=4)
+    node.store("c")
+    fetch = node.fetch("ab")
+    (tier,) = node.tiers
+    tier.end_all()
+    node.cache.poll()
+    assert (fetch.arrived, fetch.done) == (2, True)
+    assert node.cache.extend_fetch(fetch, keys("cd"))
+    assert (fetch.done, read_keys(tier)[-1]) == (False, b"d")
+    assert fetch.awaited == keys("abd")
+    tier.end_all()
+    node.cache.poll()
+    assert (fetch.arrived, fetch.done) == (4, True)
+    assert node.leased() == dict.fromkeys("abcd", 1)
+    node.cache.end_fetch(fetch)
+    assert not node.cache.extend_fetch(fetch, keys("e"))
+    node.assert_at_rest()
+
+
+def test_a_fetch_is_not_extended_behind_a_block_that_does_not_come(
+    make: Callable[..., Node],
+) -> None:
+    node = make("abd")
+    fetch = node.fetch("ab")
+    assert not node.cache.extend_fetch(fetch, keys("cd"))
+    assert not node.cache.extend_fetch(fetch, keys("d"))
+    (tier,) = node.tiers
+    assert read_keys(tier) == keys("ab")
+    tier.end_all()
+    node.cache.poll()
+    assert fetch.done
+    node.cache.end_fetch(fetch)
+    node.assert_at_rest()
