@@ -88,7 +88,9 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("host", "the arena and its memory", _of(CORE, "host")),
     ),
     (
-        Room("index", "key to slot, states, leases, pins", _of(CORE, "index", "pins")),
+        Room(
+            "index", "key to slot, states, leases, pins", _of(CORE, "index", "packed_keys", "pins")
+        ),
         Room(
             "config",
             "settings",

@@ -25,6 +25,14 @@ RESET = _ROOT / "packages" / "flexkv" / "bench" / "reset.py"
 DISK_INDEX = _ROOT / "packages" / "flexkv" / "bench" / "disk_index.py"
 SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
 FULL_ARENA = _ROOT / "packages" / "flexkv-vllm" / "bench" / "full_arena.py"
+SGLANG_CALLS = _ROOT / "packages" / "flexkv-sglang" / "bench" / "scheduler_calls.py"
+_SGLANG_GOALS = {
+    "lookup, a hit": Goal("<=", 1000),
+    "lookup, a miss": Goal("<=", 1000),
+    "offload of new pages": Goal("<=", 10_000),
+    "offload of known pages": Goal("<=", 1000),
+    "a step's look-ahead, 64 requests wait": Goal("<=", 2000),
+}
 _FULL_ARENA_GOALS = {
     "a decoding step with stores": Goal("<=", 100),
     "a lookup": Goal("<=", 150),
@@ -53,6 +61,7 @@ def script_rows() -> list[Row]:
             Goal("<=", 20),
         ),
         *_full_arena_rows(report_of(FULL_ARENA)),
+        *_sglang_rows(report_of(SGLANG_CALLS)),
     ]
 
 
@@ -97,6 +106,19 @@ def _full_arena_rows(report: list[dict[str, Any]]) -> list[Row]:
             unit="us",
             goal=_FULL_ARENA_GOALS.get(row["name"], _QUEUED_GOAL),
             detail=f"median of {row['repeats']}, least {row['least']:.0f}",
+        )
+        for row in report
+    ]
+
+
+def _sglang_rows(report: list[dict[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            what=f"SGLang's scheduler, 32,768 tokens, pages of {row['page']}: {row['name']}",
+            value=row["microseconds"],
+            unit="us",
+            goal=_SGLANG_GOALS.get(row["name"]),
+            detail=f"of {row['repeats']}; see {SGLANG_CALLS.name}",
         )
         for row in report
     ]

@@ -60,7 +60,7 @@ class World:
         def note(
             cache: KVCache, keys: list[bytes], context: RequestContext, prompt: list[bytes]
         ) -> None:
-            self.told.append((keys, context, prompt))
+            self.told.append((list(keys), context, list(prompt)))
             record(cache, keys, context, prompt)
 
         patch.setattr(KVCache, "record", note)
@@ -111,7 +111,7 @@ def test_the_policy_is_told_of_the_whole_prompt(
     request = world.request(PROMPT, **whose)
     world.schedule(request)
     assert request.prefix_len == known
-    keys = world.rank.side.keys_of(world.hashes(request))
+    keys = list(world.rank.side.keys_of(world.hashes(request)))
     assert world.told == [(keys[: known // 4], RequestContext(21, known, "r"), keys)]
 
 

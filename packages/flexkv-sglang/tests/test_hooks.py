@@ -218,9 +218,7 @@ def test_sglang_does_not_rest_while_pages_are_left_to_look_up(
     assert slept == []
 
 
-def test_flexkvs_ranks_agree_by_one_number(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flexkvs_ranks_agree_by_one_number(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     def sglangs(wrapper: object, lengths: list[int], num_pages: int) -> str:
         return "SGLang's"
 

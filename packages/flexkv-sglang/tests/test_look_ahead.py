@@ -20,9 +20,7 @@ HASHES = hashes_of("a", PAGES)
 
 
 @pytest.fixture
-def rank(
-    make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Rank:
+def rank(make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """A rank whose disk has `PAGES` pages of a prompt, and whose steps have time for one portion of
     pages each."""
     monkeypatch.setattr(look_ahead, "_HASHED_PAGES", 4)

@@ -96,7 +96,10 @@ def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
     assert engine.both(lambda rank: rank.store(hashes, [1, 2, 3])) == [True, True]
     answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
     assert answers == [[3], []]
-    assert engine.both(lambda rank: rank.side.agree_on_length(rank.side.lookup("r", hashes))) == [3, 3]
+    assert engine.both(lambda rank: rank.side.agree_on_length(rank.side.lookup("r", hashes))) == [
+        3,
+        3,
+    ]
     assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, True]
     for rank, wanted in zip(engine.ranks, stored, strict=True):
         assert same(rank.read([7, 8, 9]), wanted)

@@ -24,8 +24,8 @@ from flexkv_sglang.side import RankSide
 logger = logging.getLogger("flexkv.sglang")
 
 _MATCHED_TOKENS = 1 << 15
-"""Tokens of the new requests of a step whose pages SGLang's own cache is searched for: about 0.2 ms.
-The same on all ranks, whose caches note the search. Not tuned."""
+"""Tokens of a step's new requests for which SGLang's own cache is searched: about 0.2 ms. The same
+on all ranks, whose caches note the search. Not tuned."""
 
 _REST_SECONDS = 0.001
 """Seconds that SGLang's loop sleeps if all requests wait for lower tiers. Without the sleep, the
@@ -146,8 +146,9 @@ def decode(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
 def agree_on_prefix(
     original: Callable[..., int], wrapper: Any, lengths: Sequence[int], **kwargs: Any
 ) -> int:
-    """Hook of the exchange in which SGLang's ranks agree on a hit: an array of all lengths, of which
-    each rank marks those that it can load. One rank of FlexKV decides, and one number is enough."""
+    """Hook of the exchange in which SGLang's ranks agree on a hit: an array of all lengths, of
+    which each rank marks those that it can load. One rank of FlexKV decides, and one number is
+    enough."""
     for side in _sides:
         return side.agree_on_length(lengths)
     return original(wrapper, lengths, **kwargs)
@@ -238,4 +239,5 @@ def _look_ahead(side: RankSide, scheduler: Any) -> None:
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
                 if not getattr(request.session, "streaming", False):
                     side.look_ahead(request.rid, missing_pages(tree, request))
-    side.go_on_looking()
+    with side.edge.guard("looking ahead", "the next step goes on"):
+        side.go_on_looking()

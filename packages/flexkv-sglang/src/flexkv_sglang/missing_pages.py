@@ -53,9 +53,7 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
     # With embeddings of its own, a request shares no pages.
     shares = request.positional_embed_overrides is None
     limit = request._compute_max_prefix_len(len(tokens)) if shares else 0
-    key = RadixKey(
-        tokens, extra_key=request.extra_key, limit=limit, cache_salt=request.cache_salt
-    )
+    key = RadixKey(tokens, extra_key=request.extra_key, limit=limit, cache_salt=request.cache_salt)
     match = tree.match_prefix(MatchPrefixParams(key=key))
     key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
     first = match.device_prefix_len

@@ -317,7 +317,8 @@ class RankSide:
                 offload. Not called if all pages are stored already.
             behind: the copies follow the work that SGLang has queued so far.
         """
-        transfer, stored, slots = None, False, []
+        transfer, stored = None, False
+        slots: list[int] = []
         if self._cache is not None:
             with self._edge.guard("storing blocks", "they are not cached"):
                 before, self._before = self._before, None

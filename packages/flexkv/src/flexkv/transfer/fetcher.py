@@ -194,7 +194,7 @@ class Fetcher:
         fastest. For each fetch: the keys in the order of the prefix, and the place of the slowest
         tier that gave a block."""
         came, self._came = self._came, {}
-        arrivals = []
+        arrivals: list[tuple[Sequence[bytes], int]] = []
         for fetch, start in came.items():
             keys = fetch.keys[start : fetch.arrived]
             place = max(
@@ -229,9 +229,7 @@ class Fetcher:
         """Note the blocks from `start` on that the arena lacks and that may come."""
         blocks = fetch.blocks
         fetch.awaited += [
-            fetch.keys[i]
-            for i in range(start, fetch.stop)
-            if i >= len(blocks) or blocks[i] is None
+            fetch.keys[i] for i in range(start, fetch.stop) if i >= len(blocks) or blocks[i] is None
         ]
 
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
