@@ -26,3 +26,12 @@ def test_larger_pages_are_advised_where_there_are_any(
     with caplog.at_level(logging.WARNING, "flexkv.sglang"):
         make_rank(page_size=page_size)
     assert ("--page-size 64 makes this cheaper" in caplog.text) is advised
+
+
+@pytest.mark.parametrize(("slots", "warns"), [(40, True), (200, False)])
+def test_host_memory_is_compared_with_sglangs_own_pages(
+    make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, slots: int, warns: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_rank(pages=100, settings={"cpu_cache_gb": slots * 4096 / (1 << 30)})
+    assert ("the engine's own KV cache" in caplog.text) is warns

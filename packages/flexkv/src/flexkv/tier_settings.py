@@ -45,8 +45,8 @@ class HostSettings:
         unit="GiB",
         help=(
             "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
-            "allocates and fills it at start. Default: 16, or half of the memory that is "
-            "available at start if that is less."
+            "allocates and fills it at start. Default: twice the size of the engine's own KV "
+            "cache, at least 16, and at most half of the memory that is available at start."
         ),
         parse=parse_number(LEAST_GIB, MOST_GIB),
         allowed=f"{SIZE}, at most the memory that is available at start",

@@ -2,18 +2,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 
 import pytest
 from resident import resident
 
 from flexkv import ArenaError
+from flexkv.host import arena as arena_module
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.available import available_memory
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
 from flexkv.mover import Status
 
 FORMAT = BlockFormat(2, (5000, 5000))
+GIB = 1 << 30
 
 
 def test_arena_is_filled_at_start_and_slots_are_aligned() -> None:
@@ -89,6 +92,42 @@ def test_size_follows_the_setting_and_the_memory_there_is() -> None:
     assert plan_arena(FORMAT, 0.01).num_slots == int(0.01 * (1 << 30)) // FORMAT.slot_bytes
     default = plan_arena(FORMAT, None).num_slots * FORMAT.slot_bytes
     assert default <= min(16 << 30, available_memory())
+
+
+@pytest.mark.parametrize(
+    ("setting", "pool", "size"),
+    [
+        (None, 0, 16),
+        (None, 5, 16),
+        (None, 20, 40),
+        (None, 40, 50),
+        (None, 60, 50),
+        (10.0, 20, 10),
+        (20.0, 20, 20),
+        (21.0, 20, 21),
+    ],
+)
+def test_host_memory_is_larger_than_the_engines_own_cache(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    setting: float | None,
+    pool: int,
+    size: int,
+) -> None:
+    """Otherwise it has the same blocks, and gives no hit."""
+    monkeypatch.setattr(arena_module, "available_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(arena_module, "free_huge_pages", lambda: 0)
+    block_format = BlockFormat(2, (1 << 20, 1 << 20))
+    blocks = pool * GIB // block_format.slot_bytes * block_format.engine_blocks
+    with caplog.at_level(logging.WARNING):
+        spec = plan_arena(block_format, setting, pool_blocks=blocks)
+    assert spec.slots_bytes == size * GIB
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == (size <= pool)
+    for line in said:
+        assert f"has {size:.2f} GiB" in line
+        assert f"own KV cache {pool:.2f} GiB" in line
+        assert "100.00 GiB are available" in line
 
 
 def test_more_than_the_machine_has_is_refused() -> None:

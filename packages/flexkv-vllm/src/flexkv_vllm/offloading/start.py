@@ -59,7 +59,8 @@ def make_worker(
     )
     start = functools.partial(start_movers, device, layouts, chunk)
     ranks = config.parallel.world_size
-    session, groups = open_rank(settings, config.engine_id, shard, ranks, start)
+    blocks = max(layout.num_blocks for layout in layouts)
+    session, groups = open_rank(settings, config.engine_id, shard, ranks, start, pool_blocks=blocks)
     return FlexKVOffloadingWorker(session, groups, rank, device, edge)
 
 

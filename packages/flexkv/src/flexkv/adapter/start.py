@@ -92,6 +92,8 @@ def open_rank(
     shard: Shard,
     ranks: int,
     start: Callable[[Arena, int], Movers],
+    *,
+    pool_blocks: int = 0,
 ) -> tuple[Session, Movers]:
     """Meet the other ranks, and start the movers between this rank's pages and the arena.
 
@@ -102,6 +104,7 @@ def open_rank(
         shard: the shard of this rank.
         ranks: the number of ranks of the engine.
         start: makes the movers for an arena and a number of threads. May raise ValueError.
+        pool_blocks: see `plan_arena`.
 
     Returns:
         The session and the movers. The caller closes the movers, then the session.
@@ -113,7 +116,7 @@ def open_rank(
     cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
     threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
     with running_on(cpus):
-        session = meet(config, engine_id, shard, ranks, threads)
+        session = meet(config, engine_id, shard, ranks, threads, pool_blocks=pool_blocks)
         with closed_on_error(session):
             try:
                 return session, start(session.arena, threads)
@@ -122,7 +125,13 @@ def open_rank(
 
 
 def meet(
-    config: CacheConfig, engine_id: str | None, shard: Shard, ranks: int, threads: int
+    config: CacheConfig,
+    engine_id: str | None,
+    shard: Shard,
+    ranks: int,
+    threads: int,
+    *,
+    pool_blocks: int = 0,
 ) -> Session:
     """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
     if shard.rank > 0 and engine_id is not None:
@@ -132,7 +141,7 @@ def meet(
         return session
 
     def plan(block_format: BlockFormat) -> ArenaSpec:
-        return plan_arena(block_format, config.cpu_cache_gb)
+        return plan_arena(block_format, config.cpu_cache_gb, pool_blocks=pool_blocks)
 
     if engine_id is None:
         return alone(shard, plan, threads=threads)

@@ -51,7 +51,9 @@ def start_worker(
         return device.make_mover(planes, stored, layout.num_blocks, arena, threads)
 
     shard = pages.shard(identity, device.numa_node)
-    session, mover = open_rank(config, engine_id, shard, pages.ranks, start)
+    session, mover = open_rank(
+        config, engine_id, shard, pages.ranks, start, pool_blocks=layout.num_blocks
+    )
     side = WorkerSide(
         session,
         mover,

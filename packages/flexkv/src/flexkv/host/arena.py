@@ -26,7 +26,14 @@ from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_GB = 16.0
-"""Default of `cpu_cache_gb`, in GiB. If half of the available memory is less, that is taken."""
+"""The least default of `cpu_cache_gb`, in GiB. If half of the available memory is less, that is
+taken."""
+
+_POOLS = 2
+"""By default host memory is as many times as large as the engine's own KV cache. Host memory gives
+no hit for blocks that are in both. On Mooncake's conversation trace, with 5,000 blocks in the
+engine and lru, 11.2 % of all blocks are hits without host memory and with 5,000 blocks of it, and
+21.2 % with 10,000."""
 
 _ELSEWHERE_SHARE = 0.1
 """If more than this part of the arena is not on the wanted NUMA nodes, a warning is logged. Not
@@ -66,12 +73,16 @@ class ArenaSpec:
         return -(-(self.slots_offset + self.slots_bytes) // HUGE_PAGE) * HUGE_PAGE
 
 
-def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSpec:
+def plan_arena(
+    block_format: BlockFormat, cpu_cache_gb: float | None, *, pool_blocks: int = 0
+) -> ArenaSpec:
     """Size the arena.
 
     Args:
         block_format: the places of a block's parts in a slot.
         cpu_cache_gb: the setting, in GiB; None for the default.
+        pool_blocks: engine blocks of the engine's own KV cache on each rank; 0 if it has none. If
+            host memory is no larger, a warning is logged.
 
     Raises:
         ArenaError: the memory is not available, or too small for a single block.
@@ -80,8 +91,10 @@ def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSp
     # pool, with the board and the padding at its end.
     pool = free_huge_pages() - ArenaSpec(block_format, 0).total_bytes - HUGE_PAGE
     available = max(available_memory(), pool)
+    pool_slots = pool_blocks // block_format.engine_blocks
+    pool_bytes = pool_slots * block_format.slot_bytes
     if cpu_cache_gb is None:
-        wanted = int(min(DEFAULT_CACHE_GB * GIB, available / 2))
+        wanted = int(min(max(DEFAULT_CACHE_GB * GIB, _POOLS * pool_bytes), available / 2))
     else:
         wanted = int(cpu_cache_gb * GIB)
     allowed = f"at most {available / GIB:.2f} GiB, which are available on this machine now"
@@ -92,6 +105,16 @@ def plan_arena(block_format: BlockFormat, cpu_cache_gb: float | None) -> ArenaSp
         raise ArenaError(
             f"cpu_cache_gb is {wanted / GIB:g} GiB, less than one block of "
             f"{block_format.slot_bytes} bytes; allowed: room for at least one block, {allowed}"
+        )
+    if spec.num_slots <= pool_slots:
+        logger.warning(
+            "host memory has %.2f GiB for blocks, and the engine's own KV cache %.2f GiB: most "
+            "blocks in host memory are in the engine's cache as well, and give no hits; set "
+            "cpu_cache_gb to more than %.2f; %.2f GiB are available",
+            spec.slots_bytes / GIB,
+            pool_bytes / GIB,
+            pool_bytes / GIB,
+            available / GIB,
         )
     return spec
 
