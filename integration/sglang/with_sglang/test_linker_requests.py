@@ -26,6 +26,7 @@ from sglang_world import Rank  # type: ignore[import-not-found]
 from flexkv import KVCache
 from flexkv.eviction import RequestContext
 from flexkv_sglang import hooks
+from flexkv_sglang.missing_pages import missing_pages
 
 PAGE = 4
 PROMPT = list(range(21))
@@ -113,6 +114,29 @@ def test_the_policy_is_told_of_the_whole_prompt(
     assert request.prefix_len == known
     keys = list(world.rank.side.keys_of(world.hashes(request)))
     assert world.told == [(keys[: known // 4], RequestContext(21, known, "r"), keys)]
+
+
+@pytest.mark.parametrize("whose", [{}, {"extra_key": "A"}, {"cache_salt": "A"}])
+@pytest.mark.parametrize("known", [0, 4, 12, 20])
+def test_ahead_of_its_turn_a_request_has_the_hashes_of_its_turn(
+    world: World, known: int, whose: dict[str, str]
+) -> None:
+    if known:
+        world.insert(PROMPT[:known], **whose)
+    request = world.request(PROMPT, **whose)
+    missing = missing_pages(world.tree, request)
+    wanted = world.hashes(request)[known // PAGE :]
+    assert missing.pages == len(wanted)
+    if wanted:
+        assert missing.hashes(0, len(wanted), None) == wanted
+        first = missing.hashes(0, 1, None)
+        assert first + missing.hashes(1, len(wanted), first[0]) == wanted
+
+
+def test_a_request_with_embeddings_of_its_own_has_no_pages(world: World) -> None:
+    request = world.request(PROMPT)
+    request.positional_embed_overrides = object()
+    assert missing_pages(world.tree, request).pages == 0
 
 
 def test_a_request_names_its_session(world: World) -> None:
