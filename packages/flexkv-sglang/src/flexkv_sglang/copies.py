@@ -78,6 +78,8 @@ def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int])
         pages: SGLang's numbers of the pages.
         slots: for each page its slot, or -1 if it is not copied.
     """
+    if -1 not in slots:
+        return CopyOrder(number, cell, list(pages), list(slots))
     # No pair for each page: as many objects at once would set off Python's garbage collection.
     copied = [page for page, slot in zip(pages, slots, strict=True) if slot >= 0]
     return CopyOrder(number, cell, copied, [slot for slot in slots if slot >= 0])
