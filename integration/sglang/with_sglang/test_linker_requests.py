@@ -130,7 +130,7 @@ def test_ahead_of_its_turn_a_request_has_the_hashes_of_its_turn(
     if wanted:
         assert missing.hashes(0, len(wanted), None) == wanted
         first = missing.hashes(0, 1, None)
-        assert first + missing.hashes(1, len(wanted), first[0]) == wanted
+        assert [*first, *missing.hashes(1, len(wanted), first[0])] == wanted
 
 
 def test_a_request_with_embeddings_of_its_own_has_no_pages(world: World) -> None:
