@@ -125,6 +125,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
                 "histogram",
                 "mounts",
                 "native",
+                "regular_files",
                 "version",
             ),
         ),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import NoReturn
@@ -168,6 +169,22 @@ def test_a_cache_that_cannot_be_written_is_no_error(fake: FakeCuda, tmp_path: Pa
     (tmp_path / "file").touch()
     found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "file")
     assert found.choices
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_cache_that_another_user_planted_is_neither_read_nor_written(
+    fake: FakeCuda, tmp_path: Path
+) -> None:
+    cache = tmp_path / "flexkv"
+    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=cache)
+    (path,) = cache.iterdir()
+    content = json.loads(path.read_text()) | {"choices": []}
+    path.write_text(json.dumps(content))
+    os.chown(cache, 65534, 65534)
+    tmp_path.chmod(0o1777)
+    assert calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=cache).choices
+    assert [each.name for each in cache.iterdir()] == [path.name]
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_user_without_a_home_measures_at_each_start(

@@ -14,14 +14,16 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flexkv.directories import make_directories
+from flexkv.directories import open_directory
 from flexkv.mover import LAYER_PARTS, Direction
+from flexkv.regular_files import open_regular
 from flexkv_kernels.cuda_check import correct_modes
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device
 from flexkv_kernels.cuda_measure import Bench, Candidate, Sample, TransferClass
@@ -216,7 +218,12 @@ def _cache_path(
 
 def _read(path: Path) -> Calibration | None:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        folder = open_directory(str(path.parent))
+        try:
+            with open(open_regular(folder, path.name, os.O_RDONLY), encoding="utf-8") as file:
+                document = json.load(file)
+        finally:
+            os.close(folder)
         found = Calibration(
             CudaMode[document["mode"]],
             tuple(_choice(entry) for entry in document["choices"]),
@@ -259,12 +266,15 @@ def _write(path: Path, found: Calibration) -> None:
         "ring_bytes": found.ring_bytes,
         "samples": [_names(sample) for sample in found.samples],
     }
-    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}").name
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        make_directories(str(path.parent))
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        temporary.replace(path)
+        folder = open_directory(str(path.parent), mode_above=0o700)
+        try:
+            with open(open_regular(folder, temporary, flags), "w", encoding="utf-8") as file:
+                json.dump(document, file)
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            os.close(folder)
     except OSError:
         return

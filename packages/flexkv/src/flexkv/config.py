@@ -149,8 +149,9 @@ class CacheConfig(StoreSettings, DiskSettings, HostSettings):
         help=(
             "Directory where the processes of one engine find each other by small files. FlexKV "
             "removes them at shutdown; the next start removes those of a killed engine. Only this "
-            "user may have the right to write to the directory. Others may not have it for any "
-            "directory above that is neither root's nor sticky. Default: `flexkv` in "
+            "user may have the right to write to the directory. Directories above must be root's "
+            "or this user's, and others may not write to this user's unless they are sticky. "
+            "Default: `flexkv` in "
             "XDG_RUNTIME_DIR if that is this user's with mode 0700, else /dev/shm/flexkv-UID, or "
             "the temporary directory if there is no /dev/shm."
         ),

@@ -264,6 +264,21 @@ def test_a_file_that_cannot_be_used_is_one_message(
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_file_in_a_directory_that_another_user_planted_is_not_used(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner may point a link at any file, at any time."""
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    os.chown(planted, 65534, 65534)
+    tmp_path.chmod(0o1777)
+    trace = str(planted / "trace.jsonl")
+    assert opened(trace=trace) is None
+    assert f"cannot record to {trace} from trace: {planted}: belongs to user" in caplog.text
+    assert not list(planted.iterdir())
+
+
 def test_two_engines_do_not_share_a_file(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     assert opened() is not None
     assert opened() is None

@@ -245,6 +245,17 @@ def test_a_directory_of_others_is_a_problem() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("below", ["", "deep", "deep/new"])
+def test_a_directory_that_another_user_planted_is_a_problem(tmp_path: Path, below: str) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "kv" / "deep").mkdir(parents=True)
+    os.chown(tmp_path / "kv", NOBODY, NOBODY)
+    (found,) = check_directory(str(tmp_path / "kv" / below), 1.0, 0.0)
+    assert found.level is Level.PROBLEM
+    assert f"refuses it: {tmp_path / 'kv'}: belongs to user {NOBODY}" in found.text
+
+
 def test_what_hangs_is_a_finding_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_all_but_one(monkeypatch)
     stop = threading.Event()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from flexkv.config import GIB, CacheConfig
+from flexkv.directories import open_directory
 from flexkv.forks import close_in_children
 from flexkv.plan import recording
 
@@ -344,7 +345,8 @@ def warn_unrecorded(config: CacheConfig, where: str) -> None:
 
 def _open(path: str) -> int:
     """Open a new file, or a recording at its end. Refuses symbolic links, files that are not
-    regular, files that other users own or can read, and files that another process records to.
+    regular, files that other users own or can read, and files that another process records to. The
+    directory must not be another user's trap; see `open_directory`.
 
     Returns:
         The descriptor, which the caller closes. It holds the lock of the file.
@@ -353,7 +355,14 @@ def _open(path: str) -> int:
         OSError: the file cannot be used.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    fd = os.open(path, flags, 0o600)
+    try:
+        folder = open_directory(os.path.dirname(path))
+    except OSError as error:
+        raise OSError(error.errno, f"{error.filename}: {error.strerror}") from None
+    try:
+        fd = os.open(os.path.basename(path), flags, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from flexkv.cli.common import size
 from flexkv.cli.doctor_findings import Finding, Level
 from flexkv.config import GIB
+from flexkv.directories import open_directory
 from flexkv.errors import DiskError
 from flexkv.mounts import read_mounts
 from flexkv.tiers.disk import directory
@@ -75,6 +76,12 @@ def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]
         user = os.geteuid()
         text = f"user {user} cannot write to {there}"
         yield Finding(name, Level.PROBLEM, text, f"chown {user} {there}, or name another directory")
+        return
+    try:
+        os.close(open_directory(there))
+    except OSError as error:
+        change = "name a directory that no other user has made or can replace: see Security"
+        yield Finding(name, Level.PROBLEM, f"an engine refuses it: {reason_of(error)}", change)
         return
     missing = there != path
     yield _kind(name, there)

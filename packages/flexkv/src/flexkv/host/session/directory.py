@@ -13,6 +13,7 @@ checked directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -20,20 +21,17 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
-from flexkv.directories import make_directories
+from flexkv.directories import open_directory
 from flexkv.errors import ArenaError
 from flexkv.host.session.wire import peer_of
+from flexkv.regular_files import open_regular
 
 _LOCK = "lock"
 _LOCK_SECONDS = 30.0
 """Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped meanwhile.
 Not tuned."""
-
-_UID_MAP = Path("/proc/self/uid_map")
-_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 
 _RETRY_SECONDS = 0.02
 """Pause between two attempts to lock. Not tuned."""
@@ -56,22 +54,13 @@ class RuntimeDirectory:
     def __init__(self, path: str, *, create: bool = False) -> None:
         self._path = path
         try:
-            if create:
-                make_directories(path)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(path.rstrip("/") or "/", flags)
+            self._fd = open_directory(path, mode_above=0o700 if create else None, private=True)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not create:
                 raise
+            if error.errno == errno.EPERM:
+                raise self._refused(f"{error.filename} {error.strerror}") from None
             raise self._refused(str(error)) from None
-        try:
-            self._verify()
-        except OSError as error:
-            self.close()
-            raise self._refused(str(error)) from None
-        except ArenaError:
-            self.close()
-            raise
 
     def __enter__(self) -> RuntimeDirectory:
         return self
@@ -95,14 +84,11 @@ class RuntimeDirectory:
         files there.
 
         Raises:
-            ArenaError: another process holds the lock for too long, or it is no file.
-            OSError: a system call failed.
+            ArenaError: another process holds the lock for too long.
+            OSError: a system call failed, or the lock is no file of this user's with one name.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
+        fd = open_regular(self._fd, _LOCK, os.O_RDWR | os.O_CREAT)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise self._refused(f"{_LOCK!r} in it is not a file")
             self._lock(fd)
             try:
                 yield
@@ -171,43 +157,11 @@ class RuntimeDirectory:
             os.close(self._fd)
             self._fd = -1
 
-    def _verify(self) -> None:
-        """Refuse a directory that other users can write to or replace. Checks the directory and
-        those above it, up to one that root owns or whose entries only their owners can move
-        (sticky).
-
-        Raises:
-            ArenaError: one of these directories is refused.
-            OSError: a system call failed.
-        """
-        status = os.fstat(self._fd)
-        self._verify_one("it", status)
-        fd = os.dup(self._fd)
-        try:
-            while True:
-                below, fd = fd, _open_parent(fd)
-                os.close(below)
-                above = os.fstat(fd)
-                is_root = os.path.samestat(above, status)
-                if is_root or above.st_uid in _root_ids() or above.st_mode & stat.S_ISVTX:
-                    return
-                self._verify_one(f"{os.readlink(f'/proc/self/fd/{fd}')} above it", above)
-                status = above
-        finally:
-            os.close(fd)
-
-    def _verify_one(self, name: str, status: os.stat_result) -> None:
-        if status.st_uid != os.geteuid():
-            raise self._refused(f"{name} belongs to user {status.st_uid}")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            mode = stat.S_IMODE(status.st_mode)
-            raise self._refused(f"{name} has mode {mode:o}, others can write to it")
-
     def _refused(self, why: str) -> ArenaError:
         return ArenaError(
             f"runtime_dir {self._path!r} cannot be used: {why}; allowed: an absolute path of a "
             f"directory that this user can create and write, no symbolic link; no other user may "
-            f"write to it or to those above it (chmod go-w)"
+            f"own or write to it or to those above it (chmod go-w), unless root's or sticky"
         )
 
     def _address(self, file: str) -> str:
@@ -279,15 +233,3 @@ def owned_message(name: str, pid: int) -> str:
 def _file_of(name: str) -> str:
     # Engine ids are free text, of any length.
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + ".sock"
-
-
-def _open_parent(fd: int) -> int:
-    return os.open("..", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
-
-
-def _root_ids() -> set[int]:
-    """Ids of the users that root's files seem to belong to. In a user namespace without root, such
-    as an unprivileged container's, they show as the overflow user's (user_namespaces(7))."""
-    if _UID_MAP.read_text().split() == ["0", "0", str(2**32 - 1)]:
-        return {0}
-    return {0, int(_OVERFLOW_UID.read_text())}

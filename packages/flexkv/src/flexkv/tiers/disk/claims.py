@@ -12,6 +12,8 @@ from typing import TypeVar
 from flexkv.deadline import ANSWER_SECONDS, HANGS, HungError, call_beside, call_within
 from flexkv.errors import DiskError
 from flexkv.tiers.disk.directory import Folder, claim
+from flexkv.tiers.disk.exposure import close_to_others
+from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.store import check_table
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,8 @@ def claim_all(roots: Sequence[str], fingerprint: str, share: bool) -> dict[str, 
     """Own a folder in each directory that answers within `ANSWER_SECONDS`; log the others.
 
     The time limit covers a few calls on small files: they create directory and folder, lock the
-    folder and read the header of its table. Work that takes longer is for `work_in`.
+    folder, read the header of its table and set the modes of the files. Work that takes longer is
+    for `work_in`.
 
     Args:
         roots: absolute paths of the cache directories, created if they are missing.
@@ -116,10 +119,16 @@ def _claim(root: str, fingerprint: str, share: bool) -> Folder | DiskError:
             folder = claim(root, fingerprint, share)
             undo.callback(folder.release)
             check_table(folder)
+            close_to_others(folder)
             undo.pop_all()
             return folder
     except DiskError as error:
         return error
+    except OSError as error:
+        return DiskError(
+            f"cannot use {root} from ssd_cache_dir: {reason_of(error)}; allowed: a directory that "
+            f"this user can create, read and write"
+        )
 
 
 def _release(claimed: Folder | DiskError) -> None:

@@ -20,11 +20,12 @@ import stat
 import time
 from dataclasses import dataclass
 
-from flexkv.directories import make_directories
+from flexkv.directories import WRITABLE, open_directory, root_ids
 from flexkv.errors import DiskError
 from flexkv.forks import close_in_children
+from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import table
-from flexkv.tiers.disk.files import open_folder, open_regular, reason_of, try_lock
+from flexkv.tiers.disk.files import open_folder, reason_of, try_lock
 
 TABLE = "table"
 LOCK = "lock"
@@ -97,8 +98,12 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
     return [path for path in paths if may_be_ours(path)]
 
 
-def lock_folder(path: str) -> Folder | None:
+def lock_folder(path: str, above: int | None = None) -> Folder | None:
     """Lock an existing folder.
+
+    Args:
+        path: path of the folder.
+        above: descriptor of the cache directory; None to resolve the whole path.
 
     Returns:
         The folder, which the caller releases; None if another process owns it.
@@ -107,11 +112,11 @@ def lock_folder(path: str) -> Folder | None:
         OSError: a system call failed, or the lock file is another program's. FileNotFoundError if
             another process has removed the folder meanwhile.
     """
-    folder = Folder(path, open_folder(path))
+    folder = Folder(path, open_folder(path, above))
     try:
-        folder.lock = open_regular(folder.fd, LOCK, os.O_RDWR | os.O_CREAT)
+        folder.lock = _open_lock(folder)
         free = try_lock(folder.lock)
-        if not _is_at(path, folder.fd) or os.fstat(folder.lock).st_nlink == 0:
+        if not _is_at(path, folder.fd, above) or os.fstat(folder.lock).st_nlink == 0:
             # This is the lock of a removed folder. Another process may create the folder again.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if not free:
@@ -126,6 +131,13 @@ def lock_folder(path: str) -> Folder | None:
         raise
     close_in_children(folder)
     return folder
+
+
+def _open_lock(folder: Folder) -> int:
+    try:
+        return open_regular(folder.fd, LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.path.join(folder.path, LOCK)) from None
 
 
 def path_of(root: str, fingerprint: str, number: int) -> str:
@@ -146,35 +158,33 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
 
     Raises:
         DiskError: another process owns the folder, or it cannot be created, or another user whom
-            nobody has chosen owns it or can write to it, and can thus read and change blocks.
+            nobody has chosen owns it or can write to it, and can thus read and change blocks. The
+            same holds for the cache directory and those above it; see `open_directory`.
     """
     try:
-        make_directories(root, 0o755)
-        chosen = os.stat(root)
-        _refuse_others(root, chosen, stat.S_IWOTH)
-        _refuse_planted(root)
-        for number in range(MAX_OWNERS if share else 1):
-            # With `share`, trying the next folder takes less time than waiting for this one.
-            folder = _make(path_of(root, fingerprint, number), 1 if share else _TRIES)
-            if folder is None:
-                continue
-            try:
-                status = os.fstat(folder.fd)
-                _refuse_others(folder.path, status, stat.S_IWGRP | stat.S_IWOTH)
-                if status.st_uid not in (0, os.geteuid(), chosen.st_uid):
-                    raise DiskError(
-                        f"{folder.path} from ssd_cache_dir belongs to user {status.st_uid}, who "
-                        f"can read and change blocks there; allowed: a folder of this user, of "
-                        f"root or of the owner of {root}: remove it, or use another ssd_cache_dir"
-                    )
-            except DiskError:
-                folder.release()
-                raise
-            return folder
+        above = open_directory(root, mode_above=0o755)
+        try:
+            chosen = os.fstat(above)
+            _refuse_others(root, chosen, stat.S_IWOTH)
+            for number in range(MAX_OWNERS if share else 1):
+                # With `share`, trying the next folder takes less time than waiting for this one.
+                path = path_of(root, fingerprint, number)
+                folder = _make(path, above, 1 if share else _TRIES)
+                if folder is None:
+                    continue
+                try:
+                    _check_owner(folder, root, chosen.st_uid)
+                except BaseException:
+                    folder.release()
+                    raise
+                return folder
+        finally:
+            os.close(above)
     except OSError as error:
         raise DiskError(
             f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; "
-            f"allowed: a directory that this user can create and write"
+            f"allowed: a directory that this user can create and write, and that no other user has "
+            f"made or can replace"
         ) from None
     raise DiskError(_taken(root, fingerprint, share))
 
@@ -244,19 +254,40 @@ def owner(path: str) -> str:
     return content.decode("ascii", errors="replace").strip() or "unknown"
 
 
-def _make(path: str, tries: int) -> Folder | None:
-    """Lock the folder `path`. Creates it if it is missing. None if another process owns it after
-    `tries` attempts."""
+def _make(path: str, above: int, tries: int) -> Folder | None:
+    """Lock the folder `path` in the open directory `above`. Creates it if it is missing. None if
+    another process owns it after `tries` attempts."""
     for left in reversed(range(tries)):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(path, mode=0o700)
+            os.mkdir(os.path.basename(path), 0o700, dir_fd=above)
         # An engine with other blocks may remove the folder between these two calls.
         with contextlib.suppress(FileNotFoundError):
-            folder = lock_folder(path)
+            folder = lock_folder(path, above)
             if folder is not None or not left:
                 return folder
         time.sleep(_TRY_SECONDS)
     return None
+
+
+def _check_owner(folder: Folder, root: str, chosen: int) -> None:
+    """Refuse a folder of a user whom nobody has chosen.
+
+    Args:
+        folder: the folder.
+        root: the cache directory, for the message.
+        chosen: the owner of the cache directory.
+
+    Raises:
+        DiskError: the folder is refused.
+    """
+    status = os.fstat(folder.fd)
+    _refuse_others(folder.path, status, WRITABLE)
+    if status.st_uid not in {os.geteuid(), chosen, *root_ids()}:
+        raise DiskError(
+            f"{folder.path} from ssd_cache_dir belongs to user {status.st_uid}, who can read and "
+            f"change blocks there; allowed: a folder of this user, of root or of the owner of "
+            f"{root}: remove it, or use another ssd_cache_dir"
+        )
 
 
 def may_be_ours(path: str) -> bool:
@@ -275,10 +306,13 @@ def may_be_ours(path: str) -> bool:
         return error.errno != errno.ENOENT
 
 
-def _is_at(path: str, folder: int) -> bool:
-    """Whether `path` names the open directory `folder`."""
+def _is_at(path: str, folder: int, above: int | None) -> bool:
+    """Whether `path`, whose last component is in the open directory `above` if that is given, names
+    the open directory `folder`."""
+    name = path if above is None else os.path.basename(path)
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(folder))
+        there = os.stat(name, dir_fd=above, follow_symlinks=False)
+        return os.path.samestat(there, os.fstat(folder))
     return False
 
 
@@ -299,38 +333,12 @@ def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
     Raises:
         DiskError: the directory is refused.
     """
-    if status.st_uid not in (0, os.geteuid()) and status.st_mode & writable:
+    if status.st_uid not in {os.geteuid(), *root_ids()} and status.st_mode & writable:
         raise DiskError(
             f"{path} from ssd_cache_dir belongs to user {status.st_uid}, and its mode "
             f"{stat.S_IMODE(status.st_mode):04o} lets others write there and change blocks; "
             f"allowed: a directory of this user or of root, or one that only its owner can write"
         )
-
-
-def _refuse_planted(root: str) -> None:
-    """Refuse a directory, or a symbolic link to one, of another user, except root, in a place where
-    every user can make one, such as /tmp: nobody has chosen its owner.
-
-    Args:
-        root: the cache directory.
-
-    Raises:
-        DiskError: the directory is refused.
-        OSError: a system call failed.
-    """
-    path = root.rstrip("/") or "/"
-    for each, above in (
-        (os.lstat(path), os.stat(os.path.dirname(path))),
-        (os.stat(path), os.stat(os.path.join(path, os.pardir))),
-    ):
-        mounted = above.st_dev != each.st_dev  # which only root does
-        planted = above.st_mode & stat.S_IWOTH and not mounted
-        if planted and each.st_uid not in (0, os.geteuid()):
-            raise DiskError(
-                f"{root} from ssd_cache_dir belongs to user {each.st_uid}, and every user can make "
-                f"such a directory there; allowed: a directory of this user or of root, or one in "
-                f"a place where not everybody can write"
-            )
 
 
 def _taken(root: str, fingerprint: str, share: bool) -> str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system calls of a disk store, behind a protocol where tests inject faults.
 
-Every file is opened relative to the descriptor of its folder, and only if it is a regular file. A
-symbolic link could lead to other users' data, and opening a FIFO would wait for a writer for ever.
+Every file is opened relative to the descriptor of its folder; see `flexkv.regular_files`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import os
 import stat
 from collections.abc import Sequence
 from typing import Protocol
+
+from flexkv.regular_files import open_regular
 
 DIRECT = os.O_DIRECT
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
@@ -77,8 +78,12 @@ class OsFiles:
         os.close(fd)
 
 
-def open_folder(path: str) -> int:
+def open_folder(path: str, above: int | None = None) -> int:
     """Open a directory. The last component of `path` may not be a symbolic link.
+
+    Args:
+        path: path of the directory.
+        above: descriptor of the directory that it is in; None to resolve the whole path.
 
     Returns:
         The descriptor, which the caller closes.
@@ -86,38 +91,9 @@ def open_folder(path: str) -> int:
     Raises:
         OSError: open(2) failed. NotADirectoryError also for a symbolic link.
     """
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def open_regular(folder: int, name: str, flags: int) -> int:
-    """Open a regular file. With O_CREAT, a missing file is created with mode 0600.
-
-    Args:
-        folder: descriptor of the file's directory.
-        name: name of the file.
-        flags: flags of open(2).
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        OSError: open(2) failed, or `name` is no regular file: ELOOP for a symbolic link, else
-            ENXIO.
-    """
-    # Without O_NONBLOCK, opening a FIFO would wait. The flag has no effect on regular files.
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        fd = os.open(name, flags, 0o600, dir_fd=folder)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a symbolic link", name) from None
-        if error.errno in (errno.ENXIO, errno.EISDIR):
-            raise OSError(errno.ENXIO, "is not a regular file", name) from None
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.ENXIO, "is not a regular file", name)
-    return fd
+    name = path if above is None else os.path.basename(path)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, dir_fd=above)
 
 
 def open_data(files: Files, folder: int, name: str, flags: int) -> tuple[int, bool]:

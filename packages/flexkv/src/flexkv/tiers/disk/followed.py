@@ -9,17 +9,17 @@ again. A block that was replaced or cleared meanwhile is therefore a miss.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 
+from flexkv.directories import WRITABLE, refused
+from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import directory, slabs, table
 from flexkv.tiers.disk.files import (
     Files,
     is_regular,
     open_data,
     open_folder,
-    open_regular,
     read_fully,
 )
 from flexkv.tiers.disk.inspect import Record
@@ -40,7 +40,8 @@ class FollowedFolder:
         files: the system calls.
 
     Raises:
-        OSError: the folder cannot be opened, or its user is neither this one nor root.
+        OSError: the folder cannot be opened, or its user is neither this one nor root, or
+            others can write to it.
     """
 
     def __init__(self, path: str, slot_bytes: int, files: Files) -> None:
@@ -50,11 +51,10 @@ class FollowedFolder:
         self._opening = threading.Lock()
         self._table = -1
         self._folder = open_folder(path)
-        if os.fstat(self._folder).st_uid not in {0, os.geteuid()}:
+        status = os.fstat(self._folder)
+        if status.st_uid not in {0, os.geteuid()} or status.st_mode & WRITABLE:
             self.close()
-            raise PermissionError(
-                errno.EPERM, "belongs to another user, who could change blocks", path
-            )
+            raise refused(path, "belongs to another user or lets others write, who change blocks")
         self._forget(None)
 
     def __len__(self) -> int:

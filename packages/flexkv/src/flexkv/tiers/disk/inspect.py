@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from flexkv.errors import DiskError
 from flexkv.mounts import read_mounts
+from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import directory, slabs, table
 from flexkv.tiers.disk.files import (
     Files,
     open_data,
     open_folder,
-    open_regular,
     read_fully,
     reason_of,
 )

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flexkv.regular_files import open_regular
 from flexkv.tiers.circuit import Circuit, CircuitState
-from flexkv.tiers.disk.files import open_regular
 
 FILE = "counters.json"
 SCRATCH = f"{FILE}.new"

@@ -12,6 +12,7 @@ import os
 import secrets
 
 from flexkv.errors import DiskError
+from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import ledger
 from flexkv.tiers.disk.directory import (
     LOCK,
@@ -25,7 +26,7 @@ from flexkv.tiers.disk.directory import (
     may_be_ours,
     newer_version,
 )
-from flexkv.tiers.disk.files import is_regular, open_folder, open_regular, try_lock
+from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
 from flexkv.tiers.disk.slabs import is_slab
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def remove(path: str) -> Removal:
             reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
             raise OSError(errno.EEXIST, reason, path)
         names = os.listdir(folder.fd)
-        ours = [name for name in names if _is_own(name) and is_regular(folder.fd, name)]
+        ours = [name for name in names if is_own(name) and is_regular(folder.fd, name)]
         alone = len(ours) == len(names)
         if alone and REMOVED not in os.path.basename(path):
             # An engine that starts meanwhile can create the folder again at once.
@@ -185,7 +186,8 @@ def remove(path: str) -> Removal:
     return Removal.REMOVED if alone else Removal.FOREIGN_FILES
 
 
-def _is_own(name: str) -> bool:
+def is_own(name: str) -> bool:
+    """Whether a file in a folder of FlexKV is FlexKV's, by its name."""
     return name in _OWN_NAMES or is_slab(name)
 
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flexkv.errors import DiskError
+from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import directory, table
 from flexkv.tiers.disk.files import (
     Files,
     is_regular,
-    open_regular,
     read_fully,
     reason_of,
     write_fully,
