@@ -183,6 +183,20 @@ def test_parameters_that_sglang_cannot_pass_are_named(
     )
 
 
+def test_requests_may_only_what_the_settings_allow(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told()
+    monkeypatch.setitem(POLICIES, "s3fifo", lambda slots: told)
+    settings = {"eviction_policy": "s3fifo", "request_options": "returns"}
+    world = World(make_rank(settings=settings), told)
+    params = {"flexkv.session": "own", "flexkv.returns": True}
+    world.schedule(Request("r", PROMPT, params=params))
+    ((_, context),) = told.began_with
+    assert (context.session, context.returns) == ("", True)
+    assert world.rank.side.take_samples()["ignored_parameters"] == 1
+
+
 def test_lookups_of_requests_that_leave_are_forgotten(world: World) -> None:
     side = world.rank.side
     waits = Request("r 0", PROMPT)

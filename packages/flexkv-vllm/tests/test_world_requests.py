@@ -101,6 +101,15 @@ def test_pinned_blocks_stay_until_a_reset(make_world: MakeWorld, store: bool) ->
     assert world.external_tokens[world.generate(pinned)] == 0
 
 
+def test_requests_may_only_what_the_settings_allow(make_world: MakeWorld) -> None:
+    world = make_world(slots=20, settings={"request_options": "store"})
+    prompt = random_prompt(random.Random(7), 100)
+    world.generate(prompt, params={"flexkv.pin": True, "flexkv.load": False})
+    assert world.cache.pinned_blocks == 0
+    world.forget()
+    assert world.external_tokens[world.generate(prompt, params={"flexkv.load": False})] == 96
+
+
 def test_pins_end_with_their_time_and_the_blocks_make_room(
     make_world: MakeWorld, clock: Clock
 ) -> None:

@@ -198,7 +198,9 @@ def make_config(
 
 
 def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's connector with FlexKV behind it; the settings of both are in one place."""
+    """vLLM's connector with FlexKV behind it; the settings of both are in one place. Requests may
+    pin, unless the settings say otherwise."""
+    settings = {"request_options": "all"} | settings
     if entry == OFFLOADING:
         vllms = {
             "spec_name": "FlexKVOffloadingSpec",

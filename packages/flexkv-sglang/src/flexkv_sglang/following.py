@@ -8,7 +8,7 @@ of SGLang's scheduler have the rest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class FollowedRequests:
         page_size: tokens of a block.
         keys_of: returns the keys of blocks for SGLang's hashes of pages.
         recorder: records the requests; None if nothing is recorded. Owned.
+        options: parameters that requests may set (setting `request_options`); None for all.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class FollowedRequests:
         page_size: int,
         keys_of: Callable[[Sequence[str]], PackedKeys],
         recorder: RequestRecorder | None,
+        options: Collection[str] | None = None,
     ) -> None:
         self._cache = cache
         self._page_size = page_size
         self._keys_of = keys_of
         self._recorder = recorder
-        self._options = OptionsReader(_PARAMETERS, "custom_params")
+        self._options = OptionsReader(options, _PARAMETERS, "custom_params")
         self._looked_up: dict[str, PackedKeys] = {}
         self._loaded: dict[str, int] = {}
         self._running: dict[str, Any] = {}

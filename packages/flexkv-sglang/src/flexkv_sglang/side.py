@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,6 +61,7 @@ class RankSide:
         may_wait: whether a request may have to wait for what a lower tier reads.
         edge: where errors of single requests end.
         recorder: of the requests; None if nothing is recorded here. Owned.
+        options: parameters that requests may set (setting `request_options`); None for all.
 
     Attributes:
         may_wait: as given; the same on all ranks.
@@ -79,6 +80,7 @@ class RankSide:
         may_wait: bool,
         edge: Edge,
         recorder: RequestRecorder | None = None,
+        options: Collection[str] | None = None,
     ) -> None:
         self.may_wait = may_wait
         self.events: TierEvents | None = None
@@ -106,7 +108,7 @@ class RankSide:
         if cache is not None:
             self._awaited = AwaitedPrefixes(cache, chooser, page_size)
             self._ahead = LookAhead(cache, self._awaited, self.keys_of, edge)
-            followed = FollowedRequests(cache, page_size, self.keys_of, recorder)
+            followed = FollowedRequests(cache, page_size, self.keys_of, recorder, options)
             # The worker's figures count this rank's errors, which must not count twice.
             self._figures = CacheFigures(
                 cache, Edge(), lambda: followed.ignored_parameters, lambda: chooser.prefill_cost

@@ -108,6 +108,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         may_wait=bool(waits),
         edge=edge,
         recorder=None if cache is None else _make_recorder(config, engine, cache, chooser),
+        options=config.request_options,
     )
 
 

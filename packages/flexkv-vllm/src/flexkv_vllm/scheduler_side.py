@@ -7,7 +7,7 @@ Runs inside vLLM's scheduler loop. Nothing here waits for anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flexkv.adapter.engine_cache import EngineCache
@@ -45,6 +45,7 @@ class SchedulerSide:
         chooser: decides whether and how to load hits.
         store_time: when to store.
         load_ahead: see `Fetches`.
+        allowed: parameters that requests may set; None for all.
         events: reports the loadable blocks; None when nobody listens.
         uses: says which steps a load follows; None if each follows everything.
 
@@ -59,6 +60,7 @@ class SchedulerSide:
         store_time: StoreTime,
         *,
         load_ahead: bool,
+        allowed: Collection[str] | None = None,
         events: BlockEvents | None = None,
         uses: StepUses | None = None,
     ) -> None:
@@ -73,7 +75,7 @@ class SchedulerSide:
         self._ordered: set[int] = set()  # ids of the transfers under way that workers know
         self._lost_some = False
         engine.edge.after_error = self._after_error
-        self._requests = Requests(self._cache, self._abandon)
+        self._requests = Requests(self._cache, self._abandon, allowed)
         options = self._requests.options
         self.figures = CacheFigures(
             self._cache, engine.edge, lambda: options.ignored, lambda: chooser.prefill_cost

@@ -79,6 +79,7 @@ def make_scheduler_side(
             chooser,
             store_time,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
+            allowed=config.request_options,
             events=events,
             uses=make_step_uses(vllm_config, groups),
         )

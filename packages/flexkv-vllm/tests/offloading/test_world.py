@@ -170,6 +170,14 @@ def test_salts_share_nothing(make_offloading_world: MakeOffloadingWorld) -> None
     assert world.external_tokens[world.generate(prompt, salt="one")] == 192
 
 
+def test_requests_may_only_what_the_settings_allow(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world(settings={"request_options": "load"})
+    world.generate(random_prompt(random.Random(6), 200), params={"flexkv.pin": True})
+    assert world.cache.pinned_blocks == 0
+
+
 def test_options_of_requests(make_offloading_world: MakeOffloadingWorld) -> None:
     world = make_offloading_world()
     prompt = random_prompt(random.Random(6), 200)

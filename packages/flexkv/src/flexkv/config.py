@@ -20,6 +20,7 @@ from flexkv.setting_values import (
     parse_directory,
     parse_log_level,
     parse_name,
+    parse_names,
     parse_number,
     parse_whole,
 )
@@ -32,6 +33,10 @@ GIB = 1 << 30
 _MOST_TOKENS = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
 """The longest time for which a setting or a request may pin blocks."""
+PIN_OPTIONS = ("pin", "pin_seconds", "pin_name", "unpin")
+FREE_OPTIONS = ("load", "store", "max_load_tokens", "load_mode", "session", "returns")
+"""The parameters of requests, without their prefix. Those that do not pin concern little more than
+the request that has them."""
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_THREADS = 1024
 
@@ -113,11 +118,25 @@ class CacheConfig(StoreSettings, DiskSettings, HostSettings):
         env="FLEXKV_PIN_SECONDS",
         unit="seconds",
         help=(
-            "How long pinned blocks stay in host memory, unless the request sets a time of its "
-            "own. Each request that pins the blocks again restarts the time."
+            "How long blocks stay in host memory that a request pins (see `request_options`), "
+            "unless it sets a time of its own. Each request that pins the blocks again restarts "
+            "the time."
         ),
         parse=parse_whole(1, MOST_PIN_SECONDS),
         allowed=f"a whole number from 1 to {MOST_PIN_SECONDS}",
+    )
+    request_options: tuple[str, ...] = setting(
+        FREE_OPTIONS,
+        env="FLEXKV_REQUEST_OPTIONS",
+        unit="names",
+        help=(
+            "The parameters that requests may set, without `flexkv.`, separated by `,`; `all` and "
+            "`none` stand for themselves. FlexKV ignores other parameters and logs them. Any "
+            "client of the engine can send them. With `pin`, clients may keep up to half of the "
+            "host memory for themselves, with `pin_seconds` for a time of their choice."
+        ),
+        parse=parse_names((*FREE_OPTIONS, *PIN_OPTIONS)),
+        allowed=f"all, none, or names of {', '.join((*FREE_OPTIONS, *PIN_OPTIONS))}",
     )
     always_load: bool = setting(
         False,

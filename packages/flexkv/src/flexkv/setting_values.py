@@ -97,6 +97,24 @@ def parse_name(names: Collection[str]) -> Callable[[object], str]:
     return parse
 
 
+def parse_names(names: Collection[str]) -> Callable[[object], tuple[str, ...]]:
+    """Make a parser that takes some of `names`, separated by commas or in a list, in the order of
+    `names`. `all` and `none` stand for themselves."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            raise ValueError
+        wanted = {str(part).strip().lower() for part in parts}
+        if wanted in ({"all"}, {"none"}):
+            return tuple(names) if wanted == {"all"} else ()
+        if not wanted or not wanted <= set(names):
+            raise ValueError
+        return tuple(name for name in names if name in wanted)
+
+    return parse
+
+
 def parse_log_level(value: object) -> str:
     """Parse the name of a level of logging, written in any case, to upper case."""
     text = str(value).strip().upper()

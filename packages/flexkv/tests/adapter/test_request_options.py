@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flexkv.adapter.load_choice import LoadMode
 from flexkv.adapter.request_options import NONE, OptionsReader, RequestOptions, pin_owner
+from flexkv.config_sources import load_config
 
 NAMES = [f"flexkv.{each.name}" for each in dataclasses.fields(RequestOptions)]
 
@@ -102,6 +103,33 @@ def test_a_request_has_one_line_however_much_is_wrong(caplog: pytest.LogCaptureF
 def test_what_is_right_beside_it_counts() -> None:
     options = OptionsReader().of(request({"flexkv.pin": True, "flexkv.load": None, "flexkv.x": 1}))
     assert options == RequestOptions(pin=True)
+
+
+def test_what_the_settings_do_not_allow_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    params = {"flexkv.pin": True, "flexkv.store": False, "flexkv.session": "mine"}
+    reader = OptionsReader(
+        load_config({"request_options": "store, load"}, environ={}).request_options
+    )
+    assert reader.of(request(params)) == RequestOptions(store=False)
+    assert reader.ignored == 2
+    assert caplog.messages == [
+        "kv_transfer_params of request r has 'flexkv.pin': True, which is ignored, like 1 more; "
+        "allowed: flexkv.load, flexkv.store (setting request_options)"
+    ]
+    assert OptionsReader(()).of(request(params)) == NONE
+    assert "allowed: none (setting request_options)" in caplog.messages[1]
+
+
+def test_requests_pin_nothing_unless_a_setting_allows_it() -> None:
+    pins = {name: True for name in NAMES if "pin" in name}
+    default = load_config({}, environ={}).request_options
+    for params in (dict.fromkeys(pins, True), {"flexkv.pin_seconds": 9, "flexkv.pin_name": "a"}):
+        reader = OptionsReader(default)
+        assert reader.of(request(params)) == NONE
+        assert reader.ignored == len(params)
+    every = load_config({"request_options": "all"}, environ={}).request_options
+    assert [f"flexkv.{each}" for each in sorted(every)] == sorted(NAMES)
+    assert set(default) == {each for each in every if "pin" not in each}
 
 
 def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,7 +57,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         session: with the arena; owned, closed after the cache.
         edge: catches errors.
         tells_events: whether KV events are on.
-        settings: settings of the engine, which metrics show.
+        settings: settings of the engine, which metrics show, too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._cache = cache
         self._session = session
         self._edge = edge
-        self._options = OptionsReader()
+        self._options = OptionsReader(settings.request_options)
         self._figures = CacheFigures(cache, edge, lambda: self._options.ignored)
         self._events = OffloadedBlocks(cache) if tells_events else None
         self._requests: dict[str, RequestBlocks] = {}

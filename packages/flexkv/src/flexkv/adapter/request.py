@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -149,15 +149,21 @@ class Requests:
     Args:
         cache: of the engine.
         ended: called with each request that has ended.
+        allowed: parameters that requests may set (setting `request_options`); None for all.
 
     Attributes:
         by_id: those that are tracked.
         options: reads what their users ask for.
     """
 
-    def __init__(self, cache: KVCache, ended: Callable[[TrackedRequest], None]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        ended: Callable[[TrackedRequest], None],
+        allowed: Collection[str] | None = None,
+    ) -> None:
         self.by_id: dict[str, TrackedRequest] = {}
-        self.options = OptionsReader()
+        self.options = OptionsReader(allowed)
         self._cache = cache
         self._ended = ended
 

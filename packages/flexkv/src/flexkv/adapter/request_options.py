@@ -135,6 +135,7 @@ class OptionsReader:
     """Reads the options of requests.
 
     Args:
+        allowed: the parameters that requests may set (setting `request_options`); None for all.
         names: the parameters that the engine's adapter follows; None for all.
         field: the engine's name of the dictionary that has them, for errors.
 
@@ -143,10 +144,14 @@ class OptionsReader:
     """
 
     def __init__(
-        self, names: Collection[str] | None = None, field: str = "kv_transfer_params"
+        self,
+        allowed: Collection[str] | None = None,
+        names: Collection[str] | None = None,
+        field: str = "kv_transfer_params",
     ) -> None:
         self.ignored = 0
-        self._names = _PARAMETERS if names is None else names
+        self._followed = _PARAMETERS if names is None else names
+        self._names = [name for name in self._followed if allowed is None or name in allowed]
         self._field = field
         self._warnings = 0
 
@@ -168,7 +173,9 @@ class OptionsReader:
                 continue
             name = key.removeprefix(PREFIX)
             if name not in self._names:
-                keys = ", ".join(PREFIX + each for each in self._names)
+                keys = ", ".join(PREFIX + each for each in self._names) or "none"
+                if name in self._followed:
+                    keys += " (setting request_options)"
                 bad.append((f"has {_shown(key)}: {_shown(value)}", keys))
                 continue
             read, allowed = _PARAMETERS[name]
