@@ -7,10 +7,11 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flexkv.host.arena import ArenaSpec
+from flexkv.host.available import Promise
 from flexkv.host.session import Session, Shard, lead
 from flexkv.layout import BlockFormat
 
@@ -21,7 +22,7 @@ def shard(rank: int, fingerprint: str = "same", stage: int = 0) -> Shard:
     return Shard(rank, fingerprint, 2, SHARD_BYTES, stage=stage)
 
 
-def plan(block_format: BlockFormat) -> ArenaSpec:
+def plan(block_format: BlockFormat, promised: Sequence[Promise] = ()) -> ArenaSpec:
     return ArenaSpec(block_format, 4)
 
 
@@ -39,7 +40,7 @@ import sys, time
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import (Shard, lead)
 session = lead(sys.argv[1], sys.argv[2], Shard(0, "same", 2, 8192), 1,
-               lambda fmt: ArenaSpec(fmt, 4), threads=1)
+               lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 print("leading", flush=True)
 time.sleep(600)
 """

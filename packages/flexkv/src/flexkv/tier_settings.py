@@ -46,7 +46,8 @@ class HostSettings:
         help=(
             "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
             "allocates and fills it at start. Default: twice the size of the engine's own KV "
-            "cache, at least 16, and at most half of the memory that is available at start."
+            "cache, at least 16, and at most half of the memory that is available at start. "
+            "Memory that other starting engines of this user are about to take is not available."
         ),
         parse=parse_number(LEAST_GIB, MOST_GIB),
         allowed=f"{SIZE}, at most the memory that is available at start",

@@ -115,7 +115,7 @@ def test_host_memory_is_larger_than_the_engines_own_cache(
     size: int,
 ) -> None:
     """Otherwise it has the same blocks, and gives no hit."""
-    monkeypatch.setattr(arena_module, "available_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(arena_module, "available_memory", lambda promised=(): 100 * GIB)
     monkeypatch.setattr(arena_module, "free_huge_pages", lambda: 0)
     block_format = BlockFormat(2, (1 << 20, 1 << 20))
     blocks = pool * GIB // block_format.slot_bytes * block_format.engine_blocks

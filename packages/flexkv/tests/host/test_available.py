@@ -60,6 +60,29 @@ def test_available_memory_is_what_the_kernel_says() -> None:
     assert 0 < available.available_memory() <= total
 
 
+def test_what_others_are_about_to_take_counts_where_it_will_be_taken(machine: Machine) -> None:
+    """A control group's limit counts those of its own processes only."""
+    slice_, engine = "sys/fs/cgroup/user.slice", "sys/fs/cgroup/user.slice/engine.service"
+    machine.mount("0::/user.slice/engine.service\n", V2.format(root="/", point="/sys/fs/cgroup"))
+    machine.limit2(slice_, str(800 << 20))
+    machine.limit2(engine, str(500 << 20))
+    own = available.memory_groups(machine.root)
+    assert own == {
+        str((machine.root / each).stat().st_ino) for each in (slice_, engine, "sys/fs/cgroup")
+    }
+    shared = own - {str((machine.root / engine).stat().st_ino)}
+
+    def left(size: int, groups: frozenset[str]) -> int:
+        return available.available_memory(machine.root, [available.Promise(size, groups)] * 2)
+
+    assert left(50 << 20, own) == 400 << 20
+    assert left(50 << 20, shared) == 500 << 20
+    assert left(200 << 20, shared) == 400 << 20
+    assert left(200 << 20, frozenset()) == 500 << 20
+    assert left(300 << 20, frozenset()) == MACHINE_BYTES - (600 << 20)
+    assert left(MACHINE_BYTES, frozenset()) == 0
+
+
 def test_without_control_groups_the_machine_counts(machine: Machine) -> None:
     assert available.available_memory(machine.root) == MACHINE_BYTES
 

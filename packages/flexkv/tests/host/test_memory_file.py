@@ -189,7 +189,7 @@ def test_ordinary_memory_that_is_not_there_is_not_taken_instead_of_the_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a size that only the pool has room for, which another process takes meanwhile."""
-    monkeypatch.setattr(arena, "available_memory", lambda: 3 << 20)
+    monkeypatch.setattr(arena, "available_memory", lambda **_: 3 << 20)
     monkeypatch.setattr(arena, "free_huge_pages", lambda: 12 << 20)
     spec = plan_arena(FORMAT, 7 / 1024)
     assert spec.total_bytes <= 12 << 20
@@ -201,7 +201,7 @@ def test_ordinary_memory_that_is_not_there_is_not_taken_instead_of_the_pool(
 def test_a_size_that_the_plan_takes_from_the_pool_fits_into_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arena, "available_memory", lambda: 0)
+    monkeypatch.setattr(arena, "available_memory", lambda **_: 0)
     for pool_bytes in range(8 << 20, 20 << 20, HUGE_PAGE):
         monkeypatch.setattr(arena, "free_huge_pages", lambda size=pool_bytes: size)
         with pytest.raises(ArenaError) as refused:

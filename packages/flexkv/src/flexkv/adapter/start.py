@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from flexkv.adapter.load_choice import LoadChooser
@@ -17,6 +17,7 @@ from flexkv.config import CacheConfig
 from flexkv.errors import LayoutError
 from flexkv.eviction import FOLLOWING, POLICIES, choose_policy
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
+from flexkv.host.available import Promise
 from flexkv.host.session import Session, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
 
@@ -140,11 +141,11 @@ def meet(
             session.arena.populate(threads)
         return session
 
-    def plan(block_format: BlockFormat) -> ArenaSpec:
-        return plan_arena(block_format, config.cpu_cache_gb, pool_blocks=pool_blocks)
+    def plan(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
+        return plan_arena(block_format, config.cpu_cache_gb, promised, pool_blocks=pool_blocks)
 
     if engine_id is None:
-        return alone(shard, plan, threads=threads)
+        return alone(config.session_root, shard, plan, threads=threads)
     return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads)
 
 

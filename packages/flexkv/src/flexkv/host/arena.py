@@ -12,12 +12,15 @@ import ctypes
 import logging
 import mmap
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from flexkv.config import GIB
 from flexkv.errors import ArenaError
 from flexkv.forks import close_in_children
-from flexkv.host.available import available_memory, free_huge_pages
+from flexkv.host.available import Promise, available_memory, free_huge_pages
 from flexkv.host.board import CompletionBoard, board_bytes
 from flexkv.host.memory_file import HUGE_PAGE, Pages, check_seals, create_file, populate
 from flexkv.host.numa import bytes_by_node
@@ -73,14 +76,47 @@ class ArenaSpec:
         return -(-(self.slots_offset + self.slots_bytes) // HUGE_PAGE) * HUGE_PAGE
 
 
+class Reservation(Protocol):
+    """Lets processes see what memory each of them is about to take. See
+    `flexkv.host.session.reservation`."""
+
+    def turn(self) -> AbstractContextManager[Sequence[Promise]]:
+        """Let no other process plan during the block, which gets the promises of all others."""
+
+    def promise(self, size: int) -> None:
+        """Within a turn: this process is about to take `size` bytes."""
+
+    def filled(self, size: int) -> None:
+        """This process has taken `size` bytes of its promise."""
+
+
+class Unseen:
+    """The reservation of a process that no other sees."""
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[Sequence[Promise]]:
+        yield ()
+
+    def promise(self, size: int) -> None:
+        pass
+
+    def filled(self, size: int) -> None:
+        pass
+
+
 def plan_arena(
-    block_format: BlockFormat, cpu_cache_gb: float | None, *, pool_blocks: int = 0
+    block_format: BlockFormat,
+    cpu_cache_gb: float | None,
+    promised: Sequence[Promise] = (),
+    *,
+    pool_blocks: int = 0,
 ) -> ArenaSpec:
     """Size the arena.
 
     Args:
         block_format: the places of a block's parts in a slot.
         cpu_cache_gb: the setting, in GiB; None for the default.
+        promised: memory that other processes are about to take.
         pool_blocks: engine blocks of the engine's own KV cache on each rank; 0 if it has none. If
             host memory is no larger, a warning is logged.
 
@@ -90,7 +126,7 @@ def plan_arena(
     # Available memory does not include the pool of huge pages. The whole arena must fit into the
     # pool, with the board and the padding at its end.
     pool = free_huge_pages() - ArenaSpec(block_format, 0).total_bytes - HUGE_PAGE
-    available = max(available_memory(), pool)
+    available = max(available_memory(promised=promised), pool)
     pool_slots = pool_blocks // block_format.engine_blocks
     pool_bytes = pool_slots * block_format.slot_bytes
     if cpu_cache_gb is None:
@@ -98,6 +134,9 @@ def plan_arena(
     else:
         wanted = int(cpu_cache_gb * GIB)
     allowed = f"at most {available / GIB:.2f} GiB, which are available on this machine now"
+    if promised:
+        waiting = sum(each.size for each in promised) / GIB
+        allowed += f" beside {waiting:.2f} GiB that starting engines of this user still take"
     if wanted > available:
         raise ArenaError(f"cpu_cache_gb is {wanted / GIB:g} GiB; allowed: {allowed}")
     spec = ArenaSpec(block_format, wanted // block_format.slot_bytes)
@@ -164,16 +203,28 @@ class Arena:
     def create(
         cls, spec: ArenaSpec, threads: int = 4, numa_nodes: frozenset[int] = frozenset()
     ) -> Arena:
+        """Create an arena of known sizes that no other process waits for; see `create_planned`."""
+        return cls.create_planned(lambda _: spec, threads, numa_nodes, Unseen())
+
+    @classmethod
+    def create_planned(
+        cls,
+        plan: Callable[[Sequence[Promise]], ArenaSpec],
+        threads: int,
+        numa_nodes: frozenset[int],
+        reservation: Reservation,
+    ) -> Arena:
         """Create the arena and allocate all of its memory. If memory is missing, this fails now,
         and not by SIGBUS later.
 
         Args:
-            spec: sizes of the arena.
+            plan: sizes the arena beside what other processes are about to take; may raise.
             threads: the number of threads that allocate pages.
             numa_nodes: NUMA nodes of the GPUs of all ranks. The memory is spread over them evenly,
                 in pieces of 16 MiB: a slot holds bytes of all ranks, all GPUs together read faster
                 than one node's memory delivers, and an arena may be larger than a node's memory.
                 If empty, any node gives memory.
+            reservation: shows other processes what this one takes; borrowed.
 
         Returns:
             The arena, which the caller closes.
@@ -181,52 +232,84 @@ class Arena:
         Raises:
             ArenaError: the machine has too little memory.
         """
-        if free_huge_pages() >= spec.total_bytes:
+        with reservation.turn() as promised:
+            spec = plan(promised)
+            # The kernel reserves pages of the pool at once, so others see that they are taken.
+            arena = cls._in_pool(spec)
+            pooled = arena is not None
+            if arena is None:
+                arena = cls._in_ordinary_memory(spec, promised)
+                reservation.promise(spec.total_bytes)
+        if pooled:
             try:
-                return cls._create(spec, Pages.POOL, threads, numa_nodes)
+                arena.populate(threads, numa_nodes)
             except ArenaError as error:
-                logger.info("the arena does not use the kernel's pool of huge pages: %s", error)
+                arena.close()
+                _log_no_pool(error)
+                with reservation.turn() as promised:
+                    arena = cls._in_ordinary_memory(spec, promised)
+                    reservation.promise(spec.total_bytes)
+                pooled = False
+        if not pooled:
+            try:
+                arena.populate(threads, numa_nodes, reservation.filled)
+            except ArenaError:
+                arena.close()
+                raise
+        arena._warn_if_elsewhere(numa_nodes)
+        return arena
+
+    @classmethod
+    def _in_pool(cls, spec: ArenaSpec) -> Arena | None:
+        """Map memory of the kernel's pool of huge pages; None if the pool has too little."""
+        if free_huge_pages() < spec.total_bytes:
+            return None
+        try:
+            return cls._map_new(spec, Pages.POOL)
+        except ArenaError as error:
+            _log_no_pool(error)
+            return None
+
+    @classmethod
+    def _in_ordinary_memory(cls, spec: ArenaSpec, promised: Sequence[Promise]) -> Arena:
         # plan_arena may have sized the arena for the pool. If FlexKV took more ordinary memory than
         # is available, the kernel would end this process or another.
-        available = available_memory()
+        available = available_memory(promised=promised)
         if spec.slots_bytes > available:
             raise ArenaError(
                 f"cannot create an arena of {spec.total_bytes} bytes; allowed: at most "
                 f"{available}, which are available on this machine now"
             )
-        return cls._create(spec, Pages.ORDINARY, threads, numa_nodes)
+        return cls._map_new(spec, Pages.ORDINARY)
 
     @classmethod
-    def _create(
-        cls, spec: ArenaSpec, pages: Pages, threads: int, numa_nodes: frozenset[int]
-    ) -> Arena:
+    def _map_new(cls, spec: ArenaSpec, pages: Pages) -> Arena:
         try:
             fd = create_file(spec.total_bytes, pages)
         except OSError as error:
             raise ArenaError(
                 f"cannot create an arena of {spec.total_bytes} bytes: {error}"
             ) from None
-        arena = cls(fd, spec)
-        try:
-            arena.populate(threads, numa_nodes)
-        except ArenaError:
-            arena.close()
-            raise
-        arena._warn_if_elsewhere(numa_nodes)
-        return arena
+        return cls(fd, spec)
 
-    def populate(self, threads: int = 4, numa_nodes: frozenset[int] = frozenset()) -> None:
+    def populate(
+        self,
+        threads: int = 4,
+        numa_nodes: frozenset[int] = frozenset(),
+        filled: Callable[[int], None] | None = None,
+    ) -> None:
         """Fill this process's page table, so that copies cause no page faults.
 
         Args:
             threads: the number of threads to use.
-            numa_nodes: see `create`. Memory that is already allocated is not moved.
+            numa_nodes: see `create_planned`. Memory that is already allocated is not moved.
+            filled: called with numbers of bytes that have been filled since; None for nobody.
 
         Raises:
             ArenaError: the machine has too little memory.
         """
         try:
-            populate(self.fd, self.address, self.spec.total_bytes, threads, numa_nodes)
+            populate(self.fd, self.address, self.spec.total_bytes, threads, numa_nodes, filled)
         except OSError as error:
             raise ArenaError(
                 f"cannot fill the arena of {self.spec.total_bytes} bytes: {error}"
@@ -293,3 +376,7 @@ class Arena:
                 self.spec.total_bytes / GIB,
             )
         del self._map
+
+
+def _log_no_pool(error: ArenaError) -> None:
+    logger.info("the arena does not use the kernel's pool of huge pages: %s", error)

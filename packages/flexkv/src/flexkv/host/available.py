@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flexkv.host import cgroups
@@ -29,7 +31,20 @@ _POOL_LIMITS = {
 }
 
 
-def available_memory(root: Path = _ROOT) -> int:
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Memory that another process is about to take.
+
+    Attributes:
+        size: bytes that it has not taken yet.
+        groups: the control groups whose limits count them; see `memory_groups`.
+    """
+
+    size: int
+    groups: frozenset[str]
+
+
+def available_memory(root: Path = _ROOT, promised: Sequence[Promise] = ()) -> int:
     """Bytes that this process may still take, within the machine's memory and the limits of its
     control groups.
 
@@ -38,11 +53,23 @@ def available_memory(root: Path = _ROOT) -> int:
 
     Args:
         root: root of the file system; another one in tests.
+        promised: memory that other processes are about to take. Read it first: what they take
+            meanwhile then counts twice and not never.
 
     Raises:
         OSError: /proc/meminfo cannot be read or has no `MemAvailable`.
     """
-    return max(0, min([_machine_available(root), *_left_in_groups(root)]))
+    machine = _machine_available(root) - sum(each.size for each in promised)
+    return max(0, min([machine, *_left_in_groups(root, promised)]))
+
+
+def memory_groups(root: Path = _ROOT) -> frozenset[str]:
+    """Names of the control groups that count this process's memory, the same in all containers.
+
+    Args:
+        root: root of the file system; another one in tests.
+    """
+    return frozenset(map(_name_of, (level.folder for level in cgroups.levels("memory", root))))
 
 
 def free_huge_pages(root: Path = _ROOT) -> int:
@@ -63,13 +90,23 @@ def free_huge_pages(root: Path = _ROOT) -> int:
     return max(0, min([(free - reserved) * (2 << 20), *_left_in_pools(root)]))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
+def _left_in_groups(root: Path, promised: Sequence[Promise]) -> Iterator[int]:
     for folder, version in cgroups.levels("memory", root):
         limits, usage, droppable = _LIMITS[version]
         for limit in limits:
             left = _left(folder, limit, usage)
             if left is not None:
-                yield left + _stat(folder / "memory.stat", droppable)
+                name = _name_of(folder)
+                others = sum(each.size for each in promised if name in each.groups)
+                yield left + _stat(folder / "memory.stat", droppable) - others
+
+
+def _name_of(folder: Path) -> str:
+    # A container may see its group under another path, but with the same number.
+    try:
+        return str(os.stat(folder).st_ino)
+    except OSError:
+        return ""
 
 
 def _left_in_pools(root: Path) -> Iterator[int]:

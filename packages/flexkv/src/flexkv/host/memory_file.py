@@ -19,7 +19,7 @@ import errno
 import fcntl
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
@@ -99,7 +99,14 @@ def check_seals(fd: int) -> None:
         )
 
 
-def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int] = ()) -> None:
+def populate(  # noqa: PLR0917 - one mapping and how to fill it
+    fd: int,
+    address: int,
+    size: int,
+    threads: int,
+    nodes: Iterable[int] = (),
+    filled: Callable[[int], None] | None = None,
+) -> None:
     """Allocate the memory of a mapping and fill this process's page table, so that copies cause no
     page faults.
 
@@ -110,6 +117,7 @@ def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int
         threads: the number of threads to use.
         nodes: NUMA nodes that give memory in equal parts. Memory that is already allocated stays
             where it is. If empty, memory comes from the nodes on which the threads run.
+        filled: called in this thread with numbers of bytes that have been filled since.
 
     Raises:
         OSError: the kernel has too little memory. The process gets no SIGBUS.
@@ -131,11 +139,14 @@ def populate(fd: int, address: int, size: int, threads: int, nodes: Iterable[int
 
     # The result is ignored: if the kernel has no huge pages for shared memory, it uses small ones.
     advise(0, size, _MADV_HUGEPAGE)
-    chunks = ((s, min(_POPULATE_CHUNK, size - s)) for s in range(0, size, _POPULATE_CHUNK))
+    chunks = [(s, min(_POPULATE_CHUNK, size - s)) for s in range(0, size, _POPULATE_CHUNK)]
     pools = _pools(threads, sorted(nodes))
     try:
-        for future in [pools[i % len(pools)].submit(fill, *c) for i, c in enumerate(chunks)]:
+        futures = [pools[i % len(pools)].submit(fill, *c) for i, c in enumerate(chunks)]
+        for future, (_, length) in zip(futures, chunks, strict=True):
             future.result()
+            if filled is not None:
+                filled(length)
     finally:
         for pool in pools:
             pool.shutdown(cancel_futures=True)

@@ -254,7 +254,7 @@ from flexkv.host.session import (Shard, lead)
 os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 try:
     lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,
-         lambda fmt: ArenaSpec(fmt, 4), threads=1).close()
+         lambda fmt, promised: ArenaSpec(fmt, 4), threads=1).close()
     print("led")
 except ArenaError as error:
     print(error)

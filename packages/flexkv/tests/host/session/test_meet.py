@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sessions import SHARD_BYTES, leading_process, led, plan, shard, until
 
 from flexkv import ArenaError
 from flexkv.host.arena import ArenaSpec
+from flexkv.host.available import Promise
 from flexkv.host.session import Session, Shard, attach, join, lead
 from flexkv.host.session.directory import RuntimeDirectory
 from flexkv.layout import BlockFormat
@@ -159,7 +161,7 @@ def test_ranks_of_a_stage_that_disagree_stop_all(tmp_path: Path) -> None:
 
 
 def test_a_failed_plan_reaches_every_rank(tmp_path: Path) -> None:
-    def no_memory(block_format: BlockFormat) -> ArenaSpec:
+    def no_memory(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
         raise ArenaError("no memory")
 
     refused: list[str] = []
@@ -237,7 +239,7 @@ import os, sys, time
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import (Shard, lead)
 session = lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,
-               lambda fmt: ArenaSpec(fmt, 4), threads=1)
+               lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 held = session.arena.slot_view(0)
 child = os.fork()
 if child == 0:

@@ -164,7 +164,7 @@ class Seen(logging.Handler):
 logging.getLogger("flexkv").addHandler(Seen())
 
 session = lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,
-               lambda fmt: ArenaSpec(fmt, 4), threads=1)
+               lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 (path,) = Path(sys.argv[1]).glob("*.sock")
 peer = socket.socket(socket.AF_UNIX)
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,16 +4,21 @@ attaches. A process that is the whole engine is alone."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TypeAlias
 
 from flexkv.errors import ArenaError
 from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.host.available import Promise
 from flexkv.host.session import wire
 from flexkv.host.session.directory import RuntimeDirectory
+from flexkv.host.session.reservation import Reservation
 from flexkv.host.session.server import Server
 from flexkv.host.session.wire import SessionInfo, Shard
 from flexkv.layout import BlockFormat, join_stages
@@ -21,6 +26,9 @@ from flexkv.layout import BlockFormat, join_stages
 MEET_SECONDS = 120.0
 """Seconds that processes wait for one another. Ranks register their caches at the same moment, but
 rank 0 then fills the arena, which takes about 5 s per 100 GiB with 4 threads."""
+
+Plan: TypeAlias = Callable[[BlockFormat, Sequence[Promise]], ArenaSpec]
+"""Sizes an arena for a format of blocks, beside what other processes are about to take."""
 
 _RETRY_SECONDS = 0.02
 """Pause between two attempts to connect to rank 0. Not tuned."""
@@ -52,7 +60,7 @@ def lead(
     name: str,
     mine: Shard,
     ranks: int,
-    plan: Callable[[BlockFormat], ArenaSpec],
+    plan: Plan,
     *,
     threads: int,
     patience: float = MEET_SECONDS,
@@ -64,7 +72,8 @@ def lead(
         name: the engine's id.
         mine: rank 0's shard.
         ranks: the number of ranks, this one included.
-        plan: sizes the arena once the shards are known; may raise.
+        plan: sizes the arena once the shards are known, beside what other processes are about to
+            take; may raise.
         threads: the number of threads that fill the arena.
         patience: seconds to wait for the ranks.
 
@@ -78,7 +87,7 @@ def lead(
     server = Server(root, name, ranks)
     try:
         shards = server.gather(mine, patience)
-        info, arena = _make_arena(shards, plan, threads)
+        info, arena = _make_arena(root, shards, plan, threads)
     except BaseException as error:
         server.refuse(str(error) or type(error).__name__)
         server.close()
@@ -87,12 +96,13 @@ def lead(
     return Session(info, arena, server)
 
 
-def alone(mine: Shard, plan: Callable[[BlockFormat], ArenaSpec], *, threads: int) -> Session:
+def alone(root: str, mine: Shard, plan: Plan, *, threads: int) -> Session:
     """Make the session of a process that is its own scheduler and only rank. No process can join.
 
     Args:
+        root: path of the runtime directory.
         mine: the process's shard.
-        plan: sizes the arena; may raise.
+        plan: see `lead`.
         threads: the number of threads that fill the arena.
 
     Returns:
@@ -101,18 +111,20 @@ def alone(mine: Shard, plan: Callable[[BlockFormat], ArenaSpec], *, threads: int
     Raises:
         ArenaError: memory is missing.
     """
-    return Session(*_make_arena([mine], plan, threads))
+    return Session(*_make_arena(root, [mine], plan, threads))
 
 
 def _make_arena(
-    shards: Sequence[Shard], plan: Callable[[BlockFormat], ArenaSpec], threads: int
+    root: str, shards: Sequence[Shard], plan: Plan, threads: int
 ) -> tuple[SessionInfo, Arena]:
     """Create the arena for the shards of all ranks, and its description."""
     first = shards[0]
     parts = tuple(shard.shard_bytes for shard in shards[:: first.replicas])
     block_format = BlockFormat(first.engine_blocks, parts, first.replicas)
     nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
-    arena = Arena.create(plan(block_format), threads, nodes)
+    with contextlib.closing(Reservation(root)) as reservation:
+        sized = functools.partial(plan, block_format)
+        arena = Arena.create_planned(sized, threads, nodes, reservation)
     stages = {shard.stage: shard.fingerprint for shard in shards}
     return SessionInfo(join_stages(list(stages.values())), arena.spec, first.durable), arena
 

@@ -3,26 +3,23 @@
 
     <16 hex digits>.store    one store of one engine, as JSON; the engine holds its lock
 
-A killed engine leaves a file without a lock. Readers skip it, and the next engine that starts
-removes it.
+See `held_files` for those of killed engines.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import secrets
-import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flexkv.errors import ArenaError
 from flexkv.forks import close_in_children
 from flexkv.host.session.directory import RuntimeDirectory
+from flexkv.host.session.held_files import create_held, read_held, write_held
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +27,6 @@ SECONDS = 1.0
 """Seconds between two updates of the file, the most that a reader sees it late. Not tuned."""
 
 _SUFFIX = ".store"
-_DRAFT = f"{_SUFFIX}.new"
-_BYTES = 4096
-"""Bytes of a file. One call writes it and one call reads it, so that no reader finds half of it."""
 
 
 class StoreStates:
@@ -104,14 +98,13 @@ class StoreStates:
     def _update(self, read: Callable[[], Mapping[str, str]]) -> None:
         if self._fd < 0:
             with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
-                self._fd = _create(directory.descriptor, self._name)
+                self._fd = create_held(directory.descriptor, self._name)
         self._write(read())
 
     def _write(self, states: Mapping[str, str]) -> None:
-        content = json.dumps({**self._about, **states}).encode().ljust(_BYTES)
+        content = json.dumps({**self._about, **states}).encode()
         if content != self._written:
-            if os.pwrite(self._fd, content, 0) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._name)
+            write_held(self._fd, content)
             self._written = content
 
 
@@ -126,7 +119,7 @@ def read_states(root: str) -> list[dict[str, object]]:
     """
     try:
         with RuntimeDirectory(root) as directory:
-            return list(_read_all(directory.descriptor))
+            return list(_parsed(read_held(directory.descriptor, _SUFFIX)))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -135,57 +128,9 @@ def read_states(root: str) -> list[dict[str, object]]:
         ) from None
 
 
-def _read_all(folder: int) -> Iterator[dict[str, object]]:
-    for name in _names(folder):
-        with _opened(folder, name) as fd:
-            if fd is None or _lock(fd, fcntl.LOCK_SH):
-                continue
-            with contextlib.suppress(ValueError):  # another version of FlexKV wrote the file
-                content = json.loads(os.pread(fd, _BYTES, 0))
-                if isinstance(content, dict):
-                    yield content
-
-
-def _create(folder: int, name: str) -> int:
-    """Create a file and lock it. Removes the files of killed engines, which have no lock. The
-    caller holds the directory's lock."""
-    for other in [*_names(folder), *_names(folder, _DRAFT)]:
-        with _opened(folder, other) as fd:
-            if fd is not None and _lock(fd, fcntl.LOCK_SH):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(other, dir_fd=folder)
-    # The file gets its name once it is locked. Before, it would look like that of a killed engine.
-    draft = name.removesuffix(_SUFFIX) + _DRAFT
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(draft, flags, 0o600, dir_fd=folder)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
-    return fd
-
-
-def _names(folder: int, suffix: str = _SUFFIX) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(suffix)]
-
-
-@contextlib.contextmanager
-def _opened(folder: int, name: str) -> Iterator[int | None]:
-    """Open a file of a directory for the block. None if it is gone or no regular file."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        fd = os.open(name, flags, dir_fd=folder)
-    except OSError:
-        yield None
-        return
-    try:
-        yield fd if stat.S_ISREG(os.fstat(fd).st_mode) else None
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int, how: int) -> bool:
-    """Take the lock of a file. False if another process holds it."""
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _parsed(contents: Iterable[bytes]) -> Iterator[dict[str, object]]:
+    for each in contents:
+        with contextlib.suppress(ValueError):  # another version of FlexKV wrote the file
+            content = json.loads(each)
+            if isinstance(content, dict):
+                yield content
