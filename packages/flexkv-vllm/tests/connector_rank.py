@@ -26,7 +26,7 @@ from flexkv_vllm.compat import patches
 
 def flexkv_of(connector: Any) -> Any:
     """FlexKV's adapter behind a connector of vLLM's."""
-    inner = getattr(connector, "_connectors", [connector])[0]
+    inner = getattr(connector, "_connectors", [connector])[-1]
     return (
         inner._flexkv_connector._adapter if hasattr(inner, "_flexkv_connector") else inner._adapter
     )
@@ -63,19 +63,23 @@ class ConnectorRank(Rank):
         self.follow_tables(output)
         connector.bind_connector_metadata(metadata)
         context: Any = None
-        if LOADS_FIRST:
+        before = LOADS_FIRST or output.has_sync_kv_loads
+        if before:
             connector.start_load_kv(context)
         self.forward(output, texts, weights)
-        assert not self.wrong, self.wrong
-        if not LOADS_FIRST:
+        if not before:
             connector.start_load_kv(context)
         deferred = self.defers_saves and output.total_num_scheduled_tokens > 0
         if not deferred and (self.saves_idle or output.total_num_scheduled_tokens):
             connector.wait_for_save()
+        ended = ended_transfers(connector, output.finished_req_ids)
+        bad_blocks = connector.get_block_ids_with_load_errors()
+        for block, message in self.wrong.values():
+            assert block in bad_blocks, message
         result = step_result(
             output,
-            **ended_transfers(connector, output.finished_req_ids),
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            **ended,
+            invalid_block_ids=bad_blocks,
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )

@@ -35,6 +35,9 @@ IN_TREE = "vllm.distributed.kv_transfer.kv_connector.v1.flexkv_connector"
 OFFLOADING = "flexkv_vllm.offloading"
 IN_MULTI = f"MultiConnector:{IN_TREE}"
 """vLLM's own connector inside its MultiConnector."""
+BESIDE_OTHER = f"OtherConnector:{PLUGIN}"
+IN_TREE_BESIDE_OTHER = f"OtherConnector:{IN_TREE}"
+"""Behind that of `other_connector` in vLLM's MultiConnector."""
 DISK_TIMEOUT_SECONDS = 2 * PATIENCE_SECONDS
 """A disk hangs for as long only where a test makes it."""
 DISK_OVERHEAD = 32768
@@ -217,6 +220,14 @@ def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dic
         return {
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": {"connectors": [child]},
+        }
+    if entry in (BESIDE_OTHER, IN_TREE_BESIDE_OTHER):
+        ours = connector_of(entry.partition(":")[2], block_tokens, settings)
+        other = {"kv_connector": "OtherConnector", "kv_connector_module_path": "other_connector"}
+        children = [child | {"kv_role": "kv_both"} for child in (other, ours)]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": children},
         }
     ours = {"block_tokens": block_tokens}
     return {

@@ -143,6 +143,8 @@ class Adapter:
     def step_ended(self, output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
+        if output.invalid_block_ids:
+            self._distrust(self._scheduler, output.invalid_block_ids)
         with self._edge.guard("ending a step", "copies that ended are seen later"):
             report = output.kv_connector_worker_meta
             # `isinstance` of a subclass of vLLM's abstract class takes longer than the rest.
@@ -181,6 +183,12 @@ class Adapter:
     @property
     def wants_step(self) -> bool:
         return self._scheduler is not None and self._scheduler.wants_step
+
+    def _distrust(self, scheduler: SchedulerSide, invalid: set[int]) -> None:
+        with self._edge.guard("discarding wrong blocks", "all blocks are discarded"):
+            scheduler.distrust(invalid)
+            return
+        self.weights_changed()
 
     def _reset_by(self, reset: Callable[[], None]) -> bool:
         assert self._scheduler is not None
@@ -250,7 +258,10 @@ class Adapter:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("reporting a step", "its end is not measured"):
                 report = self._worker.report(metadata)
-                return None if report is None else WorkerReport(report.number, report.load_rate)
+                if report is None:
+                    return None
+                return WorkerReport(report.number, report.load_rate, report.proves)
+            return WorkerReport(0, 0.0, metadata.proves)
         return None
 
     def take_bad_blocks(self) -> set[int]:

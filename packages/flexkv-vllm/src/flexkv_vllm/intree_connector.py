@@ -24,8 +24,8 @@ from flexkv import LayoutError
 from flexkv.adapter.fills import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.patches import (
+    complete_shim,
     connectors_here,
-    deliver_nothing,
     implementation_of,
     kv_cache_config_of,
     step_metadata,
@@ -36,19 +36,22 @@ from flexkv_vllm.stages import Place
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.v1.core.block_pool import BlockPool
 
 logger = logging.getLogger("flexkv.vllm")
 
 
 class FlexKVConnectorV1Impl(SchedulerCalls):
-    """The methods that vLLM's own connector forwards, in its order."""
+    """The methods that vLLM's own connector forwards, in its order, and those that
+    `complete_shim` makes it forward."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         self._vllm_config = vllm_config
         self._adapter = Adapter(vllm_config, StoreTime.FINISH, FlexKVConnectorV1Impl)
         self._connector: KVConnectorBase_V1 | None = None
+        complete_shim()
         if role is KVConnectorRole.SCHEDULER:
-            deliver_nothing()
             self._start_scheduler(None)
             logger.warning(
                 "FlexKV runs behind vLLM's own connector, which passes on no resets: lookups still "
@@ -87,6 +90,12 @@ class FlexKVConnectorV1Impl(SchedulerCalls):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._adapter.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._adapter.step_report(self._step_metadata())
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._adapter.bind_pool(gpu_block_pool)
 
     def _step_metadata(self) -> KVConnectorMetadata | None:
         """The orders of the running step, which vLLM bound to its own connector."""

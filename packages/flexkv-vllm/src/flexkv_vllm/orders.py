@@ -26,4 +26,8 @@ class WorkerReport(StepReport, KVConnectorWorkerMetadata):
         """The report of the slowest rank counts."""
         assert isinstance(other, WorkerReport)
         rates = [rate for rate in (self.load_rate, other.load_rate) if rate]
-        return WorkerReport(max(self.number, other.number), min(rates, default=0.0))
+        return WorkerReport(
+            max(self.number, other.number),
+            min(rates, default=0.0),
+            max(self.proves, other.proves),
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from flexkv.adapter.engine_cache import EngineCache
@@ -88,6 +89,7 @@ class SchedulerSide:
         )
         self._idle_steps = IdleSteps()
         self._pool: Pool | None = None
+        self._has_wrong_blocks = False
 
     @property
     def tracked_requests(self) -> int:
@@ -157,8 +159,21 @@ class SchedulerSide:
             self._loads.refuse(tracked, tables[0], tokens, self._orders)
         tracked.lose_blocks()
 
+    def distrust(self, invalid: AbstractSet[int]) -> None:
+        """Discard what is stored of vLLM's blocks `invalid`, or was computed on them: a connector,
+        FlexKV or another, should have filled them in a step that has ended, but has not."""
+        wrong = self._fills.distrust(invalid, self._requests.by_id.values())
+        # vLLM keeps them in its prefix cache until a request has computed them again. Others would
+        # find them before, or for ever if that request is aborted.
+        if self._pool is None:
+            self._has_wrong_blocks = True
+        else:
+            self._pool.forget(wrong)
+
     def step_ended(self, report: WorkerReport | None) -> None:
-        """A step has ended; the workers may have reports about it."""
+        """A step has ended, after `distrust`; the workers may have reports about it."""
+        if report is not None:
+            self._stores.step_ended(report.proves)
         self._loads.step_ended(report)
         self._poll()
 
@@ -195,6 +210,7 @@ class SchedulerSide:
         if self._taken is None or self._taken[0] is not output:
             self._loads.step_is_complete()
             self._tables.begun.clear()
+            self._orders.proves = self._stores.step_is_complete()
             self._orders.has_forward = output.total_num_scheduled_tokens > 0
             self._ordered |= self._orders.transfer_ids
             self._taken, self._orders = (output, self._orders), StepMetadata()
@@ -315,7 +331,9 @@ class SchedulerSide:
         self._lost_some = False
 
     def _finds_old_blocks(self) -> bool:
-        return self._pool is not None and self._pool.may_find_old_blocks
+        if self._pool is None:
+            return self._has_wrong_blocks
+        return self._pool.may_find_old_blocks
 
     def _abandon(self, tracked: TrackedRequest) -> None:
         self._loads.abandon(tracked, self._orders)

@@ -65,8 +65,9 @@ def implementation_of(connector: Any) -> object:
     return getattr(connector, "_flexkv_connector", None)
 
 
-def deliver_nothing() -> None:
-    """Make vLLM's own `FlexKVConnectorV1` say that it delivers no KV to another engine.
+def complete_shim() -> None:
+    """Make vLLM's own `FlexKVConnectorV1` answer what it does not pass on: it delivers no KV to
+    another engine, its workers report ended steps, and vLLM shows it its blocks.
 
     vLLM 0.27 or newer else discards what a step under way computes for a request that it preempts.
     Where memory is short, the same requests are then preempted and begun anew for ever.
@@ -75,6 +76,12 @@ def deliver_nothing() -> None:
 
     connector: Any = flexkv_connector.FlexKVConnectorV1
     connector.requires_kv_delivery = False
+    connector.build_connector_worker_meta = lambda self: (
+        self._flexkv_connector.build_connector_worker_meta()
+    )
+    connector.bind_gpu_block_pool = lambda self, pool: self._flexkv_connector.bind_gpu_block_pool(
+        pool
+    )
 
 
 def step_metadata(connector: KVConnectorBase_V1) -> KVConnectorMetadata | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.fill_calendar import fill_calendar
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.storing import StoreBatch, Stores
+from flexkv.adapter.storing import StoreBatch, Stores, first_of
 
 States = Mapping[str, Iterable[tuple[int, int, int]]]
 """Recurrent states that are complete after a step: by request, group, block and tokens."""
@@ -41,6 +42,7 @@ class StepStores:
     def __init__(self, engine: EngineCache, time: StoreTime) -> None:
         self.stores = Stores(engine)
         self._plain = engine.groups.plain
+        self._first = engine.groups.members[0]
         self._keys = engine.keys
         self._edge = engine.edge
         self._by_step = time is StoreTime.STEP
@@ -48,8 +50,35 @@ class StepStores:
 
     def scheduled(self, tracked: TrackedRequest) -> None:
         """Follow a request that the engine schedules, with blocks that it may fill."""
+        self.stores.began(tracked)
         if self._by_step:
             self._calendar.watch(tracked, 1)
+
+    def distrust(self, invalid: AbstractSet[int], requests: Iterable[TrackedRequest]) -> set[int]:
+        """The engine's blocks `invalid` were not loaded, as a step reports that has ended. Store
+        nothing of them, nor of what was computed behind them.
+
+        Args:
+            invalid: the blocks; another connector may have been to load them.
+            requests: all tracked requests.
+
+        Returns:
+            All wrong blocks of the engine.
+        """
+        wrong = self.stores.distrust(invalid)
+        for tracked in requests:
+            places = [first_of(wrong, table) for table in tracked.engine_blocks]
+            if places == list(map(len, tracked.engine_blocks)):
+                continue
+            size = self._first.engine_block_tokens
+            if self._plain and tracked.request.num_computed_tokens <= places[0] * size:
+                # The engine computes them again. Blocks that have a slot are not stored twice.
+                tracked.fill_again(self.stores.first_fill(tracked.options))
+                if self._by_step:
+                    self._calendar.watch(tracked, 1)
+            else:
+                tracked.store_nothing()
+        return wrong
 
     def step(
         self,

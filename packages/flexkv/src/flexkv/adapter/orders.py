@@ -57,7 +57,8 @@ class StepOrders:
         releases: finished request to the stores that still read its blocks; the engine holds
             the blocks until the worker names the request.
         has_forward: whether the step computes anything.
-        number: number for the workers' `StepReport` of this step; 0 if no report is needed.
+        number: number for the workers' `StepReport` of this step; 0 if its end is not measured.
+        proves: number of the step if its end proves blocks, see `Stores`; 0 if it proves none.
         step: number of the step, which grows by 1; 0 where loads follow everything.
     """
 
@@ -70,6 +71,7 @@ class StepOrders:
     releases: dict[str, list[int]] = field(default_factory=dict)
     has_forward: bool = False
     number: int = 0
+    proves: int = 0
     step: int = 0
 
     @property
@@ -84,10 +86,12 @@ class StepReport:
     """The workers' report of a step that has ended.
 
     Attributes:
-        number: number of the step, if a report was needed; see `StepOrders`.
+        number: as in the orders of the step.
         load_rate: bytes per second of the fastest load that ended, by the clock of the thread or
             device that copied; 0 if none ended.
+        proves: as in the orders of the step.
     """
 
     number: int
     load_rate: float
+    proves: int = 0

@@ -126,6 +126,12 @@ class TrackedRequest:
         """Nothing more of it is stored."""
         self.next_fill = NEVER
 
+    def fill_again(self, first_fill: int) -> None:
+        """The engine computes blocks of it again: consider all of them for storing, unless nothing
+        of it is stored."""
+        if self.next_fill != NEVER:
+            self.next_fill = first_fill
+
     def lose_blocks(self) -> None:
         """Its blocks are unknown: the engine has taken them, or the state here may be wrong. None
         of them are stored until the request begins again."""

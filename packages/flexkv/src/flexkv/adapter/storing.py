@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -69,6 +70,10 @@ StoreBatch = dict[int, _Chains]
 """The stores of one step, by the layer-wise load that their blocks were computed on; 0 if none.
 Each is one transfer, because a transfer costs more than its blocks."""
 
+_UNREPORTED_STEPS = 64
+"""Steps after which a step without a report counts as ended. An engine has few steps under way; the
+report is missing only after an error. Not tuned."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Running:
@@ -78,11 +83,13 @@ class _Running:
         transfer: the transfer of the core.
         runs: the sources of its blocks, in their order.
         engine_blocks: the engine's blocks that it reads.
+        step: number of the step whose end proves them.
     """
 
     transfer: Transfer
     runs: Sequence[_Run]
     engine_blocks: AbstractSet[int]
+    step: int
 
     def reads_of(self, request_id: str) -> bool:
         """Whether it reads blocks of this request."""
@@ -102,6 +109,10 @@ class Stores:
     The engine may give the blocks that a store reads to another request before the store has ended:
     their request ended, was preempted, or has moved its window past them. Workers then wait for the
     store before they write to these blocks: the store is fenced.
+
+    The engine counts tokens as computed once it has scheduled them. Whether they are is known when
+    the step has ended: a load that the step computed on may have failed, another connector's too.
+    Until then the step's stores are held, and their blocks are not found.
 
     Full attention stores every block. Groups that look back less far store only blocks that a later
     request can use: those needed to continue at the end of the prompt, and where another request's
@@ -126,6 +137,10 @@ class Stores:
         is_alone = len(groups.members) == 1 and not self._keeps_windows
         self._add_filled = self._add_of_one if is_alone else self._add_of_groups
         self._running: dict[int, _Running] = {}
+        self._step = 0
+        self._held: deque[_Running] = deque()
+        # Requests that began in a step that has not ended: loads of that step fill their blocks.
+        self._begun: deque[tuple[int, Sequence[Sequence[int]]]] = deque()
 
     @property
     def under_way(self) -> int:
@@ -183,6 +198,52 @@ class Stores:
     def ended(self, transfer: Transfer) -> None:
         """A transfer has ended; if it is no store, nothing happens."""
         self._running.pop(transfer.id, None)
+
+    def began(self, tracked: TrackedRequest) -> None:
+        """The step that is being scheduled is the first to run a request with its blocks."""
+        self._begun.append((self._step + 1, tracked.engine_blocks))
+
+    def step_is_complete(self) -> int:
+        """The engine has scheduled a step, with all stores that were ordered since the last one.
+        Returns the number of the step if its end must be reported, else 0."""
+        self._step += 1
+        self.step_ended(self._step - _UNREPORTED_STEPS)
+        return self._step if self._held and self._held[-1].step == self._step else 0
+
+    def step_ended(self, number: int) -> None:
+        """The steps up to `number` have ended, after `distrust`: their stores count."""
+        while self._held and self._held[0].step <= number:
+            self._held.popleft().transfer.held = False
+        while self._begun and self._begun[0][0] <= number:
+            self._begun.popleft()
+
+    def distrust(self, invalid: AbstractSet[int]) -> set[int]:
+        """Discard all that was stored of wrong blocks.
+
+        Args:
+            invalid: the engine's blocks that loads of a step, anyone's, should have filled but did
+                not. The step ended last.
+
+        Returns:
+            The wrong blocks: these, and those that were computed behind them.
+        """
+        wrong = set(invalid)
+        for _, tables in self._begun:
+            for table in tables:
+                wrong.update(table[first_of(invalid, table) :])
+        for running in self._held:
+            if running.engine_blocks.isdisjoint(wrong):
+                continue
+            for run, blocks in running.blocks_by_run():
+                of_block = (run.block(i).engine_blocks for i in range(run.blocks))
+                self._cache.discard(
+                    [
+                        block
+                        for block, sources in zip(blocks, of_block, strict=True)
+                        if not wrong.isdisjoint(sources)
+                    ]
+                )
+        return wrong
 
     def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:
         """The engine writes to these blocks from this step on: workers first wait for the stores
@@ -352,8 +413,11 @@ class Stores:
                 order = CopyOrder(
                     transfer.id, transfer.cell, engine_blocks, transfer.slots, built_on=built_on
                 )
-                running = _Running(transfer, stored, frozenset(engine_blocks))
+                blocks = frozenset(engine_blocks)
+                running = _Running(transfer, stored, blocks, self._step + 1)
+                transfer.held = True
                 self._running[transfer.id] = running
+                self._held.append(running)
                 orders.stores.append(order)
             except BaseException:
                 self._cache.cancel(transfer)
@@ -367,6 +431,11 @@ class Stores:
             for run, blocks in running.blocks_by_run():
                 found = ((run.position + i, block.key) for i, block in enumerate(blocks))
                 self._describe(run.request, run.group, found)
+
+
+def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int:
+    """The place in `table` of the first of `blocks`; its length if it has none of them."""
+    return next((i for i, block in enumerate(table) if block in blocks), len(table))
 
 
 def _chains_of(tracked: TrackedRequest, batch: StoreBatch) -> _Chains:

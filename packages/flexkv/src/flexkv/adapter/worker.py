@@ -264,7 +264,9 @@ class WorkerSide:
     def report(self, orders: StepOrders) -> StepReport | None:
         """The report of this step for the scheduler side; None if it is empty."""
         rate = self.figures.take_load_rate()
-        return StepReport(orders.number, rate) if orders.number or rate else None
+        if not (orders.number or orders.proves or rate):
+            return None
+        return StepReport(orders.number, rate, orders.proves)
 
     def close(self) -> None:
         """End all copies, then leave the session. Idempotent."""

@@ -35,6 +35,8 @@ class Transfer:
         blocks: blocks in the order of the prefix. Workers copy from or to the slot of each.
         status: PENDING until `KVCache.poll` returns the transfer.
         begun: time.monotonic() when the transfer was made, in seconds.
+        held: whether `KVCache.poll` passes over the transfer. The adapter sets it while it does not
+            know whether the bytes to store are right.
     """
 
     id: int
@@ -43,6 +45,7 @@ class Transfer:
     blocks: list[Block] = field(repr=False)
     status: Status = Status.PENDING
     begun: float = field(default_factory=time.monotonic, repr=False)
+    held: bool = False
 
     @property
     def slots(self) -> list[int]:
@@ -122,8 +125,8 @@ class DeviceLink:
         return [block for t in transfers if t.direction is direction for block in t.blocks]
 
     def poll(self, finish: Callable[[Transfer], None]) -> list[Transfer]:
-        """The transfers that all ranks have reported since the last call; their status is DONE or
-        FAILED. Does not wait.
+        """The transfers that all ranks have reported since the last call, apart from held ones;
+        their status is DONE or FAILED. Does not wait.
 
         Args:
             finish: called with each of them, once. If it raises, this raises; the next call goes on
@@ -131,6 +134,8 @@ class DeviceLink:
         """
         reported = []
         for transfer in self._pending.values():
+            if transfer.held:
+                continue
             status = self._board.status(transfer.cell)
             if status is not Status.PENDING:
                 transfer.status = status
