@@ -207,3 +207,17 @@ def test_a_page_that_has_come_back_meanwhile_is_not_told(
     assert arena.missing(subscriber.rank.side.keys_of(hashes_of("a", 3)))
     subscriber.offload("a", 3)
     assert not {each.page.number for each in subscriber.listen()} & set(numbers_of("a", 3))
+
+
+def test_what_one_call_leaves_the_calls_of_an_engine_at_rest_report(
+    subscribe: Callable[..., Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang publishes events in each round of its idle loop."""
+    monkeypatch.setattr("flexkv.cache._CHANGES", 2)
+    subscriber = subscribe()
+    subscriber.offload("a", 5)
+    cache = subscriber.rank.side._cache
+    assert cache is not None
+    assert [len(subscriber.listen()) for _ in range(4)] == [2, 2, 1, 0]
+    assert not cache.has_changes
+    assert subscriber.known == {(HOST, number) for number in numbers_of("a", 5)}

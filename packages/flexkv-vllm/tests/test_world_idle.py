@@ -8,10 +8,13 @@ import threading
 from typing import Any
 
 import pytest
+from connector_rank import flexkv_of
 from disk_world import drive_of
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
+from subscriber import DISK, HOST, Subscriber, loadable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from world_config import IN_TREE, PLUGIN
 
 from flexkv.adapter.idle import STEP_ON_SECONDS
 from flexkv.adapter.metrics import sample
@@ -118,3 +121,73 @@ def test_a_disk_that_hangs_lets_the_engine_rest(make_world: MakeWorld) -> None:
     clock.now += STEP_ON_SECONDS
     assert not world.scheduler.has_requests()
     gate.open()
+
+
+FEW = 3
+"""Changes that one call returns."""
+
+
+@pytest.fixture
+def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexkv.cache._CHANGES", FEW)
+
+
+def rest_long(world: World, clock: Clock) -> None:
+    """For longer than the engine steps on after a request, until no step is needed."""
+    world.settle()
+    clock.now += STEP_ON_SECONDS
+    step_on(world)
+
+
+@pytest.mark.usefixtures("few_changes")
+@pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
+def test_an_engine_at_rest_tells_all_events(make_world: MakeWorld, entry: str) -> None:
+    """Of a burst of evictions, a reset, and of what the disk holds at the start."""
+    rng = random.Random(4)
+    options = {"entry": entry, "events": True, "slots": 20, "disk_slots": 100}
+    world = make_world(**options)
+    clock, subscriber = Clock(world), Subscriber(world)
+    for _ in range(4):
+        serve(world, random_prompt(rng, 10 * BLOCK_TOKENS + 1))
+        rest_long(world, clock)
+        subscriber.listen()
+        assert subscriber.told == loadable(world)
+    on_disk = subscriber.told[DISK]
+    assert len(subscriber.told[HOST]) == 20
+    assert len(on_disk) == 40
+    world.close()
+
+    again = make_world(**options)
+    clock, subscriber = Clock(again), Subscriber(again)
+    step_on(again)
+    subscriber.listen()
+    assert subscriber.told == {HOST: set(), DISK: on_disk}
+    clock.now += STEP_ON_SECONDS
+    # vLLM's own connector does not pass it on.
+    flexkv_of(again.connector).reset()
+    step_on(again)
+    subscriber.listen()
+    assert subscriber.told == {HOST: set(), DISK: set()}
+
+
+@pytest.mark.usefixtures("few_changes")
+def test_an_error_in_telling_events_lets_the_engine_rest(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(events=True)
+    clock, subscriber = Clock(world), Subscriber(world)
+
+    def broken() -> None:
+        raise RuntimeError("broken by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.side._events, "_take", broken)
+        serve(world, random_prompt(random.Random(5), 4 * FEW * BLOCK_TOKENS + 1))
+        rest_long(world, clock)
+        subscriber.listen()
+        assert subscriber.told[HOST] == set()
+    serve(world, [1])
+    rest_long(world, clock)
+    subscriber.listen()
+    assert len(subscriber.told[HOST]) == 4 * FEW
+    assert subscriber.told == loadable(world)

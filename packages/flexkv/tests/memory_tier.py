@@ -91,6 +91,10 @@ class MemoryTier:
     def watch(self) -> None:
         pass
 
+    @property
+    def has_changes(self) -> bool:
+        return False
+
     def take_changes(self, limit: int) -> list[Change]:
         return []
 

@@ -93,6 +93,7 @@ class BlockEvents:
         self._shared: dict[Medium, Counter[bytes]] = {m: Counter() for m in Medium}
         self._again: list[bytes] = []
         self._leaving: set[bytes] = set()  # left host memory while a lower tier is given them
+        self._failed = False
         cache.watch()
 
     def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
@@ -110,8 +111,21 @@ class BlockEvents:
             if key in self._told[Medium.DISK]:
                 self._again.append(key)
 
+    @property
+    def pending(self) -> bool:
+        """Whether `take` has changes to report. After an error, False until `take` succeeds: an
+        engine at rest does not repeat it for ever."""
+        return not self._failed and (bool(self._again) or self._cache.has_changes)
+
     def take(self) -> list[KVCacheEvent]:
-        """The events of changes since the last call, removals first."""
+        """The events of changes since the last call, removals first. Many changes take several
+        calls; see `pending`."""
+        self._failed = True
+        events = self._take()
+        self._failed = False
+        return events
+
+    def _take(self) -> list[KVCacheEvent]:
         changes = self._cache.take_changes()
         if not (changes or self._again or self._leaving):
             return []

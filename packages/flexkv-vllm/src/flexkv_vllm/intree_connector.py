@@ -86,13 +86,18 @@ class FlexKVConnectorV1Impl(SchedulerCalls):
         self._adapter.start_worker(kv_caches, kv_cache_config, Place.here(), alone=alone)
 
     def get_kv_connector_stats(self) -> None:
-        """None: vLLM's own connector could neither log nor serve what this returned."""
+        """None: vLLM's own connector could neither log nor serve what this returned. The figures
+        are dropped, so that none wait for a step."""
+        self._adapter.take_stats()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._adapter.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._adapter.step_report(self._step_metadata())
+
+    def has_pending_push_work(self) -> bool:
+        return self._adapter.wants_step
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._adapter.bind_pool(gpu_block_pool)

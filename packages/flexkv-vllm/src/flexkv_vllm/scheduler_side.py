@@ -282,7 +282,10 @@ class SchedulerSide:
 
     @property
     def wants_step(self) -> bool:
-        """Whether vLLM must step without requests, so that a copy ends or is reported."""
+        """Whether vLLM must step without requests, so that a copy ends or is reported, or so that
+        all events are told."""
+        if self._events is not None and self._events.pending:
+            return True
         return self._idle_steps.wanted(self._cache.busy or self.figures.active)
 
     def close(self, flush_seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import random
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
 from offloading_world import HYBRID, MakeOffloadingWorld
+from patience import wait_until
 from prometheus_client import Counter, Gauge, Histogram
 from subscriber import DISK, HOST, Subscriber
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
@@ -134,6 +136,31 @@ def test_events_say_what_can_be_loaded(
     world.generate([1], max_tokens=1)
     subscriber.listen()
     assert subscriber.told == {HOST: set(), DISK: set()}
+
+
+def test_an_engine_at_rest_tells_all_events(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexkv.cache._CHANGES", 3)
+    world = make_offloading_world(slots=24, disk_slots=60, events=True)
+    subscriber = Subscriber(world)
+    rng = random.Random(2)
+    for _ in range(4):
+        world.generate(random_prompt(rng, 6 * BLOCK_TOKENS))
+        world.settle()
+    world.manager._idle_steps._clock = lambda: math.inf
+
+    def told_at_rest() -> dict[str, set[object]]:
+        wait_until(lambda: not world.scheduler.has_requests(), world.step)
+        subscriber.listen()
+        return {medium: {name for _, name in told} for medium, told in subscriber.told.items()}
+
+    (drive,) = world.cache._below.tiers[0].drives
+    told = told_at_rest()
+    assert told[HOST] == {event_hash(key[:-4]) for key in ready_blocks(world.cache._index)}
+    assert len(told[HOST]) == len(told[DISK]) == len(drive.index) == 24
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert told_at_rest() == {HOST: set(), DISK: set()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

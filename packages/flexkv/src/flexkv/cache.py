@@ -40,7 +40,8 @@ fetched, and all unpinned blocks. Not tuned."""
 
 _CHANGES = 2048
 """The most changes of a tier that one call returns: more than a step makes, and some milliseconds
-of work. Only the blocks on disk at the start and a reset need several calls. Not tuned."""
+of work. The blocks on disk at the start, a reset and a burst of evictions need several calls. Not
+tuned."""
 
 _SWEPT_SLOTS = 512
 """Slots that a poll looks at for blocks of before a reset: about 0.15 ms. Stores find a slot
@@ -398,9 +399,16 @@ class KVCache:
         self._index.watch()
         self._below.watch()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` may return any."""
+        index = self._index
+        is_left = index.changed is not None and bool(index.changed or index.stale_blocks)
+        return is_left or self._below.has_changes
+
     def take_changes(self) -> list[Change]:
         """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
-        without `watch`. Many changes take several calls, the latest first."""
+        without `watch`. Many changes take several calls, the latest first; see `has_changes`."""
         self._index.sweep(_CHANGES)
         changes = [
             Change(Medium.HOST, key, self._index.lookup((key,)) == 1)

@@ -67,7 +67,8 @@ def implementation_of(connector: Any) -> object:
 
 def complete_shim() -> None:
     """Make vLLM's own `FlexKVConnectorV1` answer what it does not pass on: it delivers no KV to
-    another engine, its workers report ended steps, and vLLM shows it its blocks.
+    another engine, its workers report ended steps, vLLM shows it its blocks, and vLLM steps at rest
+    until FlexKV has reported all.
 
     vLLM 0.27 or newer else discards what a step under way computes for a request that it preempts.
     Where memory is short, the same requests are then preempted and begun anew for ever.
@@ -79,6 +80,7 @@ def complete_shim() -> None:
     connector.build_connector_worker_meta = lambda self: (
         self._flexkv_connector.build_connector_worker_meta()
     )
+    connector.has_pending_push_work = lambda self: self._flexkv_connector.has_pending_push_work()
     connector.bind_gpu_block_pool = lambda self, pool: self._flexkv_connector.bind_gpu_block_pool(
         pool
     )

@@ -21,10 +21,19 @@ class OffloadedBlocks:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._told: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self._failed = False
         cache.watch()
 
+    @property
+    def pending(self) -> bool:
+        """Whether `take` has changes to report. After an error, False until `take` succeeds: an
+        engine at rest does not repeat it for ever."""
+        return not self._failed and self._cache.has_changes
+
     def take(self) -> list[OffloadingEvent]:
-        """The changes since the last call, removals first within each medium."""
+        """The changes since the last call, removals first within each medium. Many changes take
+        several calls; see `pending`."""
+        self._failed = True
         came: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
         left: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
         for medium, key, loadable in self._cache.take_changes():
@@ -37,6 +46,7 @@ class OffloadedBlocks:
             else:
                 told.discard(key)
                 left[medium].append(OffloadKey(key))
+        self._failed = False
         return [
             OffloadingEvent(keys, EVENT_MEDIA[medium], removed, Locality.LOCAL)
             for medium in Medium

@@ -162,6 +162,8 @@ class FlexKVOffloadingManager(OffloadingManager):
                     self._requests[request_id].settle()
 
     def has_pending_work(self) -> bool:
+        if self._events is not None and self._events.pending:
+            return True
         return self._idle_steps.wanted(self._cache.busy or self._figures.active)
 
     def reset_cache(self) -> None:

@@ -83,6 +83,10 @@ class ModelTier:
     def watch(self) -> None:
         self._index.watch()
 
+    @property
+    def has_changes(self) -> bool:
+        return False
+
     def take_changes(self, limit: int) -> list[Change]:
         return []
 

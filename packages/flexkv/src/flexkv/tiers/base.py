@@ -210,6 +210,11 @@ class IndexedTier(LowerTier, Protocol):
         changes."""
         ...
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` may return any."""
+        ...
+
     def take_changes(self, limit: int) -> list[Change]:
         """About `limit` blocks that the tier got or lost since `watch`, the latest first, each
         once. A stall is not a change."""

@@ -211,6 +211,11 @@ class LowerTiers:
         for tier in self._indexed:
             tier.watch()
 
+    @property
+    def has_changes(self) -> bool:
+        """See `IndexedTier.has_changes`."""
+        return any(tier.has_changes for tier in self._indexed)
+
     def take_changes(self, limit: int) -> Iterable[Change]:
         """See `IndexedTier.take_changes`; `limit` is for each tier."""
         return [change for tier in self._indexed for change in tier.take_changes(limit)]

@@ -66,6 +66,11 @@ class DiskTier:
         for drive in self._drives:
             drive.index.watch()
 
+    @property
+    def has_changes(self) -> bool:
+        indexes = (drive.index for drive in self._drives)
+        return any(i.changed is not None and bool(i.changed or i.stale_blocks) for i in indexes)
+
     def take_changes(self, limit: int) -> list[Change]:
         keys: dict[bytes, None] = {}
         for drive in self._drives:
