@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from flexkv.adapter.fills import StoreTime
-from flexkv.adapter.guard import Edge
+from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.worker import WorkerSide
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
@@ -36,6 +37,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flexkv.vllm")
 
 _POLLING = "polling copies"
+_OFF = "FlexKV finds, loads and stores nothing until the engine is restarted"
+_DOUBT = "the loads that end with this step count as failed"
+_STEP = ""
+"""In place of a request's id, it stands for the loads that the step itself computes on."""
+
+_R = TypeVar("_R")
+
+
+def _off(answer: Callable[[], _R]) -> Callable[..., _R]:
+    """Answers in place of a scheduler side that may have lost track of what workers copy: its cache
+    is not polled any more, so no wrong byte is found."""
+
+    def turn_off(adapter: Adapter, *_: object) -> _R:
+        adapter.turn_off()
+        return answer()
+
+    return turn_off
 
 
 class Adapter:
@@ -60,6 +78,11 @@ class Adapter:
         self._config = read_settings(vllm_config, connector)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._ended: SchedulerSide | None = None
+        # What each load fills, of those under way and of those that end with the running step.
+        self._loading: dict[str, list[int]] = {}
+        self._suspects: dict[str, list[int]] = {}
+        self._doubtful = self._by_request = False
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
@@ -94,34 +117,44 @@ class Adapter:
                 edge=self._edge,
                 alone=alone,
             )
+            self._by_request = self._worker.fails_by_request
 
     def shutdown(self) -> None:
         """Leave the arena. Idempotent."""
         with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
             if self._worker is not None:
                 self._worker.close()
-            if self._scheduler is not None:
-                self._scheduler.close(flush_seconds(self._vllm_config))
-                self._scheduler.log_counters(self._edge.failures)
-        self._worker = self._scheduler = None
+            scheduler = self._scheduler or self._ended
+            if scheduler is not None:
+                scheduler.close(flush_seconds(self._vllm_config))
+                scheduler.log_counters(self._edge.failures)
+        self._worker = self._scheduler = self._ended = None
+
+    def turn_off(self) -> None:
+        """Do nothing more in the scheduler's process."""
+        self._ended, self._scheduler = self._scheduler or self._ended, None
 
     # Scheduler side.
 
+    @answers(always(None), "vLLM's prefix cache is not seen")
     def bind_pool(self, pool: BlockPool) -> None:
         if self._scheduler is not None:
             self._scheduler.bind_pool(pool)
 
+    @answers(always(None), "it is fetched when it is scheduled")
     def queued(self, request: Request) -> None:
         if self._scheduler is not None:
             with self._edge.guard("prefetching", "it is fetched when it is scheduled"):
                 self._scheduler.queued(request)
 
+    @answers(always((0, False)), "it is a miss")
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is not None:
             with self._edge.guard("lookup", "it is a miss"):
                 return self._scheduler.match(request, local_tokens)
         return 0, False
 
+    @answers(_off(lambda: None), _OFF)
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         if self._scheduler is None:
             return
@@ -130,6 +163,7 @@ class Adapter:
             return
         self._scheduler.refuse(request, blocks, tokens)
 
+    @answers(_off(StepMetadata), _OFF)
     def build_orders(self, output: SchedulerOutput) -> StepMetadata:
         if self._scheduler is None:
             return StepMetadata()
@@ -140,6 +174,7 @@ class Adapter:
         self._scheduler.lose_track()
         return self._scheduler.take_orders(output)
 
+    @answers(_off(lambda: None), _OFF)
     def step_ended(self, output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
@@ -150,6 +185,7 @@ class Adapter:
             # `isinstance` of a subclass of vLLM's abstract class takes longer than the rest.
             self._scheduler.step_ended(report if type(report) is WorkerReport else None)
 
+    @answers(_off(lambda: False), _OFF)
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         if self._scheduler is None:
             return False
@@ -157,22 +193,27 @@ class Adapter:
             return self._scheduler.finished(request, tables)
         return self._scheduler.forget(request.request_id)
 
+    @answers(_off(lambda: False), _OFF)
     def reset(self) -> bool:
         return self._scheduler is None or self._reset_by(self._scheduler.reset)
 
+    @answers(_off(lambda: None), _OFF)
     def weights_changed(self) -> None:
         if self._scheduler is not None:
             self._reset_by(self._scheduler.weights_changed)
 
+    @answers(always(()), "vLLM computes the last window of a hit again")
     def loaded_groups(self) -> tuple[int, ...]:
         return () if self._scheduler is None else self._scheduler.loaded_groups
 
+    @answers(lambda _: [], "they are told later, or lost")
     def take_events(self) -> list[KVCacheEvent]:
         if self._scheduler is not None and self._scheduler.tells_events:
             with self._edge.guard("telling events", "they are told later, or lost"):
                 return self._scheduler.take_events()
         return []
 
+    @answers(lambda *_: {}, "vLLM counts it as unspecified")
     def hit_sources(self, request: Request, tokens: int) -> dict[Any, int]:
         if self._scheduler is None:
             return {}
@@ -182,6 +223,10 @@ class Adapter:
 
     @property
     def wants_step(self) -> bool:
+        return self._wants_step()
+
+    @answers(always(False), "copies end in the steps of later requests")
+    def _wants_step(self) -> bool:
         return self._scheduler is not None and self._scheduler.wants_step
 
     def _distrust(self, scheduler: SchedulerSide, invalid: set[int]) -> None:
@@ -200,6 +245,7 @@ class Adapter:
 
     # Both sides.
 
+    @answers(always(None), "the counts come later, or are lost")
     def take_stats(self) -> FlexKVStats | None:
         """The counts since the last call; None if there are none."""
         side = self._worker or self._scheduler
@@ -211,6 +257,7 @@ class Adapter:
 
     # Worker side.
 
+    @answers(always(None), "copies end, now and for good")
     def fence(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders) and metadata.fences:
             with self._edge.guard("fencing stores", "copies end, now and for good"):
@@ -218,17 +265,21 @@ class Adapter:
                 return
             self._worker.stop_copying()
 
+    @answers(lambda self, _: self._doubt_step(), _DOUBT)
     def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
+            self._follow_loads(metadata)
             with self._edge.guard("starting loads", "they count as failed"):
                 self._worker.start_loads(metadata)
                 return
             self._worker.fail_loads(metadata)
 
+    @answers(lambda self, _: self._doubt_step(), _DOUBT)
     def wait_for_layer(self, layer: str) -> None:
         if self._worker is not None:
             self._worker.wait_for_layer(layer)
 
+    @answers(always(None), "the blocks are not cached")
     def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting stores", "the blocks are not cached"):
@@ -236,7 +287,16 @@ class Adapter:
                 return
             self._worker.fail_stores(metadata)
 
+    @answers(lambda self, _: self._doubt_step() or (None, None), _DOUBT)
     def get_finished(
+        self, metadata: KVConnectorMetadata | None
+    ) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = self._finished(metadata)
+        for request_id in received or ():
+            self._suspects[request_id] = self._loading.pop(request_id, [])
+        return sent, received
+
+    def _finished(
         self, metadata: KVConnectorMetadata | None
     ) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
@@ -251,9 +311,11 @@ class Adapter:
             self._worker.poll_later(orders)
         return None, None
 
+    @answers(lambda self: self._suspects.keys() - {_STEP}, _DOUBT)
     def take_failed_requests(self) -> set[str]:
         return set() if self._worker is None else self._worker.take_failed_requests()
 
+    @answers(always(None), "its end is seen later")
     def step_report(self, metadata: KVConnectorMetadata | None) -> WorkerReport | None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("reporting a step", "its end is not measured"):
@@ -264,5 +326,32 @@ class Adapter:
             return WorkerReport(0, 0.0, metadata.proves)
         return None
 
+    @answers(lambda self: self._suspected_blocks(), _DOUBT)
     def take_bad_blocks(self) -> set[int]:
-        return set() if self._worker is None else self._worker.take_bad_blocks()
+        if self._worker is None:
+            return set()
+        bad_blocks = self._worker.take_bad_blocks()
+        return bad_blocks | self._suspected_blocks() if self._doubtful else bad_blocks
+
+    def _follow_loads(self, orders: StepOrders) -> None:
+        """A step begins with these orders."""
+        self._doubtful = False
+        self._suspects.clear()
+        if orders.layerwise or orders.unfilled:
+            layerwise = (order.engine_blocks for order in orders.layerwise)
+            self._suspects[_STEP] = [*orders.unfilled, *itertools.chain.from_iterable(layerwise)]
+        for request_id, order in orders.loads.items():
+            self._loading.setdefault(request_id, []).extend(order.engine_blocks)
+        for request_id, blocks in orders.failed_loads.items():
+            self._loading.setdefault(request_id, []).extend(blocks)
+
+    def _doubt_step(self) -> None:
+        """It is unknown how the loads of this step have ended."""
+        self._doubtful = True
+
+    def _suspected_blocks(self) -> set[int]:
+        """The blocks of all loads that end with this step. Where they mean nothing to vLLM, it has
+        the requests instead."""
+        if self._by_request:
+            return set()
+        return set(itertools.chain.from_iterable(self._suspects.values()))

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from flexkv import CacheConfig, KVCache
 from flexkv.adapter.figures import CacheFigures
-from flexkv.adapter.guard import Edge
+from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
 from flexkv.host.session import Session
@@ -80,16 +80,18 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._ended: deque[Transfer] = deque()  # and not handled, because of an error
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
-        self._closed = False
+        self._closed = self._is_off = False
         edge.after_error = cache.recover
 
     # Requests.
 
+    @answers(lambda *_: RequestOffloadingContext(), "it is begun when it is looked up")
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         with self._edge.guard("beginning a request", "it is begun when it is looked up"):
             self._request(req_context)
         return RequestOffloadingContext()
 
+    @answers(always(None), "its blocks may leave sooner")
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._asking.pop(req_context.req_id, None)
         request = self._requests.pop(req_context.req_id, None)
@@ -103,7 +105,10 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     # Loads.
 
+    @answers(always(LookupResult.MISS), "it is a miss")
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._is_off:
+            return LookupResult.MISS
         with self._edge.guard("lookup", "it is a miss"):
             if not self._asking:
                 self._poll()
@@ -112,22 +117,26 @@ class FlexKVOffloadingManager(OffloadingManager):
             return request.lookup(key)
         return LookupResult.MISS
 
+    @answers(lambda *_: load_source(), "it counts as host memory")
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         with self._edge.guard("telling where a hit came from", "it counts as host memory"):
             return load_source(self._request(req_context).source_of(key))
         return load_source()
 
+    @answers(lambda *_: ArenaBlocks(), "vLLM is told that it failed")
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         with self._edge.guard("ordering a load", "vLLM is told that it failed"):
             return self._order_load(keys, req_context)
         self._load_no_more(req_context.req_id)
         return ArenaBlocks()
 
+    @answers(always(None), "transfers that ended are seen later")
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._poll()
 
     # Stores.
 
+    @answers(lambda *_: _nothing_to_store(), "the blocks are not cached")
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
@@ -142,6 +151,7 @@ class FlexKVOffloadingManager(OffloadingManager):
                 return self._reserve(list(keys), request)
         return _nothing_to_store()
 
+    @answers(always(None), "transfers that ended are seen later")
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
@@ -150,6 +160,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     # Steps.
 
+    @answers(always(None), "nothing is fetched")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         with self._edge.guard("ending a step's lookups", "nothing is fetched"):
             asking, self._asking = self._asking, {}
@@ -161,11 +172,13 @@ class FlexKVOffloadingManager(OffloadingManager):
                 if request_id in self._requests:
                     self._requests[request_id].settle()
 
+    @answers(always(False), "copies end in the steps of later requests")
     def has_pending_work(self) -> bool:
         if self._events is not None and self._events.pending:
             return True
         return self._idle_steps.wanted(self._cache.busy or self._figures.active)
 
+    @answers(lambda self: self._turn_off(), "FlexKV finds nothing until the engine is restarted")
     def reset_cache(self) -> None:
         self._cache.suspend()
         self._asking.clear()
@@ -175,12 +188,14 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._cache.clear()
             self._figures.note_activity()
 
+    @answers(always(()), "they are told later, or lost")
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:
             with self._edge.guard("telling events", "they are told later, or lost"):
                 return self._events.take()
         return ()
 
+    @answers(always(None), "the counts come later, or are lost")
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._figures.active or self._edge.failures:
             with self._edge.guard("counting", "the counts come later, or are lost"):
@@ -188,6 +203,7 @@ class FlexKVOffloadingManager(OffloadingManager):
                 return connector_stats(self._figures.take(), settings)
         return None
 
+    @answers(always(None), "the kernel cleans up when the process ends")
     def shutdown(self) -> None:
         """Leave the arena. Idempotent."""
         if self._closed:
@@ -200,6 +216,10 @@ class FlexKVOffloadingManager(OffloadingManager):
             logger.info("FlexKV ends: %s", text or "never used")
             if unused:
                 self._session.close()
+
+    def _turn_off(self) -> None:
+        """Find no block any more, after a reset that may have left outdated ones."""
+        self._is_off = True
 
     def _request(self, context: ReqContext) -> RequestBlocks:
         request = self._requests.get(context.req_id)

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -20,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv.adapter.figures import CopyFigures
-from flexkv.adapter.guard import LASTING, Edge
+from flexkv.adapter.guard import LASTING, Edge, always, answers
 from flexkv.adapter.offsets import SlotOffsets
 from flexkv.adapter.pages import Device
 from flexkv.host.arena import Arena
@@ -105,11 +106,13 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._has_connector = False
         self._jobs: dict[int, Job] = {}
 
+    @answers(lambda self, *job: self._fail(Direction.STORE, *job), "the blocks are not cached")
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
 
+    @answers(lambda self, *job, **_: self._fail(Direction.LOAD, *job), "the load fails")
     def submit_load(
         self,
         job_id: int,
@@ -140,6 +143,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             ended.append(TransferResult(job_id, True, size, seconds))
         return ended
 
+    @answers(always(None), "copies end, now and for good")
     def wait(self, job_ids: set[int]) -> None:
         """Wait for the end of those jobs that are under way, whose engine blocks will be
         overwritten."""
@@ -149,6 +153,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             return
         self._end_copies()
 
+    @answers(always(None), "the kernel cleans up when the process ends")
     def shutdown(self) -> None:
         """End all copies, then leave the session. Idempotent."""
         self._stop_copying()
@@ -222,6 +227,14 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             self._copy(job, pages, blocks.slots)
             return True
         job.failed = True  # once what was begun of it has ended
+        return True
+
+    def _fail(self, direction: Direction, job_id: int, source: Any, target: Any) -> bool:
+        """After an error in `_submit`: the job ends as failed."""
+        stores = direction is Direction.STORE
+        pages, blocks = (source, target) if stores else (target, source)
+        job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=True)
+        self._jobs.setdefault(job_id, job).failed = True
         return True
 
     def _copy(self, job: Job, pages: GPULoadStoreSpec, slots: list[int]) -> None:

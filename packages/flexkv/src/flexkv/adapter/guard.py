@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -110,3 +112,40 @@ class Guard:
             return False
         self._edge.failed(self._place, self._consequence, error)
         return True
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_R = TypeVar("_R")
+
+
+def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Method], _Method]:
+    """Decorate a method that an engine calls, so that it always answers. Its object has an `Edge`.
+
+    The method guards its parts, and what follows an error in one of them is done behind that guard.
+    Errors reach this guard if that fails too, or if a part has no guard.
+
+    Args:
+        answer: called with the arguments of the method after an error; returns the answer. It must
+            not call what may raise.
+        consequence: what happens then, for the log.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        place = f"the call {method.__name__.strip('_')}"
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the edge to the engine
+                self._edge.failed(place, consequence, error)
+                return answer(self, *args, **kwargs)
+
+        return cast(_Method, call)
+
+    return decorate
+
+
+def always(value: _R) -> Callable[..., _R]:
+    """An answer that is the same for all arguments. `value` is immutable."""
+    return lambda *_, **__: value

@@ -109,6 +109,11 @@ class WorkerSide:
         return self._session
 
     @property
+    def fails_by_request(self) -> bool:
+        """As given."""
+        return self._fails_by_request
+
+    @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
         return self.figures.active

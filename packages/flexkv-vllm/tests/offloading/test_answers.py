@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call of vLLM's offloading connector is answered, whatever is broken behind it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from broken import Broken, public
+from offloading_world import MakeOffloadingWorld
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, RequestOffloadingContext
+
+from flexkv_vllm.compat.offloading import load_source
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager, _nothing_to_store
+from flexkv_vllm.offloading.orders import ArenaBlocks
+from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, Job
+
+KEY = OffloadKey(b"key")
+CONTEXT: Any = SimpleNamespace(req_id="r", kv_transfer_params=None)
+PAGES: Any = SimpleNamespace(block_ids=np.array([3, 4]))
+
+MANAGER = {
+    "on_new_request": ((CONTEXT,), RequestOffloadingContext()),
+    "on_request_finished": ((CONTEXT,), None),
+    "lookup": ((KEY, CONTEXT), LookupResult.MISS),
+    "get_load_source": ((KEY, CONTEXT), load_source()),
+    "prepare_load": (([KEY], CONTEXT), ArenaBlocks()),
+    "complete_load": (([KEY], CONTEXT), None),
+    "prepare_store": (([KEY], CONTEXT), _nothing_to_store()),
+    "complete_store": (([KEY], CONTEXT), None),
+    "on_schedule_end": ((None,), None),
+    "has_pending_work": ((), False),
+    "reset_cache": ((), None),
+    "take_events": ((), ()),
+    "get_stats": ((), None),
+    "shutdown": ((), None),
+}
+WORKER = {
+    "submit_store": ((1, PAGES, ArenaBlocks(5, [0])), True),
+    "submit_load": ((2, ArenaBlocks(6, [0]), PAGES), True),
+    "wait": (({1},), None),
+    "shutdown": ((), None),
+}
+RAISE = {"get_finished"}
+"""It ends a worker that cannot tell vLLM of a failed load: no token is computed over its blocks."""
+
+
+def test_no_call_of_vllm_is_left_out() -> None:
+    assert public(FlexKVOffloadingManager) == set(MANAGER)
+    assert public(FlexKVOffloadingWorker) == {*WORKER, *RAISE}
+
+
+def swap(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Break these parts of `owner`; returns what they were."""
+    before = {name: getattr(owner, name) for name in names}
+    for name in names:
+        setattr(owner, name, Broken())
+    return before
+
+
+def test_a_broken_manager_answers_all_calls(make_offloading_world: MakeOffloadingWorld) -> None:
+    world = make_offloading_world(events=True)
+    manager = world.manager
+    parts = ("_cache", "_figures", "_idle_steps", "_events", "_options", "_requests", "_asking")
+    before = swap(manager, parts)
+    for name, (arguments, answer) in MANAGER.items():
+        assert getattr(manager, name)(*arguments) == answer, name
+    for name, part in before.items():
+        setattr(manager, name, part)
+    # A reset that failed may have left outdated blocks.
+    assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
+    assert manager._requests == manager._asking == {}
+    manager._closed = False
+
+
+def test_a_broken_worker_answers_all_calls(make_offloading_world: MakeOffloadingWorld) -> None:
+    world = make_offloading_world()
+    (rank,) = world.ranks
+    worker: Any = rank.worker
+    before = swap(worker, ("_find_connector", "_groups", "_arena", "_session"))
+    for name, (arguments, answer) in WORKER.items():
+        assert getattr(worker, name)(*arguments) == answer, name
+    # The jobs end as failed, the load with its blocks.
+    stored, loaded = worker._jobs[1], worker._jobs[2]
+    assert isinstance(stored, Job)
+    assert stored.failed
+    assert loaded.failed
+    assert (stored.cell, loaded.cell) == (5, 6)
+    assert loaded.engine_blocks == [3, 4]
+    worker._jobs.clear()
+    for name, part in before.items():
+        setattr(worker, name, part)

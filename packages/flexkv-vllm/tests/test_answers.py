@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call from vLLM is answered, whatever is broken behind it: also what follows an error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from broken import Broken, public, raise_broken
+from engine_world import MakeWorld, World, random_prompt
+from vllm.v1.outputs import KVConnectorOutput
+from world_config import IN_TREE, PLUGIN
+
+from flexkv.adapter.orders import CopyOrder
+from flexkv_vllm.connector import FlexKVConnectorV1
+from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
+from flexkv_vllm.orders import StepMetadata, WorkerReport
+from flexkv_vllm.scheduler_calls import SchedulerCalls
+
+ASYNC = StepMetadata(loads={"r": CopyOrder(1, 1, [5, 6], [0, 1])}, proves=7)
+BESIDE = StepMetadata(layerwise=[CopyOrder(2, 2, [7], [2])], unfilled=[8], fences=[1])
+
+Calls = Mapping[str, tuple[tuple[Any, ...], Any]]
+"""Arguments and answer of each method."""
+
+SCHEDULER: Calls = {
+    "bind_gpu_block_pool": ((None,), None),
+    "on_new_request": ((None,), None),
+    "get_num_new_matched_tokens": ((None, 0), (0, False)),
+    "update_state_after_alloc": ((None, None, 0), None),
+    "build_connector_meta": ((None,), StepMetadata()),
+    "update_connector_output": ((KVConnectorOutput(invalid_block_ids={1}),), None),
+    "request_finished": ((None, []), (False, None)),
+    "request_finished_all_groups": ((None, ([],)), (False, None)),
+    "get_loaded_kv_cache_group_ids": ((None,), ()),
+    "take_events": ((), []),
+    "reset_cache": ((), False),
+    "has_pending_push_work": ((), False),
+    "get_external_cache_hit_sources": ((None, 0), {}),
+    "get_kv_connector_stats": ((), None),
+    "shutdown": ((), None),
+}
+WORKER: Calls = {
+    "handle_preemptions": ((BESIDE,), None),
+    "start_load_kv": ((None,), None),
+    "wait_for_layer_load": (("layer0",), None),
+    "save_kv_layer": (("layer0", None, None), None),
+    "wait_for_save": ((), None),
+    "get_finished": ((set(),), (None, None)),
+    "get_block_ids_with_load_errors": ((), {7, 8}),
+    "build_connector_worker_meta": ((), WorkerReport(0, 0.0, 0)),
+}
+RAISE = {"register_kv_caches"}
+"""Errors at start end the engine."""
+WITHOUT_INSTANCE = {"requires_piecewise_for_cudagraph", "build_kv_connector_stats"}
+NOT_CALLED_BROKEN = {
+    "build_prom_metrics",
+    "requires_kv_delivery",  # a constant
+    "get_transfer_results",  # as `get_finished`
+    "start_worker",
+}
+
+
+def test_no_call_of_vllm_is_left_out() -> None:
+    known = {*SCHEDULER, *WORKER, *RAISE, *WITHOUT_INSTANCE, *NOT_CALLED_BROKEN}
+    assert public(FlexKVConnectorV1, SchedulerCalls, FlexKVConnectorV1Impl) <= known
+
+
+def break_side(side: str, adapter: Any) -> None:
+    """From now on, nothing works in one of the adapter's sides."""
+    adapter._edge.failures.clear()
+    setattr(adapter, side, Broken())
+
+
+def call(connector: Any, calls: Calls, again: Callable[[], None]) -> None:
+    for name, (arguments, answer) in calls.items():
+        method = getattr(connector, name, None)
+        if method is None:
+            continue  # of the plugin only
+        again()
+        assert method(*arguments) == answer, name
+
+
+@pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
+def test_a_broken_scheduler_side_answers_all_calls(make_world: MakeWorld, entry: str) -> None:
+    world = make_world(entry=entry)
+    connector = world.connector
+    ours = getattr(connector, "_flexkv_connector", connector)
+    adapter, side = ours._adapter, ours._adapter._scheduler
+    call(ours, SCHEDULER, lambda: break_side("_scheduler", adapter))
+    adapter._scheduler = side
+
+
+@pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
+def test_a_broken_worker_side_answers_all_calls(make_world: MakeWorld, entry: str) -> None:
+    world = make_world(entry=entry)
+    (rank,) = world.ranks
+    adapter: Any = rank.adapter
+    side = adapter._worker
+    connector: Any = getattr(rank, "connector", None)
+    if connector is None:
+        connector = FlexKVConnectorV1.__new__(FlexKVConnectorV1)
+        connector._adapter = adapter
+    connector.bind_connector_metadata(BESIDE)
+    ours = getattr(connector, "_flexkv_connector", connector)
+    call(ours, WORKER, lambda: break_side("_worker", adapter))
+    adapter._worker = side
+
+
+def test_where_it_is_unknown_which_loads_failed_all_that_end_count(make_world: MakeWorld) -> None:
+    world = make_world()
+    adapter: Any = world.ranks[0].adapter
+    side = adapter._worker
+    adapter._worker = Broken()
+    adapter.start_loads(ASYNC)
+    adapter.get_finished(ASYNC)
+    assert adapter.take_bad_blocks() == adapter.take_failed_requests() == set()
+    adapter.start_loads(StepMetadata())
+    adapter._finished = lambda _: (None, {"r"})
+    assert adapter.get_finished(StepMetadata()) == (None, {"r"})
+    assert adapter.take_failed_requests() == {"r"}
+    assert adapter.take_bad_blocks() == {5, 6}
+    adapter._by_request = True
+    assert adapter.take_bad_blocks() == set()
+    adapter._worker, adapter._by_request = side, False
+    del adapter._finished
+
+
+def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
+    world = make_world()
+    adapter: Any = world.ranks[0].adapter
+    side, adapter._worker = adapter._worker, Broken()
+    assert adapter.step_report(ASYNC) == WorkerReport(0, 0.0, 7)
+    adapter._worker = side
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [("build_orders", "lose_track"), ("finished", "forget"), ("suspend",)],
+    ids=lambda names: names[0],
+)
+def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_goes_on(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
+) -> None:
+    world = make_world()
+    rng = random.Random(1)
+    prompt = random_prompt(rng, 100)
+    world.generate(prompt)
+    adapter, side = world.connector._adapter, world.side
+    for name in broken:
+        monkeypatch.setattr(type(side), name, raise_broken)
+    if broken == ("suspend",):
+        assert not world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.generate(random_prompt(rng, 40))
+    assert adapter._scheduler is None
+    world.forget()
+    again = world.generate(prompt)
+    assert world.external_tokens[again] == 0
+    world.check_outputs()
+    monkeypatch.undo()
+    closed = side._cache.close
+    ended: list[float] = []
+    monkeypatch.setattr(side._cache, "close", lambda seconds: ended.append(seconds) or closed())
+    world.close()
+    assert len(ended) == 1
+
+
+def test_an_error_while_a_layer_waits_is_told_to_vllm(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are computed again, though they may have arrived."""
+    world: World = make_world(settings={"load_mode": "layerwise"}, budget=512)
+    prompt = random_prompt(random.Random(2), 160)
+    first = world.generate(prompt)
+    world.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.ranks[0].side), "wait_for_layer", raise_broken)
+        second = world.generate(prompt)
+    assert world.ranks[0].adapter._edge.failures["the call wait_for_layer"] > 0
+    assert world.outputs[second] == world.outputs[first]
+    world.check_outputs()
