@@ -71,16 +71,19 @@ class OffloadingRank(Rank):
         if LOADS_FIRST:
             connector.start_load_kv(context)
         self.forward(output, texts, weights)
-        # What a request computes on is never loaded beside its forward, so nothing may be wrong.
-        assert not self.wrong, self.wrong
         if not LOADS_FIRST:
             connector.start_load_kv(context)
         if self.saves_idle or output.total_num_scheduled_tokens:
             connector.wait_for_save()
+        ended = ended_transfers(connector, output.finished_req_ids)
+        bad_blocks = connector.get_block_ids_with_load_errors()
+        # The connector never loads beside the forward of the request, but another one may.
+        for block, message in self.wrong.values():
+            assert block in bad_blocks, message
         result = step_result(
             output,
-            **ended_transfers(connector, output.finished_req_ids),
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            **ended,
+            invalid_block_ids=bad_blocks,
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )

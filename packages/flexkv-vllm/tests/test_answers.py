@@ -177,7 +177,14 @@ def test_an_error_while_a_layer_waits_is_told_to_vllm(
     world.forget()
     with monkeypatch.context() as patch:
         patch.setattr(type(world.ranks[0].side), "wait_for_layer", raise_broken)
+        take = world.ranks[0].adapter.take_bad_blocks
+        told: list[set[int]] = []
+        patch.setattr(
+            world.ranks[0].adapter, "take_bad_blocks", lambda: told.append(take()) or told[-1]
+        )
         second = world.generate(prompt)
+    (blocks,) = filter(None, told)
+    assert len(blocks) == 10
     assert world.ranks[0].adapter._edge.failures["the call wait_for_layer"] > 0
     assert world.outputs[second] == world.outputs[first]
     world.check_outputs()

@@ -71,7 +71,12 @@ def test_a_broken_manager_answers_all_calls(make_offloading_world: MakeOffloadin
     # A reset that failed may have left outdated blocks.
     assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
     assert manager._requests == manager._asking == {}
-    manager._closed = False
+    manager._closed = manager._is_off = False
+    # So may an error while wrong blocks are discarded.
+    manager.held.discard({1}, Broken())
+    assert manager.held.lost
+    assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
+    assert manager._requests == {}
 
 
 def test_a_broken_worker_answers_all_calls(make_offloading_world: MakeOffloadingWorld) -> None:

@@ -176,6 +176,52 @@ def offer_only_what_was_computed() -> None:
     connector._calc_num_offloadable_tokens = count_computed
 
 
+def tell_failed_steps(tell: Callable[[Any, set[int], Any], None]) -> None:
+    """Make the scheduler side of vLLM's offloading connector call `tell` before it takes in the
+    results of a step in which loads failed, another connector's too. `tell` gets its manager, the
+    blocks that were not filled, and the scheduler side, for `blocks_of_requests` and
+    `drop_from_prefix_cache`. A second call changes nothing."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    side: Any = scheduler.OffloadingConnectorScheduler
+    update = side.update_connector_output
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def tell_and_update(self: Any, connector_output: Any) -> Any:
+        if connector_output.invalid_block_ids:
+            tell(self.manager, connector_output.invalid_block_ids, self)
+        return update(self, connector_output)
+
+    def bind_pool(self: Any, pool: Any) -> None:
+        self.connector_scheduler.flexkv_pool = pool
+
+    side.update_connector_output = tell_and_update
+    connector: Any = offloading_connector.OffloadingConnector
+    connector.bind_gpu_block_pool = bind_pool
+
+
+def blocks_of_requests(side: Any) -> dict[str, list[Sequence[int]]] | None:
+    """By request, its blocks in each KV cache group, as the scheduler side of vLLM's offloading
+    connector has them. None if this release has them elsewhere."""
+    try:
+        return {
+            request_id: [group.block_ids for group in status.group_states]
+            for request_id, status in side._req_status.items()
+        }
+    except AttributeError:
+        return None
+
+
+def drop_from_prefix_cache(side: Any, blocks: set[int]) -> None:
+    """Take blocks out of vLLM's own prefix cache, if vLLM has shown it to the connector."""
+    pool = getattr(side, "flexkv_pool", None)
+    if pool is not None:
+        pool.evict_blocks(blocks)
+
+
 def call_after_rpcs(after: Callable[[str, Sequence[object]], None]) -> None:
     """Make vLLM's engine core call `after` with the name and the arguments of each method that it
     has called in its workers on behalf of a user. `after` runs on the scheduler's thread, between

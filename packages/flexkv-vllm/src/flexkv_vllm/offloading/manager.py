@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
@@ -27,11 +27,11 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
-from flexkv.host.session import Session
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
+from flexkv_vllm.offloading.held import HeldStores
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
@@ -54,22 +54,25 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     Args:
         cache: the cache of the engine; owned.
-        session: with the arena; owned, closed after the cache.
+        unmap: closes the session with the arena; called once the cache is closed.
         edge: catches errors.
         tells_events: whether KV events are on.
         settings: settings of the engine, which metrics show, too.
+
+    Attributes:
+        held: the stores whose blocks are not known to be computed yet.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        session: Session,
+        unmap: Callable[[], None],
         edge: Edge,
         tells_events: bool,
         settings: CacheConfig,
     ) -> None:
         self._cache = cache
-        self._session = session
+        self._unmap = unmap
         self._edge = edge
         self._options = OptionsReader(settings.request_options)
         self._figures = CacheFigures(cache, edge, lambda: self._options.ignored)
@@ -78,6 +81,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._asking: dict[str, RequestBlocks] = {}
         self._loading: dict[int, str] = {}
         self._ended: deque[Transfer] = deque()  # and not handled, because of an error
+        self.held = HeldStores(cache, edge)
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
@@ -107,7 +111,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(always(LookupResult.MISS), "it is a miss")
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._is_off:
+        if self._is_off or self.held.lost:
             return LookupResult.MISS
         with self._edge.guard("lookup", "it is a miss"):
             if not self._asking:
@@ -148,7 +152,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
             request = self._requests.get(req_context.req_id)
             if request is not None:
-                return self._reserve(list(keys), request)
+                return self._reserve(list(keys), request, req_context.req_id)
         return _nothing_to_store()
 
     @answers(always(None), "transfers that ended are seen later")
@@ -156,6 +160,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         # Whether it is one is known from the board, where the ranks have reported.
+        self.held.release(keys)
         self._poll()
 
     # Steps.
@@ -164,6 +169,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         with self._edge.guard("ending a step's lookups", "nothing is fetched"):
             asking, self._asking = self._asking, {}
+            self.held.step_is_complete()
             self._idle_steps.note(bool(self._requests))
             self._poll()
             for request in asking.values():
@@ -186,6 +192,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             for request in self._requests.values():
                 request.forget()
             self._cache.clear()
+            self.held.release_all()
             self._figures.note_activity()
 
     @answers(always(()), "they are told later, or lost")
@@ -215,7 +222,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
             logger.info("FlexKV ends: %s", text or "never used")
             if unused:
-                self._session.close()
+                self._unmap()
 
     def _turn_off(self) -> None:
         """Find no block any more, after a reset that may have left outdated ones."""
@@ -251,7 +258,9 @@ class FlexKVOffloadingManager(OffloadingManager):
         if request is not None:
             request.load_no_more()
 
-    def _reserve(self, keys: list[OffloadKey], request: RequestBlocks) -> PrepareStoreOutput:
+    def _reserve(
+        self, keys: list[OffloadKey], request: RequestBlocks, request_id: str
+    ) -> PrepareStoreOutput:
         request.settle()  # it runs
         if request.stale or not request.options.store:
             return _nothing_to_store()
@@ -271,6 +280,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._figures.note_activity()
             reserved = [OffloadKey(block.key) for block in transfer.blocks]
             request.reserved(reserved)
+            self.held.hold(request_id, transfer)
             undo.pop_all()
         return PrepareStoreOutput(reserved, ArenaBlocks(transfer.cell, transfer.slots), [])
 

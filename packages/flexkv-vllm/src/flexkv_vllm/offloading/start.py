@@ -16,7 +16,7 @@ from flexkv.host.session import Shard
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.offloading import worker_config
-from flexkv_vllm.compat.patches import offer_only_what_was_computed
+from flexkv_vllm.compat.patches import offer_only_what_was_computed, tell_failed_steps
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
@@ -83,6 +83,7 @@ def make_manager(
     """
     warn_if_newer()
     offer_only_what_was_computed()
+    tell_failed_steps(_discard_stores)
     session = attach_session(settings, config.engine_id)
     with closed_on_error(session):
         keeps = session.info.durable
@@ -94,4 +95,12 @@ def make_manager(
         spec.total_bytes / (1 << 30),
         session.info.fingerprint,
     )
-    return FlexKVOffloadingManager(cache, session, edge, config.enable_kv_cache_events, settings)
+    return FlexKVOffloadingManager(
+        cache, session.close, edge, config.enable_kv_cache_events, settings
+    )
+
+
+def _discard_stores(manager: object, invalid: set[int], side: object) -> None:
+    # The engine may have another spec's manager.
+    if isinstance(manager, FlexKVOffloadingManager):
+        manager.held.discard(invalid, side)

@@ -70,7 +70,7 @@ StoreBatch = dict[int, _Chains]
 """The stores of one step, by the layer-wise load that their blocks were computed on; 0 if none.
 Each is one transfer, because a transfer costs more than its blocks."""
 
-_UNREPORTED_STEPS = 64
+UNREPORTED_STEPS = 64
 """Steps after which a step without a report counts as ended. An engine has few steps under way; the
 report is missing only after an error. Not tuned."""
 
@@ -207,7 +207,7 @@ class Stores:
         """The engine has scheduled a step, with all stores that were ordered since the last one.
         Returns the number of the step if its end must be reported, else 0."""
         self._step += 1
-        self.step_ended(self._step - _UNREPORTED_STEPS)
+        self.step_ended(self._step - UNREPORTED_STEPS)
         return self._step if self._held and self._held[-1].step == self._step else 0
 
     def step_ended(self, number: int) -> None:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores whose blocks are not known to be computed yet; see `flexkv.adapter.storing.Stores`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from flexkv import KVCache
+from flexkv.adapter.guard import Edge, answers
+from flexkv.adapter.storing import UNREPORTED_STEPS, first_of
+from flexkv.transfer.copies import Transfer
+from flexkv_vllm.compat.patches import blocks_of_requests, drop_from_prefix_cache
+
+
+class _Held(NamedTuple):
+    """A held store: the id of its request, its transfer, and the number of its step."""
+
+    request_id: str
+    transfer: Transfer
+    step: int
+
+
+class HeldStores:
+    """The held stores of one engine. vLLM copies a step's blocks with the next step, and reports
+    the end of a store behind the results of the step that computed its blocks.
+
+    Args:
+        cache: of the engine.
+        edge: catches errors.
+
+    Attributes:
+        lost: whether wrong blocks may be found, because they could not be discarded.
+    """
+
+    def __init__(self, cache: KVCache, edge: Edge) -> None:
+        self.lost = False
+        self._cache = cache
+        self._edge = edge
+        self._held: dict[bytes, _Held] = {}
+        self._step = 0
+
+    def __len__(self) -> int:
+        """The number of held stores."""
+        return len(self._held)
+
+    def hold(self, request_id: str, transfer: Transfer) -> None:
+        """Hold a new store of a request."""
+        transfer.held = True
+        key = min(block.key for block in transfer.blocks)
+        self._held[key] = _Held(request_id, transfer, self._step)
+
+    def release(self, keys: Collection[bytes]) -> None:
+        """vLLM has reported the end of the store of these blocks."""
+        held = self._held.pop(min(keys, default=b""), None)
+        if held is not None:
+            held.transfer.held = False
+
+    def release_all(self) -> None:
+        """The cache was cleared: vLLM reports no more ends, and nothing of them is published."""
+        for held in self._held.values():
+            held.transfer.held = False
+        self._held.clear()
+
+    def step_is_complete(self) -> None:
+        """vLLM has scheduled a step."""
+        self._step += 1
+        while self._held:
+            key, oldest = next(iter(self._held.items()))
+            if oldest.step + UNREPORTED_STEPS >= self._step:
+                return
+            self.release([key])
+
+    @answers(lambda self, *_: self._lose(), "FlexKV finds nothing until the engine is restarted")
+    def discard(self, invalid: set[int], side: object) -> None:
+        """Loads of a step that has ended, another connector's too, did not fill vLLM's blocks
+        `invalid`: discard what was stored of requests that have one of them, and take the blocks
+        out of vLLM's prefix cache, with those behind them.
+
+        Args:
+            invalid: the blocks.
+            side: the scheduler side of vLLM's connector.
+        """
+        wrong, affected = set(invalid), set()
+        requests = blocks_of_requests(side)
+        for request_id, tables in ({} if requests is None else requests).items():
+            for table in tables:
+                behind = table[first_of(invalid, table) :]
+                wrong.update(behind)
+                if behind:
+                    affected.add(request_id)
+        for held in self._held.values():
+            if requests is None or held.request_id in affected:
+                self._cache.discard(held.transfer.blocks)
+        drop_from_prefix_cache(side, wrong)
+
+    def _lose(self) -> None:
+        self.lost = True
