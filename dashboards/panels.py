@@ -316,7 +316,7 @@ def _failures(names: Names) -> Row:
                     Query(
                         f"sum by (tier) ({names.increase('circuit_openings')})", "opened: {{tier}}"
                     ),
-                    Query(f"sum ({names.increase('resets')})", "resets"),
+                    Query(f"sum by (cause) ({names.increase('resets')})", "resets: {{cause}}"),
                     Query(f"sum ({names.increase('ignored_parameters')})", "ignored parameters"),
                     Query(f"sum ({names.series('disabled_engines')})", "disabled"),
                 ),

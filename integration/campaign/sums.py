@@ -78,7 +78,7 @@ def check_failures(
         yield equal("failures: damaged", failures("damaged"), silent)
     if not given[Kind.DISK_HANGS]:
         yield equal("failures: stalled", failures("stalled"), 0)
-    yield equal("resets", counts.value("flexkv_resets_total"), given[Kind.RESET])
+    yield equal("resets", counts.value("flexkv_resets_total", cause="request"), given[Kind.RESET])
 
 
 def check_queries(counts: Counts) -> Iterable[Check]:

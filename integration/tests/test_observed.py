@@ -219,7 +219,7 @@ def test_a_reset_over_http(server: Server, router: Router) -> None:
     server.reset_prefix_cache(external=True)
     seen = settle(server, router)
     assert router.told == {HOST: {}, DISK: {}}
-    assert seen.value("flexkv_resets_total") == 1
+    assert seen.value("flexkv_resets_total", cause="request") == 1
     assert seen.value("flexkv_blocks", tier="host") == 0
     assert seen.value("flexkv_blocks", tier="disk") == 0
     hits = seen.value("external_prefix_cache_hits_total")

@@ -34,6 +34,7 @@ class Side:
         self.edge = Edge()
         self.looks_ahead = False
         self.went_on = 0
+        self.weights_return = True
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
@@ -374,3 +375,19 @@ def test_copies_end_before_sglang_releases_its_memory(side: Side) -> None:
 
     assert hooks.release_memory(release, None, "release") == "released"
     assert side.asked == ["await copies", "release"]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["weights", "kv_cache"], ["kv_cache"]])
+def test_released_weights_change_if_sglang_keeps_no_copy(
+    side: Side, tags: list[str] | None, returns: bool
+) -> None:
+    side.weights_return = returns
+
+    def release(updater: object, request: Any) -> None:
+        if "weights" not in (request.tags or ()):
+            side.epoch.flushes += 1
+
+    hooks.release_memory(release, None, SimpleNamespace(tags=tags))
+    lost = not returns and tags != ["kv_cache"]
+    assert side.weights == [not tags] * lost

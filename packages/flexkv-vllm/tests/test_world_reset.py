@@ -59,7 +59,7 @@ def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_until_one_succeed
     world.generate(prompt)
     world.forget()
 
-    def failing() -> None:
+    def failing(*_: object) -> None:
         raise InjectedError
 
     stored = world.cache.counters.stored_blocks

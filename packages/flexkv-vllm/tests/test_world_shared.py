@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, prompts
-from engine_world import MakeWorld, random_prompt
+from engine_core import core_of, sleep_and_wake
+from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld
 from patience import PATIENCE_SECONDS
+from vllm.v1.engine.core import EngineCore
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
@@ -83,3 +85,31 @@ def test_offloading_shares_only_what_means_the_same_elsewhere(
     other.generate(random_prompt(random.Random(3), 3 * BLOCK_TOKENS))
     other.settle()
     assert server.objects("cache/blocks/") == stored
+
+
+@pytest.mark.skipif(not hasattr(EngineCore, "_reset_caches"), reason="this vLLM has no pauses")
+def test_an_engine_that_sleeps_goes_on_sharing(make_world: MakeWorld, server: S3Server) -> None:
+    """Sleeper, neighbour and newcomer find all blocks of before, and share blocks of later."""
+    sleeper = make_world(settings=SETTINGS)
+    texts = prompts(1, 4)
+    for text in texts:
+        sleeper.generate(text)
+    sleeper.settle()
+    neighbour = make_world(settings=SETTINGS)
+
+    def finds(world: World, text: list[int]) -> bool:
+        world.forget()
+        hit = world.external_tokens[world.generate(text)]
+        world.settle()
+        return hit == PROMPT_BLOCKS * BLOCK_TOKENS
+
+    assert finds(neighbour, texts[0])
+    sleep_and_wake(core_of(sleeper))
+    assert finds(sleeper, texts[1])
+    assert finds(neighbour, texts[2])
+    newcomer = make_world(settings=SETTINGS)
+    assert finds(newcomer, texts[3])
+    (later,) = prompts(2, 1)
+    assert not finds(sleeper, later)
+    assert finds(newcomer, later)
+    newcomer.check_outputs()

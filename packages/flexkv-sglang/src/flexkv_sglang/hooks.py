@@ -54,6 +54,8 @@ _UPDATES = (
 """Methods of `_UPDATER` that change weights, or let them be changed. `compat` requires them."""
 
 _RELEASE = f"{_UPDATER}.release_memory_occupation"
+_WEIGHTS = "weights"
+"""SGLang's tag of the memory that holds weights. A call without tags means all memory."""
 
 _sides: list[RankSide] = []
 
@@ -200,21 +202,39 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
 
 def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook of SGLang's updates of weights. Afterwards no stored block is found, even if the update
-    fails, because it may have changed some weights."""
+    fails, because it may have changed some weights. An update of the draft model alone counts, too:
+    that model may share tensors with the target."""
     before = [side.epoch.flushes for side in _sides]
     try:
         return original(updater, *args, **kwargs)
     finally:
-        for side, flushes in zip(_sides, before, strict=True):
-            side.weights_changed(flushed=side.epoch.flushes > flushes)
+        _weights_changed(before, "SGLang updated its weights")
 
 
 def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook of SGLang's release of its memory. Lets all copies end first: SGLang unmaps its pages
-    before it flushes its cache, and does not count offloads as work under way."""
+    before it flushes its cache, and does not count offloads as work under way.
+
+    Weights that are released without a copy in host memory are lost. What SGLang computes before it
+    gets others has nothing in common with the stored blocks.
+    """
     for side in _sides:
         side.await_copies()
-    return original(updater, *args, **kwargs)
+    before = [side.epoch.flushes for side in _sides]
+    released = original(updater, *args, **kwargs)
+    request = next(iter((*args, *kwargs.values())), None)
+    tags = getattr(request, "tags", None) or (_WEIGHTS,)
+    if _WEIGHTS in tags and not all(side.weights_return for side in _sides):
+        _weights_changed(before, "SGLang released its weights and keeps no copy of them")
+    return released
+
+
+def _weights_changed(before: Sequence[int], why: str) -> None:
+    """`before`: the number of flushes of each side before the change."""
+    for side, flushes in zip(_sides, before, strict=True):
+        if side.leads:
+            logger.info("FlexKV finds none of its earlier blocks from now on: %s", why)
+        side.weights_changed(flushed=side.epoch.flushes > flushes)
 
 
 def _own_hashes(tree: Any, request: Any) -> Sequence[str]:

@@ -82,6 +82,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             pages,
             ranks,
         )
+        self.side.weights_return = bool(getattr(settings, "enable_weights_cpu_backup", False))
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
         device = next(iter(pages.tensors.values())).device

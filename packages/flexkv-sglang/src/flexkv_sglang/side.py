@@ -23,6 +23,7 @@ from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.metrics import Samples, add
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
+from flexkv.counters import ResetCause
 from flexkv.mover import Status
 from flexkv.packed_keys import PackedKeys, pack_keys
 from flexkv.transfer.copies import Transfer
@@ -66,6 +67,7 @@ class RankSide:
     Attributes:
         may_wait: as given; the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks that do not decide.
+        weights_return: whether SGLang keeps a copy of weights whose memory it releases.
         epoch: of the keys.
     """
 
@@ -83,6 +85,7 @@ class RankSide:
         options: Collection[str] | None = None,
     ) -> None:
         self.may_wait = may_wait
+        self.weights_return = False
         self.events: TierEvents | None = None
         self.epoch = KeyEpoch()
         self._worker = worker
@@ -368,7 +371,7 @@ class RankSide:
         """SGLang frees all pages. Waits until no copy reads or writes them. Stored blocks stay, and
         those of copies that end here too, unless the epoch is mixed."""
         if self.epoch.flushed():
-            self.weights_changed(flushed=True)
+            self._renew(mixed=False)
         for rid in list(self._queued):
             self.cancel(rid)
         self._pending.clear()
@@ -404,7 +407,12 @@ class RankSide:
     def weights_changed(self, *, flushed: bool) -> None:
         """The weights in memory differ from the model's files now; see `KeyEpoch.renew`. `flushed`:
         whether SGLang has flushed its own cache since the change."""
-        self.epoch.renew(mixed=not flushed)
+        if self._cache is not None:
+            self._cache.counters.count_reset(ResetCause.WEIGHTS)
+        self._renew(mixed=not flushed)
+
+    def _renew(self, *, mixed: bool) -> None:
+        self.epoch.renew(mixed=mixed)
         if self._followed is not None and self._ahead is not None:
             self._followed.forget_lookups()
             self._ahead.clear()

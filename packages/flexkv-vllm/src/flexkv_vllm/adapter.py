@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.worker import WorkerSide
+from flexkv.counters import ResetCause
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -22,6 +24,7 @@ from flexkv_vllm.settings import flush_seconds, read_settings
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start_scheduler import make_scheduler_side
 from flexkv_vllm.start_worker import make_worker_side
+from flexkv_vllm.weights import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,6 +86,7 @@ class Adapter:
         self._loading: dict[str, list[int]] = {}
         self._suspects: dict[str, list[int]] = {}
         self._doubtful = self._by_request = False
+        self._weights: WeightWatch | None = None
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
@@ -97,6 +101,7 @@ class Adapter:
             self._scheduler = make_scheduler_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
             )
+            self._weights = WeightWatch(self.weights_changed)
 
     def start_worker(
         self,
@@ -195,7 +200,15 @@ class Adapter:
 
     @answers(_off(lambda: False), _OFF)
     def reset(self) -> bool:
-        return self._scheduler is None or self._reset_by(self._scheduler.reset)
+        if self._scheduler is None or self._weights is None:
+            return True
+        cause = self._weights.cause_of_reset()
+        if cause is ResetCause.PAUSE:
+            with self._edge.guard("pausing", "all blocks are discarded"):
+                self._scheduler.pause()
+                return True
+            cause = ResetCause.DOUBT
+        return self._reset_by(partial(self._scheduler.reset, cause))
 
     @answers(_off(lambda: None), _OFF)
     def weights_changed(self) -> None:

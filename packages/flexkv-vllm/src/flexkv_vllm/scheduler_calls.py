@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.weights import watch_weights
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -27,8 +26,6 @@ class SchedulerCalls:
     def _start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         """Start the adapter in the scheduler's process. See `Adapter.start_scheduler`."""
         self._adapter.start_scheduler(kv_cache_config)
-        if self._adapter.enabled:
-            watch_weights(self._adapter.weights_changed)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -18,6 +18,7 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.counters import ResetCause
 from flexkv.mover import Direction, Status
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.block_tables import BlockTables
@@ -245,7 +246,7 @@ class SchedulerSide:
         """Load and store nothing until a `reset` succeeds."""
         self._cache.suspend()
 
-    def reset(self) -> None:
+    def reset(self, cause: ResetCause = ResetCause.REQUEST) -> None:
         """Discard every block, as when the model's weights change.
 
         Running requests continue with their blocks, but blocks that they compute on top of these
@@ -253,7 +254,12 @@ class SchedulerSide:
         """
         for tracked in self._requests.by_id.values():
             tracked.store_nothing()
-        self._cache.clear()
+        self._cache.clear(cause)
+        self.figures.note_activity()
+
+    def pause(self) -> None:
+        """See `KVCache.pause`. vLLM has preempted or ended all requests."""
+        self._cache.pause()
         self.figures.note_activity()
 
     def weights_changed(self) -> None:
@@ -264,7 +270,7 @@ class SchedulerSide:
         """
         if self._pool is not None:
             self._pool.weights_changed(in_use=bool(self._requests.by_id))
-        self.reset()
+        self.reset(ResetCause.WEIGHTS)
 
     @property
     def has_figures(self) -> bool:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells caches that the weights of a running vLLM were replaced, so that they discard all blocks.
+"""Says why vLLM resets a cache, and resets it where the weights of a running vLLM were replaced.
 
 vLLM replaces weights by methods of its workers (`reload_weights`, `update_weights`, and those that
 users add for reinforcement learning) or by functions that it applies to the model (`apply_model`),
-and tells connectors nothing of it. Nor does it tell them that a LoRA adapter is loaded again from
+and reports none of it to connectors. Nor does it report that a LoRA adapter is loaded again from
 the same path.
+
+On the other hand, vLLM resets connectors at each pause and each sleep, after which the weights may
+be what they were. `WeightWatch` tells these cases apart.
 """
 
 from __future__ import annotations
@@ -12,11 +15,19 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from flexkv_vllm.compat.patches import call_after_adapter_loads, call_after_rpcs
+from flexkv.counters import ResetCause
+from flexkv_vllm.compat.patches import (
+    call_after_adapter_loads,
+    call_after_rpcs,
+    call_at_new_weights,
+    enclose_pauses,
+)
 from flexkv_vllm.identity import adapter_loaded
 
 if TYPE_CHECKING:
@@ -24,38 +35,115 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flexkv.vllm")
 
-_HARMLESS = frozenset(
-    {"compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"}
-)
-"""vLLM's methods that are named after weights and change none."""
+_PREPARATIONS = frozenset({"init_weight_transfer_engine"})
+"""vLLM's methods that are named after weights and let other programs change them later."""
 
+_HARMLESS = frozenset(
+    {
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "get_model_inspection",
+        "profile",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+    }
+)
+"""vLLM's methods of workers that neither change weights nor let others change them."""
 
 _LOADS = frozenset({"load_weights", "load_state_dict"})
 """Methods by which functions that vLLM applies to its model change weights."""
 
-_discards: list[weakref.WeakMethod[Callable[[], object]]] = []
+_pause: ContextVar[bool | None] = ContextVar("pause", default=None)
+"""Whether the engine core that pauses just now has a process of its own; None if none pauses."""
+
+_watches: list[weakref.ref[WeightWatch]] = []
 
 
-def watch_weights(discard: Callable[[], object]) -> None:
-    """Call `discard` from now on when a method with `weight` in its name has run in the workers, or
-    a function that loads weights, or vLLM has loaded a LoRA adapter whose files have changed since
-    its last load.
+class WeightWatch:
+    """Knows why vLLM resets one cache, and resets the cache when weights have changed: a method
+    with `weight` in its name has run in the workers, or a function that loads weights, or vLLM has
+    loaded a LoRA adapter whose files have changed since its last load.
 
-    Which engine of this process ran it is not distinguished.
+    Which engine of this process did so is not distinguished.
+
+    A pause or a sleep keeps the blocks of an engine that nobody but vLLM can have given other
+    weights. The first sign of a program that writes weights, or of a call of workers whose effect
+    is unknown, ends that for the rest of the engine's life.
 
     Args:
-        discard: a method of a cache, which discards all blocks and does not raise. It is held
-            weakly: a cache that is gone is not called.
+        discard: a method of the cache's owner, which discards all blocks and does not raise. It is
+            held weakly.
     """
-    _discards.append(weakref.WeakMethod(discard))
-    call_after_rpcs(_ran)
-    call_after_adapter_loads(_loaded)
+
+    def __init__(self, discard: Callable[[], object]) -> None:
+        self._discard = weakref.WeakMethod(discard)
+        self._doubt = ""
+        _watches.append(weakref.ref(self))
+        call_after_rpcs(_ran)
+        call_after_adapter_loads(_loaded)
+        enclose_pauses(_pausing)
+        call_at_new_weights(_changed)
+
+    def cause_of_reset(self) -> ResetCause:
+        """The cause of the reset that vLLM asks the connector for just now, which is logged. The
+        caller keeps all blocks if the cause is `PAUSE`, and discards them otherwise."""
+        alone = _pause.get()
+        if alone is None:
+            logger.info("FlexKV discards its blocks: a user reset vLLM's connectors")
+            return ResetCause.REQUEST
+        doubt = self._doubt or ("" if alone else "vLLM runs in the process of its user")
+        if doubt:
+            logger.info(
+                "FlexKV discards its blocks: vLLM pauses or sleeps, and its weights may have "
+                "changed without a sign: %s",
+                doubt,
+            )
+            return ResetCause.DOUBT
+        logger.info("FlexKV keeps its blocks: vLLM pauses or sleeps, and nothing changed weights")
+        return ResetCause.PAUSE
+
+    def doubt(self, why: str) -> None:
+        """Discard all blocks at later pauses. `why`: what may change weights without a sign."""
+        self._doubt = why
+
+    def changed(self, why: str) -> None:
+        """Discard all blocks now and at later pauses, because the weights have changed."""
+        self.doubt(why)
+        self.discard(why)
+
+    def discard(self, why: str) -> None:
+        """Discard all blocks. `why` is logged."""
+        discard = self._discard()
+        if discard is not None:
+            logger.info("FlexKV discards its blocks: %s", why)
+            discard()
 
 
-def _ran(method: str, arguments: Sequence[object]) -> None:
-    changes = "weight" in method.lower() and method not in _HARMLESS
-    if changes or any(_loads_weights(each) for each in arguments):
-        _discard_all(f"the workers of vLLM ran {method}")
+@contextmanager
+def _pausing(alone: bool) -> Iterator[None]:
+    token = _pause.set(alone)
+    try:
+        yield
+    finally:
+        _pause.reset(token)
+
+
+def _ran(method: str, arguments: Sequence[object], paused: bool) -> None:
+    """Workers have run a method for a user. A method of unknown effect counts as an exchange of
+    weights if the engine pauses, as it does for one."""
+    if method in _HARMLESS:
+        return
+    why = f"the workers of vLLM ran {method}"
+    named = "weight" in method.lower() and method not in _PREPARATIONS
+    if named or any(_loads_weights(each) for each in arguments):
+        _changed(why)
+    elif paused and method not in _PREPARATIONS:
+        _changed(f"{why} during a pause")
+    else:
+        for watch in _living():
+            watch.doubt(why)
 
 
 def _loads_weights(function: object) -> bool:
@@ -75,13 +163,16 @@ def _loaded(adapter: LoRARequest) -> None:
         changed = True
     if changed:
         name, path = adapter.lora_name, adapter.lora_path
-        _discard_all(f"vLLM loaded other weights of the LoRA adapter {name!r} from {path}")
+        for watch in _living():
+            watch.discard(f"vLLM loaded other weights of the LoRA adapter {name!r} from {path}")
 
 
-def _discard_all(why: str) -> None:
-    _discards[:] = [discard for discard in _discards if discard() is not None]
-    for held in _discards:
-        discard = held()
-        if discard is not None:
-            logger.info("FlexKV discards its blocks: %s", why)
-            discard()
+def _changed(why: str) -> None:
+    for watch in _living():
+        watch.changed(why)
+
+
+def _living() -> list[WeightWatch]:
+    """The watches that are in use."""
+    _watches[:] = [watch for watch in _watches if watch() is not None]
+    return [watch for held in _watches if (watch := held()) is not None]

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.changes import Change, Medium, take_newest
-from flexkv.counters import Counters, Latencies, TierCounters
+from flexkv.counters import Counters, Latencies, ResetCause, TierCounters
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.host.arena import Arena
 from flexkv.index import Block, block_index, publish
@@ -438,15 +438,24 @@ class KVCache:
         self._recovering = True
 
     @_sound
-    def clear(self) -> None:
+    def clear(self, cause: ResetCause = ResetCause.REQUEST) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
-        Later polls free the slots. If this raises, the cache stays suspended."""
+        Later polls free the slots. If this raises, the cache stays suspended. `cause` is
+        counted."""
         self.suspend()
         self._index.clear()
         self._pins.clear()
         self._below.clear()
-        self._counters.resets += 1
+        self._counters.count_reset(cause)
         self._off = self._stopped
+
+    @_sound
+    def pause(self) -> None:
+        """The engine pauses and may free its pages, and has the same weights afterwards. All blocks
+        stay, except those that are being stored, whose pages may be gone before they are read."""
+        for transfer in self._device.stores:
+            self._index.discard(transfer.blocks)
+        self._counters.count_reset(ResetCause.PAUSE)
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         """Process the last reports and close the lower tiers, which may write waiting blocks for

@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 
 from flexkv.changes import BELOW, Medium
 from flexkv.histogram import SECONDS_BOUNDS, Histogram
+
+
+class ResetCause(enum.Enum):
+    """Why an engine resets the cache. The values are labels of metrics."""
+
+    REQUEST = "request"
+    """A user asked for it."""
+    WEIGHTS = "weights"
+    """The engine got other weights."""
+    DOUBT = "doubt"
+    """The engine paused, and its weights may have changed without a sign."""
+    PAUSE = "pause"
+    """The engine paused and has the weights of before. No block is dropped."""
 
 
 @dataclass(slots=True)
@@ -64,6 +78,28 @@ class Counters(TierCounters):
     """Blocks that were not pinned because of the limit on pins."""
     resets: int = 0
     """Times that all blocks were dropped."""
+    weight_resets: int = 0
+    """Resets because the engine got other weights."""
+    doubt_resets: int = 0
+    """Resets because the engine paused and its weights may have changed unseen."""
+    pauses: int = 0
+    """Times that the engine reset its own cache for a pause, and blocks stayed."""
+
+    def count_reset(self, cause: ResetCause) -> None:
+        """Count a reset, or a pause that kept all blocks."""
+        self.resets += cause is not ResetCause.PAUSE
+        self.weight_resets += cause is ResetCause.WEIGHTS
+        self.doubt_resets += cause is ResetCause.DOUBT
+        self.pauses += cause is ResetCause.PAUSE
+
+    def resets_by_cause(self) -> dict[ResetCause, int]:
+        """The number of resets of each cause, and of pauses."""
+        return {
+            ResetCause.REQUEST: self.resets - self.weight_resets - self.doubt_resets,
+            ResetCause.WEIGHTS: self.weight_resets,
+            ResetCause.DOUBT: self.doubt_resets,
+            ResetCause.PAUSE: self.pauses,
+        }
 
     def add_up(self, tiers: Iterable[TierCounters]) -> None:
         """Set the counters of lower tiers to the sums over `tiers`, which are all lower tiers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -222,10 +223,11 @@ def drop_from_prefix_cache(side: Any, blocks: set[int]) -> None:
         pool.evict_blocks(blocks)
 
 
-def call_after_rpcs(after: Callable[[str, Sequence[object]], None]) -> None:
+def call_after_rpcs(after: Callable[[str, Sequence[object], bool], None]) -> None:
     """Make vLLM's engine core call `after` with the name and the arguments of each method that it
-    has called in its workers on behalf of a user. `after` runs on the scheduler's thread, between
-    two steps, also if the method raised. A second call changes nothing."""
+    has called in its workers on behalf of a user, and whether the engine paused or slept then.
+    `after` runs on the scheduler's thread, between two steps, also if the method raised. A second
+    call changes nothing."""
     from vllm.v1.engine.core import EngineCore
 
     call_workers: Any = EngineCore.collective_rpc
@@ -240,9 +242,76 @@ def call_after_rpcs(after: Callable[[str, Sequence[object]], None]) -> None:
             # Users may pass functions. A `functools.partial` has no name, but shows its function.
             name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
             # As vLLM names them; the first of `args` is a timeout.
-            after(name, kwargs.get("args") or next(iter(args[1:2]), None) or ())
+            given = kwargs.get("args") or next(iter(args[1:2]), None) or ()
+            after(name, given, _is_paused(self))
 
     EngineCore.collective_rpc = call_and_tell
+
+
+def _is_paused(core: Any) -> bool:
+    asks = (getattr(core, name, None) for name in ("is_sleeping", "is_scheduler_paused"))
+    return any(ask() for ask in asks if ask is not None)
+
+
+def enclose_pauses(enclose: Callable[[bool], AbstractContextManager[object]]) -> None:
+    """Make vLLM's engine core enter `enclose` while it resets all caches because it pauses, sleeps
+    or gives its KV memory back, and not because a user asked for the reset.
+
+    The argument of `enclose` says whether the core has a process of its own: no code of a user can
+    then write to the model but by a call of `collective_rpc`. A release of vLLM without the method
+    resets no connector at such times. A second call changes nothing.
+    """
+    from vllm.v1.engine import core
+
+    engine: Any = core.EngineCore
+    reset = getattr(engine, "_reset_caches", None)
+    if reset is None or hasattr(reset, "__wrapped__"):
+        return
+
+    @functools.wraps(reset)
+    def reset_enclosed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with enclose(isinstance(self, core.EngineCoreProc)):
+            return reset(self, *args, **kwargs)
+
+    engine._reset_caches = reset_enclosed
+
+
+def call_at_new_weights(tell: Callable[[str], None]) -> None:
+    """Make vLLM's engine core call `tell` with what it does, where that is a sign of new weights:
+    it goes to sleep without its weights (level 2), or wakes its weights up alone, as trainers ask
+    it to before they write them, or is given another version of its weights. A second call changes
+    nothing."""
+    from vllm.v1.engine.core import EngineCore
+
+    engine: Any = EngineCore
+    sleep, wake_up = engine.sleep, engine.wake_up
+    set_version = getattr(engine, "set_weight_version", None)
+    if hasattr(sleep, "__wrapped__"):
+        return
+
+    @functools.wraps(sleep)
+    def sleep_and_tell(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level > 1:
+            tell(f"vLLM sleeps at level {level} and discards its weights")
+        return sleep(self, level, *args, **kwargs)
+
+    @functools.wraps(wake_up)
+    def wake_up_and_tell(self: Any, tags: list[str] | None = None) -> Any:
+        woken = wake_up(self, tags)
+        if "weights" in (tags or ()) and self.model_executor.is_sleeping:
+            tell("vLLM woke its weights up alone, as for an update of them")
+        return woken
+
+    engine.sleep, engine.wake_up = sleep_and_tell, wake_up_and_tell
+    if set_version is None:  # before vLLM had versions of weights
+        return
+
+    @functools.wraps(set_version)
+    def set_version_and_tell(self: Any, weight_version: str) -> Any:
+        tell(f"vLLM was given version {weight_version!r} of its weights")
+        return set_version(self, weight_version)
+
+    engine.set_weight_version = set_version_and_tell
 
 
 def call_after_adapter_loads(after: Callable[[LoRARequest], None]) -> None:

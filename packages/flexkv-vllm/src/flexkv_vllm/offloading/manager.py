@@ -27,6 +27,7 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
+from flexkv.counters import ResetCause
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
@@ -35,6 +36,7 @@ from flexkv_vllm.offloading.held import HeldStores
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
+from flexkv_vllm.weights import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -86,6 +88,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
         edge.after_error = cache.recover
+        self._weights = WeightWatch(self._weights_changed)
 
     # Requests.
 
@@ -186,12 +189,29 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(lambda self: self._turn_off(), "FlexKV finds nothing until the engine is restarted")
     def reset_cache(self) -> None:
+        cause = self._weights.cause_of_reset()
+        if cause is ResetCause.PAUSE:
+            with self._edge.guard("pausing", "all blocks are discarded"):
+                self._asking.clear()
+                for request in self._requests.values():
+                    request.forget()
+                self._cache.pause()
+                self.held.release_all()
+                self._figures.note_activity()
+                return
+            cause = ResetCause.DOUBT
+        self._reset(cause)
+
+    def _weights_changed(self) -> None:
+        self._reset(ResetCause.WEIGHTS)
+
+    def _reset(self, cause: ResetCause) -> None:
         self._cache.suspend()
         self._asking.clear()
         with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
             for request in self._requests.values():
                 request.forget()
-            self._cache.clear()
+            self._cache.clear(cause)
             self.held.release_all()
             self._figures.note_activity()
 

@@ -22,7 +22,6 @@ from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.settings import read_settings
 from flexkv_vllm.offloading.start import make_manager, make_worker
 from flexkv_vllm.offloading.stats import metric_definitions
-from flexkv_vllm.weights import watch_weights
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -51,7 +50,6 @@ class FlexKVOffloadingSpec(OffloadingSpec):
             if self._settings.enable:
                 warn_unrecorded(self._settings, "under vLLM's OffloadingConnector")
                 manager = make_manager(self.config, self._settings, self._edge)
-                watch_weights(manager.reset_cache)
                 self._manager = manager
             else:
                 self._manager = IdleManager()

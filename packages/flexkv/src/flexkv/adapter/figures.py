@@ -266,11 +266,12 @@ class CacheFigures:
             sample("failures", "store", "host"): counters.failed_stores,
             INTERNAL_FAILURES: sum(self._edge.failures.values()),
             LASTING_FAILURES: len(self._edge.given_up),
-            "resets": counters.resets,
             "ignored_parameters": self._ignored_parameters(),
             "refused_pin_blocks": counters.refused_pins,
             "saved_prefill_seconds": self._price(),
         }
+        causes = counters.resets_by_cause()
+        totals |= {sample("resets", cause.value): count for cause, count in causes.items()}
         totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
         for medium, queries in self._queries.items():
             totals[sample("query_tokens", medium.value)] = queries

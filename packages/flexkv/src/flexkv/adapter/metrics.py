@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexkv.changes import BELOW, Medium
+from flexkv.counters import ResetCause
 from flexkv.eviction import POLICIES
 from flexkv.histogram import BLOCKS_BOUNDS, SECONDS_BOUNDS
 from flexkv.mover import WAYS
@@ -180,7 +181,12 @@ METRICS = (
         "Times that reads or writes of a drive or a store were disabled after failures.",
         _BELOW,
     ),
-    Metric("resets", Kind.COUNTER, "Resets of the whole cache."),
+    Metric(
+        "resets",
+        Kind.COUNTER,
+        "Resets of the whole cache, by cause; with the cause pause all blocks stayed.",
+        (("cause", tuple(cause.value for cause in ResetCause)),),
+    ),
     Metric(
         "ignored_parameters",
         Kind.COUNTER,

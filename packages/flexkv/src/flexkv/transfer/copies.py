@@ -85,6 +85,11 @@ class DeviceLink:
         return sum(len(t.blocks) for t in pending if t.direction is Direction.LOAD)
 
     @property
+    def stores(self) -> list[Transfer]:
+        """The stores under way."""
+        return [t for t in self._pending.values() if t.direction is Direction.STORE]
+
+    @property
     def stopped_ranks(self) -> list[int]:
         """Numbers of the ranks that have ended their copies after an error."""
         return self._board.stopped_ranks
