@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flexkv import KVLayout, TensorView
-from flexkv.layout import BlockFormat, Sharding, fingerprint, share_of
+from flexkv.layout import BlockFormat, Sharding, block_identity, fingerprint, share_of
 from flexkv_kernels import CpuMover, Direction, Status
 from kernels.tests.patient import PATIENT
 
@@ -79,7 +79,7 @@ class Engine:
         assert layout.by_head == split
         sizes = (layout.shard_bytes(ENGINE_BLOCKS),) * sharding.parts
         self.format = BlockFormat(ENGINE_BLOCKS, sizes, sharding.replicas)
-        self.fingerprint = fingerprint([], layout, ENGINE_BLOCKS, sharding)
+        self.fingerprint = fingerprint(block_identity([], layout, ENGINE_BLOCKS, sharding))
         if arena is None:
             arena = np.full(self.format.slot_bytes * SLOTS, POISON, np.uint8)
         assert arena.size == self.format.slot_bytes * SLOTS

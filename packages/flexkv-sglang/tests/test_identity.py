@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,6 @@ def identity(model: Path, version: str = "0.5.23", **settings: Any) -> list[str]
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("revision", "main"),
         ("dtype", "bfloat16"),
         ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8_e4m3"),
@@ -45,6 +46,26 @@ def test_other_weights_are_another_model(model: Path) -> None:
     before = identity(model)
     (model / "model.safetensors").write_bytes(b"other weights")
     assert identity(model) != before
+
+
+def test_where_a_model_and_its_adapters_lie_does_not_count(model: Path, tmp_path: Path) -> None:
+    (model / "adapter").mkdir()
+    (model / "adapter" / "adapter.safetensors").write_bytes(b"1")
+    before = identity(model, lora_paths=adapter(model / "adapter"))
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy, copy_function=shutil.copy)
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    os.utime(copy / "adapter" / "adapter.safetensors", ns=(1, 1))
+    assert identity(copy, lora_paths=adapter(copy / "adapter")) == before
+    assert identity(copy, lora_paths=adapter(copy / "adapter"), load_format="safetensors") == before
+
+
+def test_scales_are_the_contents_of_their_file(model: Path) -> None:
+    names = []
+    for name, content in (("a.json", "1"), ("b.json", "1"), ("b.json", "2")):
+        (model / name).write_text(content)
+        names.append(identity(model, quantization_param_path=str(model / name)))
+    assert names[0] == names[1] != names[2]
 
 
 def test_dummy_weights_are_those_of_their_seed(model: Path) -> None:

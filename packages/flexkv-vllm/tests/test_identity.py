@@ -17,6 +17,7 @@ import torch
 import vllm
 from vllm.config import MultiModalConfig, VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
 from world_config import PLUGIN, make_config
 
 from flexkv_vllm import identity
@@ -55,19 +56,49 @@ def test_the_same_files_are_the_same_model(config: VllmConfig) -> None:
     assert identity.model_identity(config) == identity.model_identity(config)
 
 
-def test_files_of_another_time_are_another_model(config: VllmConfig, tmp_path: Path) -> None:
-    before = identity.model_identity(config)
-    os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
-    assert identity.model_identity(config) != before
-
-
-def test_another_model_whose_files_look_alike_is_another_model(
-    config: VllmConfig, tmp_path: Path
+@pytest.mark.parametrize("place", ["relative", "link", "copy", "download", "format"])
+def test_where_a_model_lies_and_since_when_does_not_count(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     before = identity.model_identity(config)
-    shutil.copytree(tmp_path / "model", tmp_path / "other")  # with their times
-    config.model_config.model = str(tmp_path / "other")
-    assert identity.model_identity(config) != before
+    model = tmp_path / "model"
+    match place:
+        case "relative":
+            monkeypatch.chdir(tmp_path)
+            config.model_config.model = "./model"
+        case "link":
+            (tmp_path / "link").symlink_to(model)
+            config.model_config.model = str(tmp_path / "link")
+        case "copy":
+            shutil.copytree(model, tmp_path / "copy")
+            config.model_config.model = str(tmp_path / "copy")
+        case "download":
+            os.utime(model / "model.safetensors", ns=(1, 1))
+        case "format":
+            object.__setattr__(config.load_config, "load_format", "safetensors")
+    assert identity.model_identity(config) == before
+
+
+def test_a_model_of_the_hugging_face_cache_is_the_same_in_any_cache(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, in another HF_HOME, and by its path, as vLLM names it with HF_HUB_OFFLINE=1."""
+    names = []
+    for home in ("one", "other"):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / home))
+        repository = tmp_path / home / "models--org--name"
+        snapshot = repository / "snapshots" / "c0ffee"
+        for folder in (repository / "blobs", repository / "refs", snapshot):
+            folder.mkdir(parents=True)
+        (repository / "refs" / "main").write_text("c0ffee")
+        (snapshot / "config.json").write_text("{}")
+        (repository / "blobs" / ("a" * 64)).write_bytes(b"weights")
+        (snapshot / "model.safetensors").symlink_to(f"../../blobs/{'a' * 64}")
+        for name, revision in (("org/name", None), ("org/name", "main"), (str(snapshot), None)):
+            config.model_config.model, config.model_config.revision = name, revision
+            assert identity.outlives_process(config)
+            names.append(tuple(identity.model_identity(config)))
+    assert len(set(names)) == 1
 
 
 def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -> None:
@@ -83,7 +114,6 @@ def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -
         ("attention_config", "backend_per_kind", {"sliding_window": "ANOTHER"}),
         ("attention_config", "use_non_causal", True),
         ("model_config", "model", "/another/path"),
-        ("model_config", "revision", "a-branch"),
         ("model_config", "dtype", "another"),
         ("model_config", "quantization", "another"),
         ("model_config", "quantization_config", {"ignore": ["lm_head"]}),
@@ -197,14 +227,40 @@ def test_another_vllm_is_another_model(config: VllmConfig, monkeypatch: pytest.M
     assert identity.model_identity(config) != before
 
 
-def test_weights_of_another_size_or_time_are_others(config: VllmConfig, tmp_path: Path) -> None:
+def test_weights_of_other_contents_are_others(config: VllmConfig, tmp_path: Path) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     names = []
-    for size, time in ((1, 1), (2, 1), (1, 2)):
-        weights.write_bytes(b"w" * size)
-        os.utime(weights, ns=(time, time))
+    for content in (b"w", b"ww", b"v"):
+        weights.write_bytes(content)
         names.append(tuple(identity.model_identity(config)))
     assert len(set(names)) == 3
+
+
+def test_nodes_of_different_hash_seeds_are_different(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of their keys is equal. Without the variable, newer releases have one seed."""
+    names = []
+    for seed in ("0", "0", "1234", "vllm-none-hash", None):
+        if seed is None:
+            monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        names.append(identity.model_identity(config))
+    zero, again, other, default, unset = names
+    assert zero == again
+    assert zero != other
+    assert zero != unset != other
+    fixed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    assert (unset == default) == fixed
+
+
+def test_each_part_of_the_fingerprint_has_a_name(config: VllmConfig) -> None:
+    see(config)
+    parts = identity.model_identity(config)
+    names = [part.partition(": ")[0] for part in parts]
+    assert all(": " in part for part in parts)
+    assert len(set(names)) == len(names)
 
 
 def test_dummy_weights_are_those_of_their_seed(config: VllmConfig) -> None:
@@ -299,8 +355,10 @@ def test_random_hashes_are_told(
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     with caplog.at_level(logging.WARNING, "flexkv.vllm"):
         assert identity.outlives_process(config)
-    assert "PYTHONHASHSEED" in caplog.text
+        assert not identity.shares_blocks(config)
+    assert caplog.text.count("PYTHONHASHSEED") == 2
     caplog.clear()
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert identity.outlives_process(config)
+    assert identity.shares_blocks(config)
     assert "PYTHONHASHSEED" not in caplog.text

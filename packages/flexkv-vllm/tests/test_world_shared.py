@@ -113,3 +113,15 @@ def test_an_engine_that_sleeps_goes_on_sharing(make_world: MakeWorld, server: S3
     assert not finds(sleeper, later)
     assert finds(newcomer, later)
     newcomer.check_outputs()
+
+
+def test_an_engine_whose_keys_nobody_else_has_shares_nothing(
+    make_world: MakeWorld, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a seed, `xxhash` names blocks differently in each process."""
+    monkeypatch.setattr("flexkv_vllm.identity._hash_seed", lambda _: "random")
+    world = make_world(settings=SETTINGS)
+    world.generate(prompts(1, 1)[0])
+    world.settle()
+    assert not world.cache.has_lower_tiers
+    assert server.objects("cache/blocks/") == 0

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine_world import World, random_prompt
+
+from flexkv_vllm.weights import _pausing
 
 ROUNDS = 20
 """At most. What disk threads are in time for is up to the machine; a round is nearly always enough,
@@ -53,7 +56,7 @@ class Traffic:
         most_steps: of the engine after each request.
         abort_rate: of requests that any unfinished one is aborted after.
         reset_rate: of requests that vLLM's own prefix cache is reset after.
-        clear_rate: of those resets that reset FlexKV's, too.
+        clear_rate: of those resets that reset FlexKV's, too, or reach it by a pause.
         restart_rate: of requests that vLLM's own prefix cache is reset after with all that run, as
             where an engine sleeps or its weights change: they begin anew.
         params: makes the parameters of a request.
@@ -71,6 +74,7 @@ class Traffic:
     restart_rate: float = 0.05
     params: Callable[[], Any] = _nothing
     disturb: Callable[[], None] = _nothing
+    _cleared: int = field(default=0, init=False)
 
     def run(self, requests: int, until: Sequence[Callable[[World], object]]) -> None:
         """Rounds of so many requests, each run to its end, until all of `until` was seen.
@@ -117,10 +121,20 @@ class Traffic:
             self.world.abort(self.rng.choice(unfinished))
 
     def _reset(self) -> None:
-        self.world.scheduler.reset_prefix_cache(reset_connector=self._clears())
+        clears = self._clears()
+        with self._occasion(clears):
+            self.world.scheduler.reset_prefix_cache(reset_connector=clears)
 
     def _restart(self) -> None:
-        self.world.restart(reset_connector=self._clears())
+        clears = self._clears()
+        with self._occasion(clears):
+            self.world.restart(reset_connector=clears)
+
+    def _occasion(self, clears: bool) -> AbstractContextManager[None]:
+        """Of the resets that reach FlexKV, every second one is a user's, and the others are those
+        of pauses."""
+        self._cleared += clears
+        return _pausing(True) if clears and self._cleared % 2 else nullcontext()
 
     def _clears(self) -> bool:
         return self.rng.random() < self.clear_rate

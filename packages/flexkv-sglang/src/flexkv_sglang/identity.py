@@ -16,18 +16,22 @@ from typing import Any
 
 import torch
 
-from flexkv.adapter.weights import adapter_stamps, digest, file_stamps, weight_files
+from flexkv.adapter.weights import (
+    adapter_stamps,
+    code_traits,
+    configuration_digest,
+    digest,
+    text_of_file,
+    weight_files,
+    weight_traits,
+)
 
 logger = logging.getLogger("flexkv.sglang")
 
 _NAMED = (
-    "model_path",
-    "revision",
     "dtype",
     "quantization",
-    "load_format",
     "kv_cache_dtype",
-    "quantization_param_path",
     "torchao_config",
     "attention_backend",
     "prefill_attention_backend",
@@ -37,23 +41,26 @@ _NAMED = (
 
 
 def model_identity(settings: Any, model: Any, version: str) -> list[str]:
-    """The parts of the fingerprint. Reads names and times of the model's files, not their contents.
+    """The parts of the fingerprint, each `NAME: VALUE`. Reads a small part of the model's files;
+    see `file_stamps`. Where they lie does not count.
 
     Args:
         settings: SGLang's resolved settings.
         model: SGLang's configuration of the model.
         version: SGLang's version, because each release may order a page's bytes differently.
     """
-    stamps = file_stamps(weight_files(str(settings.model_path), settings.revision))
-    seed = [str(settings.random_seed)] if _is_dummy(settings) else []
+    path, revision = str(settings.model_path), settings.revision
+    scales = getattr(settings, "quantization_param_path", None)
     return [
-        "sglang",
-        version,
-        *(f"{name} {getattr(settings, name, None)}" for name in _NAMED),
+        f"engine: sglang {version}",
         *_cpu_traits(settings),
-        digest([model.hf_config.to_json_string()]),
-        digest([*seed, *stamps]),
-        digest(_adapters(settings.lora_paths or ())),
+        f"configuration: {configuration_digest(model.hf_config.to_json_string())}",
+        *weight_traits(path, revision, str(settings.load_format)),
+        *code_traits(path, revision, runs_code=bool(getattr(settings, "trust_remote_code", False))),
+        *([f"seed: {settings.random_seed}"] if _is_dummy(settings) else []),
+        *(f"{name}: {getattr(settings, name, None)}" for name in _NAMED),
+        f"scales: {text_of_file(scales)}",
+        f"adapters: {digest(_adapters(settings.lora_paths or ()))}",
     ]
 
 
@@ -71,15 +78,15 @@ def outlives_process(settings: Any) -> bool:
 
 
 def _adapters(references: Iterable[Any]) -> list[str]:
-    """The names, paths and files of the LoRA adapters of the command line. SGLang derives adapter
-    ids from names and paths alone, so a retrained adapter would find the old one's blocks. Adapters
-    that are loaded later have unique ids."""
+    """The names and files of the LoRA adapters of the command line. SGLang derives adapter ids from
+    names and paths alone, so a retrained adapter would find the old one's blocks. Adapters that are
+    loaded later have unique ids."""
     parts = []
     for reference in references:
         path = Path(str(reference.lora_path))
         # Without local files, FlexKV cannot know whether the next process has the same weights.
         known = adapter_stamps(path) or [secrets.token_hex()]
-        parts += [str(reference.lora_name), str(path), *known]
+        parts += [str(reference.lora_name), *known]
     return parts
 
 
@@ -89,4 +96,6 @@ def _is_dummy(settings: Any) -> bool:
 
 def _cpu_traits(settings: Any) -> list[str]:
     """The processor's instruction set, by which SGLang's CPU kernels may differ."""
-    return [torch.backends.cpu.get_cpu_capability()] if settings.device == "cpu" else []
+    if settings.device != "cpu":
+        return []
+    return [f"processor instructions: {torch.backends.cpu.get_cpu_capability()}"]

@@ -77,8 +77,8 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
     """
     identity = [
         *model_identity(engine.settings, engine.model, engine.version),
-        *pages.traits,
-        f"page {engine.page_size} pairs {engine.is_bigram}",
+        f"dtypes: {', '.join(pages.traits)}",
+        f"pairs of tokens: {engine.is_bigram}",
     ]
     edge = Edge()
     worker = start_worker(

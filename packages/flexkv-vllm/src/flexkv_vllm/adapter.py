@@ -15,7 +15,6 @@ from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.worker import WorkerSide
-from flexkv.counters import ResetCause
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -24,7 +23,6 @@ from flexkv_vllm.settings import flush_seconds, read_settings
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start_scheduler import make_scheduler_side
 from flexkv_vllm.start_worker import make_worker_side
-from flexkv_vllm.weights import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +84,6 @@ class Adapter:
         self._loading: dict[str, list[int]] = {}
         self._suspects: dict[str, list[int]] = {}
         self._doubtful = self._by_request = False
-        self._weights: WeightWatch | None = None
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
@@ -101,7 +98,6 @@ class Adapter:
             self._scheduler = make_scheduler_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
             )
-            self._weights = WeightWatch(self.weights_changed)
 
     def start_worker(
         self,
@@ -199,16 +195,19 @@ class Adapter:
         return self._scheduler.forget(request.request_id)
 
     @answers(_off(lambda: False), _OFF)
-    def reset(self) -> bool:
-        if self._scheduler is None or self._weights is None:
+    def reset(self, cause: str = "request") -> bool:
+        """Discard all blocks. `cause`: see `KVCache.clear`. Returns whether that succeeded."""
+        return self._scheduler is None or self._reset_by(partial(self._scheduler.reset, cause))
+
+    @answers(always(False), "all blocks are discarded")
+    def pause(self) -> bool:
+        """vLLM pauses and keeps its weights. Returns whether all went well."""
+        if self._scheduler is None:
             return True
-        cause = self._weights.cause_of_reset()
-        if cause is ResetCause.PAUSE:
-            with self._edge.guard("pausing", "all blocks are discarded"):
-                self._scheduler.pause()
-                return True
-            cause = ResetCause.DOUBT
-        return self._reset_by(partial(self._scheduler.reset, cause))
+        with self._edge.guard("pausing", "all blocks are discarded"):
+            self._scheduler.pause()
+            return True
+        return False
 
     @answers(_off(lambda: None), _OFF)
     def weights_changed(self) -> None:

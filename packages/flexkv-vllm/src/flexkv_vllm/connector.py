@@ -116,7 +116,9 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
         return self._adapter.loaded_groups()
 
     def reset_cache(self) -> bool:
-        return self._adapter.reset()
+        if self._weights is None:
+            return True
+        return self._weights.reset(self._adapter.pause, self._adapter.reset)
 
     def has_pending_push_work(self) -> bool:
         return self._adapter.wants_step

@@ -23,11 +23,14 @@ from flexkv.adapter.groups import Groups
 from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.weights import (
     adapter_stamps,
+    code_traits,
+    configuration_digest,
     digest,
     file_digests,
-    file_stamps,
     processor_files,
+    text_of_file,
     weight_files,
+    weight_traits,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +42,9 @@ logger = logging.getLogger("flexkv.vllm")
 
 _STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 """Fields of vLLM's cache configuration that determine a page of a model with recurrent layers."""
+
+_RANDOM = "random"
+"""Stands for a seed that each process draws for itself, as in PYTHONHASHSEED."""
 
 _MODEL_SETTINGS = ("quantization_config", "model_class_overrides", "code_revision")
 """Fields of vLLM's model configuration that change what the same weights compute. vLLM before 0.26
@@ -60,31 +66,32 @@ sound. vLLM names these by their content before it is processed, and by options 
 
 
 def model_identity(vllm_config: VllmConfig) -> list[str]:
-    """The parts of the fingerprint. Reads names and times of the model's files, not the
-    contents."""
+    """The parts of the fingerprint, each `NAME: VALUE`. Reads a small part of the model's files;
+    see `file_stamps`. Where they lie does not count."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return [
-        "vllm",
         # Each version of vLLM may order a page's bytes differently.
-        vllm.__version__,
-        str(vllm_config.attention_config.backend),
+        f"engine: vllm {vllm.__version__}",
+        f"attention backend: {vllm_config.attention_config.backend}",
         *_cpu_traits(vllm_config),
-        str(model.model),
-        str(model.revision),
-        str(model.dtype),
-        str(model.quantization),
-        digest([model.hf_config.to_json_string()]),
+        f"configuration: {configuration_digest(model.hf_config.to_json_string())}",
+        *_weights(vllm_config),
+        *code_traits(
+            model.model, model.revision, runs_code=bool(getattr(model, "trust_remote_code", False))
+        ),
+        f"dtype: {model.dtype}",
+        f"quantization: {model.quantization}",
         *_set_fields(model, _MODEL_SETTINGS),
         *_set_fields(vllm_config.attention_config, _ATTENTION_SETTINGS),
         *_set_fields(vllm_config.load_config, ("model_loader_extra_config",)),
         *_adapter_traits(vllm_config),
         *_length_traits(vllm_config),
         *_media_traits(vllm_config),
-        _weights(vllm_config),
-        str(cache.cache_dtype),
-        str(cache.block_size),
-        str(cache.prefix_caching_hash_algo),
-        *(str(getattr(cache, name, None)) for name in _STATE_SETTINGS),
+        f"cache dtype: {cache.cache_dtype}",
+        f"block size: {cache.block_size}",
+        f"hash algorithm: {cache.prefix_caching_hash_algo}",
+        f"hash seed: {_hash_seed(vllm_config)}",
+        *(f"{name}: {getattr(cache, name, None)}" for name in _STATE_SETTINGS),
     ]
 
 
@@ -112,7 +119,7 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
             "--enable-prefix-caching, or set --mm-processor-cache-gb above 0"
         )
         return False
-    if not _has_stable_hashes(vllm_config):
+    if _hash_seed(vllm_config) == _RANDOM:
         logger.warning(
             "vLLM %s names blocks differently in every process; blocks on disk are not found after "
             "a restart; set PYTHONHASHSEED to any fixed number",
@@ -121,12 +128,27 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
     return True
 
 
-def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM's block hashes begin with the same seed in every process."""
-    if os.environ.get("PYTHONHASHSEED", "random") != "random":
+def shares_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether other engines can find blocks of this one. If not, the reason is logged."""
+    if _hash_seed(vllm_config) != _RANDOM:
         return True
-    fixed_seed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-    return fixed_seed and not vllm_config.cache_config.prefix_caching_hash_algo.startswith("xxhash")
+    logger.warning(
+        "vLLM %s names blocks differently in every process; no blocks are kept in shared stores; "
+        "set PYTHONHASHSEED to one fixed number on all nodes",
+        vllm.__version__,
+    )
+    return False
+
+
+def _hash_seed(vllm_config: VllmConfig) -> str:
+    """The seed that all of vLLM's block hashes begin with; `_RANDOM` if each process has its own.
+    Engines with different seeds have no key in common."""
+    seed = os.environ.get("PYTHONHASHSEED", _RANDOM)
+    if seed != _RANDOM:
+        return seed
+    fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", _RANDOM)
+    cryptographic = not vllm_config.cache_config.prefix_caching_hash_algo.startswith("xxhash")
+    return str(fixed) if cryptographic else _RANDOM
 
 
 _loads: Counter[tuple[str, str]] = Counter()
@@ -176,17 +198,17 @@ def block_keys(groups: Groups) -> BlockKeys:
     return BlockKeys(groups, request_stamp)
 
 
-def _weights(vllm_config: VllmConfig) -> str:
-    """Digest of names, sizes and times of the model's files."""
+def _weights(vllm_config: VllmConfig) -> list[str]:
+    """The model's weights. Dummy weights are those of their seed."""
     load, model = vllm_config.load_config, vllm_config.model_config
-    stamps = file_stamps(weight_files(model.model, model.revision))
-    seed = [str(model.seed)] if _is_dummy(vllm_config) else []
-    return digest([str(load.load_format), *seed, *stamps])
+    seed = [f"seed: {model.seed}"] if _is_dummy(vllm_config) else []
+    formats = [f"configuration format: {getattr(model, 'config_format', None)}"]
+    return [*weight_traits(model.model, model.revision, str(load.load_format)), *formats, *seed]
 
 
 def _set_fields(config: object, names: Iterable[str]) -> list[str]:
     """The fields of a configuration that the user has set."""
-    return [f"{name} {value}" for name in names if (value := getattr(config, name, None))]
+    return [f"{name}: {value}" for name in names if (value := getattr(config, name, None))]
 
 
 def _adapter_traits(vllm_config: VllmConfig) -> list[str]:
@@ -196,10 +218,10 @@ def _adapter_traits(vllm_config: VllmConfig) -> list[str]:
         return []
     traits = []
     if lora.lora_dtype not in ("auto", vllm_config.model_config.dtype):
-        traits.append(f"adapters {lora.lora_dtype}")
+        traits.append(f"dtype of adapters: {lora.lora_dtype}")
     modules = getattr(lora, "target_modules", None)
     if modules is not None:
-        traits.append(f"adapters of {sorted(modules)}")
+        traits.append(f"modules of adapters: {sorted(modules)}")
     return traits
 
 
@@ -207,7 +229,7 @@ def _length_traits(vllm_config: VllmConfig) -> list[str]:
     """With LongRoPE, vLLM chooses the factors of all positions by the longest context."""
     model = vllm_config.model_config
     is_longrope = '"longrope"' in model.hf_config.to_json_string()
-    return [f"context {model.max_model_len}"] if is_longrope else []
+    return [f"longest context: {model.max_model_len}"] if is_longrope else []
 
 
 def _media_traits(vllm_config: VllmConfig) -> list[str]:
@@ -216,9 +238,13 @@ def _media_traits(vllm_config: VllmConfig) -> list[str]:
     media = model.multimodal_config
     if media is None:
         return []
-    settings = [f"{name} {getattr(media, name, None)}" for name in _MEDIA_SETTINGS]
+    values = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
+    settings = [
+        f"{name}: {text_of_file(value) if name.endswith('_path') else value}"
+        for name, value in values.items()
+    ]
     files = processor_files(model.model, model.revision)
-    return [digest([*settings, *file_digests(files)])]
+    return [*settings, f"processor: {digest(file_digests(files))}"]
 
 
 def _counts_media(vllm_config: VllmConfig) -> bool:
@@ -240,4 +266,4 @@ def _cpu_traits(vllm_config: VllmConfig) -> list[str]:
         return []
     flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     amx = " amx_tile" in flags
-    return [torch.backends.cpu.get_cpu_capability(), f"amx {amx}"]
+    return [f"processor instructions: {torch.backends.cpu.get_cpu_capability()}, amx {amx}"]

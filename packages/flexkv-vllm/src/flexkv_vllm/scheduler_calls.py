@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.weights import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -22,10 +23,13 @@ class SchedulerCalls:
     """Base class of the connectors. They set `_adapter`, which receives the calls."""
 
     _adapter: Adapter
+    _weights: WeightWatch | None = None
 
     def _start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         """Start the adapter in the scheduler's process. See `Adapter.start_scheduler`."""
         self._adapter.start_scheduler(kv_cache_config)
+        if self._adapter.enabled:
+            self._weights = WeightWatch(self._adapter.weights_changed)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -18,7 +18,6 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
-from flexkv.counters import ResetCause
 from flexkv.mover import Direction, Status
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.block_tables import BlockTables
@@ -246,8 +245,8 @@ class SchedulerSide:
         """Load and store nothing until a `reset` succeeds."""
         self._cache.suspend()
 
-    def reset(self, cause: ResetCause = ResetCause.REQUEST) -> None:
-        """Discard every block, as when the model's weights change.
+    def reset(self, cause: str = "request") -> None:
+        """Discard every block, as when the model's weights change. `cause`: see `KVCache.clear`.
 
         Running requests continue with their blocks, but blocks that they compute on top of these
         are not stored.
@@ -270,7 +269,7 @@ class SchedulerSide:
         """
         if self._pool is not None:
             self._pool.weights_changed(in_use=bool(self._requests.by_id))
-        self.reset(ResetCause.WEIGHTS)
+        self.reset("weights")
 
     @property
     def has_figures(self) -> bool:

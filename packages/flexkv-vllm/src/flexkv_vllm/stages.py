@@ -66,4 +66,4 @@ class Stages:
 
     def describe(self, layers: Iterable[str]) -> list[str]:
         """The layers of a stage, for the fingerprint; empty if the stage has all layers."""
-        return [] if self.count == 1 else ["stage", *layers]
+        return [] if self.count == 1 else [f"layers of the stage: {', '.join(layers)}"]

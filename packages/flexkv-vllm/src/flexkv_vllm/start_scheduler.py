@@ -17,7 +17,7 @@ from flexkv.adapter.guard import Edge
 from flexkv.adapter.start import attach_session, make_cache, make_recorder
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
-from flexkv_vllm.identity import block_keys, outlives_process
+from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
 from flexkv_vllm.load_mode import load_mode_of, make_chooser
 from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.settings import engine_id_of
@@ -60,10 +60,13 @@ def make_scheduler_side(
         undo.callback(session.close)
         spec = session.arena.spec
         groups = groups_of(vllm_config, kv_cache_config, spec.format.engine_blocks)
+        keeps = config.names_lower_tier and outlives_process(vllm_config)
+        if keeps and config.names_shared_store and not shares_blocks(vllm_config):
+            config = config.without_shared_stores()
         cache = make_cache(
             config,
             session,
-            keeps_blocks=config.names_lower_tier and outlives_process(vllm_config),
+            keeps_blocks=keeps,
             follows_requests=len(groups.members) == 1,  # the policy sees the prompts of one
         )
         undo.callback(cache.close)

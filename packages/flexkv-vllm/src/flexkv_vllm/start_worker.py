@@ -75,7 +75,11 @@ def make_worker_side(
         engine_id_of(vllm_config),
         pages,
         device,
-        identity=[*model_identity(vllm_config), groups.describe(), *stages.describe(cached)],
+        identity=[
+            *model_identity(vllm_config),
+            f"groups: {groups.describe()}",
+            *stages.describe(cached),
+        ],
         edge=edge,
         fails_by_request=not groups.plain,
         alone=alone,

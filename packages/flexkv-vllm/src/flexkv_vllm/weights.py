@@ -86,23 +86,34 @@ class WeightWatch:
         enclose_pauses(_pausing)
         call_at_new_weights(_changed)
 
-    def cause_of_reset(self) -> ResetCause:
-        """The cause of the reset that vLLM asks the connector for just now, which is logged. The
-        caller keeps all blocks if the cause is `PAUSE`, and discards them otherwise."""
+    def reset(self, keep: Callable[[], bool], discard: Callable[[str], bool]) -> bool:
+        """Do what vLLM asks the connector for just now, and log it.
+
+        Args:
+            keep: called where the blocks stay. Returns whether that went well; if not, they are
+                discarded.
+            discard: called with the cause, one of `ResetCause`, where the blocks go. Returns
+                whether they are gone.
+
+        Returns:
+            Whether no outdated block can be found.
+        """
         alone = _pause.get()
         if alone is None:
             logger.info("FlexKV discards its blocks: a user reset vLLM's connectors")
-            return ResetCause.REQUEST
+            return discard(ResetCause.REQUEST)
         doubt = self._doubt or ("" if alone else "vLLM runs in the process of its user")
-        if doubt:
+        if not doubt and keep():
             logger.info(
-                "FlexKV discards its blocks: vLLM pauses or sleeps, and its weights may have "
-                "changed without a sign: %s",
-                doubt,
+                "FlexKV keeps its blocks: vLLM pauses or sleeps, and nothing changed weights"
             )
-            return ResetCause.DOUBT
-        logger.info("FlexKV keeps its blocks: vLLM pauses or sleeps, and nothing changed weights")
-        return ResetCause.PAUSE
+            return True
+        logger.info(
+            "FlexKV discards its blocks: vLLM pauses or sleeps, and its weights may have changed "
+            "without a sign: %s",
+            doubt or "FlexKV failed to pause",
+        )
+        return discard(ResetCause.DOUBT)
 
     def doubt(self, why: str) -> None:
         """Discard all blocks at later pauses. `why`: what may change weights without a sign."""

@@ -438,15 +438,15 @@ class KVCache:
         self._recovering = True
 
     @_sound
-    def clear(self, cause: ResetCause = ResetCause.REQUEST) -> None:
+    def clear(self, cause: str = ResetCause.REQUEST) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
-        Later polls free the slots. If this raises, the cache stays suspended. `cause` is
-        counted."""
+        Later polls free the slots. If this raises, the cache stays suspended. `cause` is one of
+        `ResetCause`; for metrics."""
         self.suspend()
         self._index.clear()
         self._pins.clear()
         self._below.clear()
-        self._counters.count_reset(cause)
+        self._counters.count_reset(ResetCause(cause))
         self._off = self._stopped
 
     @_sound

@@ -224,6 +224,17 @@ class CacheConfig(StoreSettings, DiskSettings, HostSettings):
         return any(each is not None for each in stores)
 
     @property
+    def names_shared_store(self) -> bool:
+        """Whether blocks are kept where other engines find them."""
+        return self.mooncake_master is not None or self.objects_url is not None
+
+    def without_shared_stores(self) -> CacheConfig:
+        """The same settings without stores that engines share."""
+        return dataclasses.replace(
+            self, mooncake_master=None, mooncake_metadata=None, objects_url=None
+        )
+
+    @property
     def session_root(self) -> str:
         """Path of the runtime directory in force: `runtime_dir`, or its default."""
         return self.runtime_dir or default_runtime_dir()

@@ -11,7 +11,7 @@ from flexkv.changes import BELOW, Medium
 from flexkv.histogram import SECONDS_BOUNDS, Histogram
 
 
-class ResetCause(enum.Enum):
+class ResetCause(enum.StrEnum):
     """Why an engine resets the cache. The values are labels of metrics."""
 
     REQUEST = "request"

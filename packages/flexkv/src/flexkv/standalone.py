@@ -71,7 +71,7 @@ def open_cache(
     def start(arena: Arena, threads: int) -> Mover:
         return where.make_mover(planes, stored, layout.num_blocks, arena, threads)
 
-    shard = pages.shard(["pages", *parts], where.numa_node)
+    shard = pages.shard(["engine: none", *parts], where.numa_node)
     session, mover = open_rank(config, None, shard, 1, start)
     with closed_on_error(session):
         try:

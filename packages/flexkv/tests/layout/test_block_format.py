@@ -11,6 +11,7 @@ from flexkv.layout import (
     BlockFormat,
     Sharding,
     block_format,
+    block_identity,
     choose_engine_blocks,
     fingerprint,
 )
@@ -100,7 +101,7 @@ def test_slots_are_the_same_for_every_number_of_ranks(
         sizes = (layout.shard_bytes(engine_blocks),) * sharding.parts
         made = BlockFormat(engine_blocks, sizes, sharding.replicas)
         assert made.ranks == ranks
-        name = fingerprint(["m"], layout, engine_blocks, sharding)
+        name = fingerprint(block_identity(["m"], layout, engine_blocks, sharding))
         return made.slot_bytes, name
 
     assert slot(ranks) == slot(1)
@@ -111,18 +112,19 @@ def test_fingerprint_follows_all_that_changes_bytes_but_not_addresses(
 ) -> None:
     layout, one = layout_of(2), Sharding(1, 2)
     names = {
-        fingerprint(["a", "b"], layout, 1, one),
-        fingerprint(["ab", ""], layout, 1, one),
-        fingerprint(["a", "b"], layout, 2, one),
-        fingerprint(["a", "b"], layout_of(2, content=64), 1, one),
-        fingerprint(["a", "b"], layout, 1, Sharding(2, 4)),
-        fingerprint(["a", "b"], opaque(2, nhd=True), 1, Sharding(1)),
-        fingerprint(["a", "b"], opaque(2, nhd=True), 1, Sharding(2)),
-        fingerprint(["a", "b"], opaque(2, nhd=False), 1, Sharding(1)),
+        fingerprint(block_identity(["a", "b"], layout, 1, one)),
+        fingerprint(block_identity(["ab", ""], layout, 1, one)),
+        fingerprint(block_identity(["a", "b"], layout, 2, one)),
+        fingerprint(block_identity(["a", "b"], layout_of(2, content=64), 1, one)),
+        fingerprint(block_identity(["a", "b"], layout, 1, Sharding(2, 4))),
+        fingerprint(block_identity(["a", "b"], opaque(2, nhd=True), 1, Sharding(1))),
+        fingerprint(block_identity(["a", "b"], opaque(2, nhd=True), 1, Sharding(2))),
+        fingerprint(block_identity(["a", "b"], opaque(2, nhd=False), 1, Sharding(1))),
     }
     assert len(names) == 8
     monkeypatch.setattr(block_format, "FORMAT_VERSION", block_format.FORMAT_VERSION + 1)
-    assert fingerprint(["a", "b"], layout, 1, one) not in names
+    assert fingerprint(block_identity(["a", "b"], layout, 1, one)) not in names
     monkeypatch.undo()
     moved = layout_of(2, base=1 << 30, nhd=False)
-    assert fingerprint(["a", "b"], moved, 1, one) == fingerprint(["a", "b"], layout, 1, one)
+    same = block_identity(["a", "b"], moved, 1, one)
+    assert fingerprint(same) == fingerprint(block_identity(["a", "b"], layout, 1, one))

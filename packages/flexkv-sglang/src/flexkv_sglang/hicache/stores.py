@@ -219,7 +219,13 @@ class PoolStores:
 
     def _open(self, pool: PagePool) -> BlockingTier:
         config, place = self._config, self._place
-        fingerprint = digest(["hicache", *self._model, *pool.traits, *place.traits(pool.name)])
+        identity = [
+            "connector: hicache",
+            *self._model,
+            f"pool: {', '.join(pool.traits)}",
+            f"ranks: {', '.join(place.traits(pool.name))}",
+        ]
+        fingerprint = digest(identity)
         tier: Blocks
         if place.follows(pool.name):
             tier = FollowerTier(
@@ -229,10 +235,10 @@ class PoolStores:
                 stall_seconds=config.ssd_timeout_seconds,
             )
         else:
-            tier = self._own(pool, fingerprint)
+            tier = self._own(pool, fingerprint, identity)
         return BlockingTier(tier, pool.slot_bytes, config.ssd_timeout_seconds, CALL_SECONDS)
 
-    def _own(self, pool: PagePool, fingerprint: str) -> DiskTier:
+    def _own(self, pool: PagePool, fingerprint: str, identity: Sequence[str]) -> DiskTier:
         config, place = self._config, self._place
         day_gb = config.ssd_write_gb_per_day
         share = self._share_of(pool)
@@ -247,6 +253,7 @@ class PoolStores:
             day_bytes=None if day_gb is None else int(day_gb * GIB * share),
             queue_bytes=_QUEUE_BYTES,
             stall_seconds=config.ssd_timeout_seconds,
+            identity=identity,
         )
         for drive in tier.drives:
             index = drive.index

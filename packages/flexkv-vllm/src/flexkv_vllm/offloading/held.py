@@ -57,7 +57,7 @@ class HeldStores:
             held.transfer.held = False
 
     def release_all(self) -> None:
-        """The cache was cleared or paused: vLLM reports no more ends, and nothing of them is published."""
+        """The cache was cleared or paused: vLLM reports no more ends, and nothing is published."""
         for held in self._held.values():
             held.transfer.held = False
         self._held.clear()

@@ -27,7 +27,6 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
-from flexkv.counters import ResetCause
 from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
@@ -36,12 +35,14 @@ from flexkv_vllm.offloading.held import HeldStores
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.stats import connector_stats
-from flexkv_vllm.weights import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
+
+ChooseReset = Callable[[Callable[[], bool], Callable[[str], bool]], bool]
+"""See `WeightWatch.reset`."""
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -63,6 +64,8 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     Attributes:
         held: the stores whose blocks are not known to be computed yet.
+        choose_reset: decides whether a reset of vLLM's keeps or discards the blocks; discards them
+            unless the owner sets it.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
         edge.after_error = cache.recover
-        self._weights = WeightWatch(self._weights_changed)
+        self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
 
     # Requests.
 
@@ -189,23 +192,24 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(lambda self: self._turn_off(), "FlexKV finds nothing until the engine is restarted")
     def reset_cache(self) -> None:
-        cause = self._weights.cause_of_reset()
-        if cause is ResetCause.PAUSE:
-            with self._edge.guard("pausing", "all blocks are discarded"):
-                self._asking.clear()
-                for request in self._requests.values():
-                    request.forget()
-                self._cache.pause()
-                self.held.release_all()
-                self._figures.note_activity()
-                return
-            cause = ResetCause.DOUBT
-        self._reset(cause)
+        self.choose_reset(self._pause, self._reset)
 
-    def _weights_changed(self) -> None:
-        self._reset(ResetCause.WEIGHTS)
+    def weights_changed(self) -> None:
+        """The engine has other weights: discard every block."""
+        self._reset("weights")
 
-    def _reset(self, cause: ResetCause) -> None:
+    def _pause(self) -> bool:
+        with self._edge.guard("pausing", "all blocks are discarded"):
+            self._asking.clear()
+            for request in self._requests.values():
+                request.forget()
+            self._cache.pause()
+            self.held.release_all()
+            self._figures.note_activity()
+            return True
+        return False
+
+    def _reset(self, cause: str) -> bool:
         self._cache.suspend()
         self._asking.clear()
         with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
@@ -214,6 +218,8 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._cache.clear(cause)
             self.held.release_all()
             self._figures.note_activity()
+            return True
+        return False
 
     @answers(always(()), "they are told later, or lost")
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -13,7 +13,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import KVLayout, LayoutError, TensorView
-from flexkv.layout import Sharding, fingerprint
+from flexkv.adapter.weights import digest
+from flexkv.layout import Sharding, block_identity, fingerprint
 from flexkv_vllm.identity import model_identity, outlives_process
 
 if TYPE_CHECKING:
@@ -41,22 +42,23 @@ def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
 
 def name_blocks(
     config: OffloadingConfig, vllm_config: VllmConfig, layouts: Sequence[KVLayout]
-) -> str:
-    """The fingerprint of these blocks. It differs from that of FlexKV's own connector, whose keys
-    and formats are different."""
+) -> tuple[str, list[str]]:
+    """The fingerprint of these blocks and its parts. It differs from that of FlexKV's own
+    connector, whose keys and formats are different."""
     parts = [
-        "offloading",
+        "connector: offloading",
         *model_identity(vllm_config),
         # The order of heads and tokens within a page, which its bytes do not show.
-        str(getattr(config, "kv_cache_layout", None)),
-        str(os.environ.get("VLLM_KV_CACHE_LAYOUT")),
-        f"{config.cache.tokens_per_hash} tokens a hash",
+        f"layout: {getattr(config, 'kv_cache_layout', None)}",
+        f"VLLM_KV_CACHE_LAYOUT: {os.environ.get('VLLM_KV_CACHE_LAYOUT')}",
+        f"tokens of a hash: {config.cache.tokens_per_hash}",
     ]
-    for group, layout in zip(config.groups, layouts, strict=True):
-        geometry = ", ".join(" ".join(map(str, extents)) for extents in layout.geometry)
-        parts.append(f"{group.tokens_per_block} tokens: {geometry}")
+    for number, (group, layout) in enumerate(zip(config.groups, layouts, strict=True)):
+        geometry = digest([" ".join(map(str, extents)) for extents in layout.geometry])
+        parts.append(f"group {number}: {group.tokens_per_block} tokens, {geometry}")
     chunk = config.cache.blocks_per_chunk
-    return fingerprint(parts, layouts[0], chunk, Sharding(config.parallel.world_size))
+    identity = block_identity(parts, layouts[0], chunk, Sharding(config.parallel.world_size))
+    return fingerprint(identity), identity
 
 
 def is_durable(vllm_config: VllmConfig) -> bool:

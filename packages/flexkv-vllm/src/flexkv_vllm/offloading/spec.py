@@ -22,6 +22,7 @@ from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.settings import read_settings
 from flexkv_vllm.offloading.start import make_manager, make_worker
 from flexkv_vllm.offloading.stats import metric_definitions
+from flexkv_vllm.weights import WeightWatch
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -50,6 +51,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
             if self._settings.enable:
                 warn_unrecorded(self._settings, "under vLLM's OffloadingConnector")
                 manager = make_manager(self.config, self._settings, self._edge)
+                manager.choose_reset = WeightWatch(manager.weights_changed).reset
                 self._manager = manager
             else:
                 self._manager = IdleManager()

@@ -49,13 +49,15 @@ def make_worker(
     tensors = {str(i): entry.tensor for i, entry in enumerate(kv_caches.tensors)}
     device = device_of(tensors)
     rank, chunk = config.parallel.rank, config.cache.blocks_per_chunk
+    name, identity = name_blocks(config, vllm_config, layouts)
     shard = Shard(
         rank,
-        name_blocks(config, vllm_config, layouts),
+        name,
         chunk,
         max(layout.shard_bytes(chunk) for layout in layouts),
         numa_node=device.numa_node,
         durable=not settings.names_lower_tier or is_durable(vllm_config),
+        identity=tuple(identity),
     )
     start = functools.partial(start_movers, device, layouts, chunk)
     ranks = config.parallel.world_size

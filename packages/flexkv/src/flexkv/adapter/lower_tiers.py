@@ -102,6 +102,7 @@ def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> Attache
         day_bytes=None if day_gb is None else int(day_gb * GIB),
         queue_bytes=_queue_bytes(spec),
         stall_seconds=config.ssd_timeout_seconds,
+        identity=session.info.identity,
     )
     for drive in tier.drives:
         index = drive.index

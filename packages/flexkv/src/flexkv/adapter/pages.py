@@ -9,7 +9,14 @@ from typing import Protocol
 
 from flexkv.host.arena import Arena
 from flexkv.host.session import Shard
-from flexkv.layout import KVLayout, PlacedPlane, Sharding, fingerprint, share_of
+from flexkv.layout import (
+    KVLayout,
+    PlacedPlane,
+    Sharding,
+    block_identity,
+    fingerprint,
+    share_of,
+)
 from flexkv.mover import Mover
 
 
@@ -82,17 +89,19 @@ class RankPages:
         """The rank's message to the others.
 
         Args:
-            identity: what determines the bytes of a block; see `fingerprint`.
+            identity: what determines the bytes of a block; `model` of `block_identity`.
             numa_node: node of the pages' device.
         """
+        parts = block_identity(identity, self.layout, self.engine_blocks, self.sharding)
         return Shard(
             self.rank,
-            fingerprint(identity, self.layout, self.engine_blocks, self.sharding),
+            fingerprint(parts),
             self.engine_blocks,
             self.layout.shard_bytes(self.engine_blocks),
             self.sharding.replicas,
             numa_node,
             stage=self.stage,
+            identity=tuple(parts),
         )
 
     def place(self) -> tuple[list[PlacedPlane], range]:

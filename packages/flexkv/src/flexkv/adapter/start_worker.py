@@ -33,7 +33,8 @@ def start_worker(
         engine_id: the engine's id, which names the session.
         pages: the pages of this rank. The engine keeps them until the worker side is closed.
         device: the device of the pages.
-        identity: all that the bytes of a block depend on, except its key; see `fingerprint`.
+        identity: all that the bytes of a block depend on, except its key; `model` of
+            `block_identity`.
         edge: ends, counts and logs run-time errors.
         fails_by_request, alone: see `WorkerSide`.
 

@@ -114,10 +114,11 @@ def choose_engine_blocks(
     return max(1, min(wanted, 128 // engine_block_tokens))
 
 
-def fingerprint(
+def block_identity(
     model: Sequence[str], layout: KVLayout, engine_blocks: int, sharding: Sharding
-) -> str:
-    """Name of all interchangeable blocks; 32 hex digits.
+) -> list[str]:
+    """All that interchangeable blocks have in common, for people to read: the parts of their
+    fingerprint, each `NAME: VALUE`.
 
     Args:
         model: everything that determines the bytes of a block apart from its key: model, revision,
@@ -132,7 +133,18 @@ def fingerprint(
     else:
         kind = f"{sharding.heads} heads"
     geometry = [" ".join(map(str, extents)) for extents in layout.geometry]
-    return _digest([str(FORMAT_VERSION), *model, str(engine_blocks), kind, *geometry])
+    return [
+        f"format: {FORMAT_VERSION}",
+        *model,
+        f"engine blocks: {engine_blocks}",
+        f"shared by: {kind}",
+        f"geometry: {_digest(geometry)} of {len(geometry)} planes, the first {geometry[0]}",
+    ]
+
+
+def fingerprint(identity: Sequence[str]) -> str:
+    """Name of all blocks with these parts, as `block_identity` returns them; 32 hex digits."""
+    return _digest(identity)
 
 
 def join_stages(fingerprints: Sequence[str]) -> str:

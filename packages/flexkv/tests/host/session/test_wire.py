@@ -65,14 +65,16 @@ def test_the_kernel_knows_who_the_peer_is(ends: tuple[socket.socket, socket.sock
 
 
 def test_descriptions_survive_the_wire(ends: tuple[socket.socket, socket.socket]) -> None:
-    info = SessionInfo("f", plan(BlockFormat(2, (5000, 8192), 2)), durable=False)
+    info = SessionInfo(
+        "f", plan(BlockFormat(2, (5000, 8192), 2)), durable=False, identity=("a: b",)
+    )
     wire.send(ends[0], info.to_json())
     message, _ = wire.receive(ends[1])
     assert message is not None
     assert SessionInfo.from_json(message) == info
     shard = {"rank": 3, "fingerprint": "f", "engine_blocks": 2, "shard_bytes": 4096, "replicas": 2}
-    shard |= {"stage": 1}
+    shard |= {"stage": 1, "identity": ["a: b", "c: d"]}
     given = Shard.from_json(shard | {"numa_node": 1, "durable": False})
-    assert given == Shard(3, "f", 2, 4096, 2, 1, durable=False, stage=1)
+    assert given == Shard(3, "f", 2, 4096, 2, 1, durable=False, stage=1, identity=("a: b", "c: d"))
     with pytest.raises(ValueError, match="-1 is not a whole number"):
         Shard.from_json(shard | {"numa_node": -1, "durable": False})

@@ -126,7 +126,9 @@ def _make_arena(
         sized = functools.partial(plan, block_format)
         arena = Arena.create_planned(sized, threads, nodes, reservation)
     stages = {shard.stage: shard.fingerprint for shard in shards}
-    return SessionInfo(join_stages(list(stages.values())), arena.spec, first.durable), arena
+    name = join_stages(list(stages.values()))
+    identity = dict.fromkeys(part for shard in shards for part in shard.identity)
+    return SessionInfo(name, arena.spec, first.durable, tuple(identity)), arena
 
 
 def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:

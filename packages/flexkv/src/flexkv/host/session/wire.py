@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexkv.host.arena import ArenaSpec
@@ -37,6 +37,7 @@ class Shard:
         durable: whether equal keys mean equal blocks in the next process too; must be the same in
             all ranks.
         stage: stage of the pipeline; the ranks of a stage have consecutive numbers.
+        identity: the parts of the fingerprint, for people to read.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Shard:
     numa_node: int | None = None
     durable: bool = True
     stage: int = 0
+    identity: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def kind(self) -> tuple[int, int, bool]:
@@ -72,6 +74,7 @@ class Shard:
             None if node is None else _as_int(node),
             fields["durable"] is True,
             _as_int(fields["stage"]),
+            _as_texts(fields["identity"]),
         )
 
 
@@ -83,11 +86,13 @@ class SessionInfo:
         fingerprint: fingerprint of the blocks of all stages.
         spec: sizes of the arena.
         durable: see `Shard`.
+        identity: the parts of the fingerprint, for people to read.
     """
 
     fingerprint: str
     spec: ArenaSpec
     durable: bool = True
+    identity: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """The fields as values of JSON, for a message."""
@@ -99,6 +104,7 @@ class SessionInfo:
             "replicas": fmt.replicas,
             "num_slots": self.spec.num_slots,
             "durable": self.durable,
+            "identity": list(self.identity),
         }
 
     @classmethod
@@ -117,7 +123,8 @@ class SessionInfo:
             _as_int(message["replicas"]),
         )
         spec = ArenaSpec(fmt, _as_int(message["num_slots"]))
-        return cls(str(message["fingerprint"]), spec, message["durable"] is True)
+        identity = _as_texts(message["identity"])
+        return cls(str(message["fingerprint"]), spec, message["durable"] is True, identity)
 
 
 class Peer(NamedTuple):
@@ -203,6 +210,12 @@ def _parse(line: bytes) -> dict[str, object]:
     if not isinstance(message, dict):
         raise ValueError("message is not a mapping")
     return message
+
+
+def _as_texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError("identity is not a list")
+    return tuple(map(str, value))
 
 
 def _as_int(value: object) -> int:

@@ -18,6 +18,7 @@ from flexkv.tiers.disk.claims import claim_all, none_answers, work_in
 from flexkv.tiers.disk.directory import Folder
 from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS, WRITE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
+from flexkv.tiers.disk.identity import report_differences, save_identity
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
 from flexkv.tiers.disk.store import DiskStore, bytes_of
 from flexkv.tiers.disk.tier import DiskTier
@@ -40,6 +41,7 @@ def open_disk_tier(
     queue_bytes: int = QUEUE_BYTES,
     stall_seconds: float = 1.0,
     files: Files | None = None,
+    identity: Sequence[str] = (),
 ) -> DiskTier:
     """Open or create the caches of one kind of blocks in the directories `roots`.
 
@@ -57,6 +59,9 @@ def open_disk_tier(
         queue_bytes: bytes that may wait, of all directories together.
         stall_seconds: if a read or write takes longer, its directory is skipped until it ends.
         files: the system calls; the real ones if None.
+        identity: the parts of the fingerprint, each `NAME: VALUE`, which are kept as text. If a
+            directory has only blocks of this model under another fingerprint, the log names the
+            parts that differ.
 
     Returns:
         The tier. The caller closes it.
@@ -86,6 +91,8 @@ def open_disk_tier(
             )
             if store is None:
                 continue
+            begins_empty = not len(store.index)
+            work_in(folders, root, partial(_name, root, identity, fingerprint, begins_empty))
             if not store.direct:
                 logger.warning(
                     "%s does not support direct I/O; blocks go through the page cache", root
@@ -130,6 +137,14 @@ def _open(  # noqa: PLR0917 - a part of `open_disk_tier`
 ) -> DiskStore:
     make_room(root, folder.path, size, share)
     return DiskStore(files, folder, fingerprint, slot_bytes, capacity)
+
+
+def _name(
+    root: str, identity: Sequence[str], fingerprint: str, begins_empty: bool, folder: Folder
+) -> None:
+    if begins_empty:
+        report_differences(root, identity, fingerprint)
+    save_identity(folder.fd, identity)
 
 
 def _remove_others(root: str, share: bool, folder: Folder) -> None:

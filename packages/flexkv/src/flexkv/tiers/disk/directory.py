@@ -3,7 +3,7 @@
 
 DIR/<fingerprint>/            the cache of the first engine with blocks of this fingerprint
 DIR/<fingerprint>-1/          the cache of a second engine at the same time, if this is allowed
-    lock  table  slab-00000 ...  counters.json
+    lock  table  slab-00000 ...  counters.json  identity
 DIR/<name>.removed-<random>/  a folder whose removal is under way or was interrupted
 
 A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes. The name of a
@@ -30,6 +30,7 @@ from flexkv.tiers.disk.files import open_folder, reason_of, try_lock
 TABLE = "table"
 LOCK = "lock"
 RESET = "reset"
+IDENTITY = "identity"
 MAX_OWNERS = 64
 """The most engines with blocks of one fingerprint that share a directory. More than a node has
 data-parallel ranks."""

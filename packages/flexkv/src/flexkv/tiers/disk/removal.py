@@ -15,6 +15,7 @@ from flexkv.errors import DiskError
 from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import ledger
 from flexkv.tiers.disk.directory import (
+    IDENTITY,
     LOCK,
     REMOVED,
     RESET,
@@ -191,4 +192,4 @@ def is_own(name: str) -> bool:
     return name in _OWN_NAMES or is_slab(name)
 
 
-_OWN_NAMES = frozenset({LOCK, TABLE, RESET, ledger.FILE, ledger.SCRATCH})
+_OWN_NAMES = frozenset({LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH})

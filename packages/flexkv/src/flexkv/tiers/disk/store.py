@@ -31,8 +31,9 @@ from flexkv.tiers.job import Outcome, Result
 logger = logging.getLogger(__name__)
 
 _PAGE = 4096
-_RESERVED_BYTES = 4 * _PAGE
-"""Part of the bound that is kept for the lock, the ledger, its successor and the folder itself."""
+_RESERVED_BYTES = 6 * _PAGE
+"""Part of the bound that is kept for the lock, the ledger, its successor, two pages of the identity
+and the folder itself."""
 _MAP_BYTES = 32
 """Bytes per slot for the file system's map of a data file, which counts as the file's. ext4 keeps
 12 bytes for each run of blocks that are written or not, in pages that are half full at least."""
