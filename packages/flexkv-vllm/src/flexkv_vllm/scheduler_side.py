@@ -18,8 +18,6 @@ from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
 from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
-from flexkv.mover import Direction, Status
-from flexkv.transfer.copies import Transfer
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -309,34 +307,21 @@ class SchedulerSide:
         with self._engine.edge.guard(_POLLING, "copies that ended are seen later"):
             self.figures.note_activity()
             if self._lost_some:
-                self._find_lost()
+                running = {*self._stores.running, *self._loads.running, *self._ordered}
+                self._engine.end_lost(self._ordered | self._orders.transfer_ids, running)
+                self._lost_some = False
             for transfer in self._engine.take_ended():
-                self._ended(transfer)
+                self._stores.ended(transfer)
+                self._loads.ended(transfer)
+                self._ordered.discard(transfer.id)
             return
         if self._engine.edge.lasts(_POLLING):
             self._cache.stop()
             self._engine.edge.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
-    def _ended(self, transfer: Transfer) -> None:
-        self._stores.ended(transfer)
-        self._loads.ended(transfer)
-        self._ordered.discard(transfer.id)
-
     def _after_error(self) -> None:
         self._cache.recover()
         self._lost_some = True
-
-    def _find_lost(self) -> None:
-        """After an error: cancel the transfers that no worker will copy, and end those whose end
-        was not seen."""
-        known = self._ordered | self._orders.transfer_ids
-        for transfer in self._cache.transfers:
-            if transfer.id not in known:
-                self._cache.cancel(transfer)
-        known = {each.id for each in (*self._cache.transfers, *self._engine.unhandled)}
-        for transfer_id in {*self._stores.running, *self._loads.running, *self._ordered} - known:
-            self._ended(Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED))
-        self._lost_some = False
 
     def _finds_old_blocks(self) -> bool:
         if self._pool is None:

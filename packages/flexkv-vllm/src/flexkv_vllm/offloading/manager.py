@@ -27,7 +27,6 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.request_options import OptionsReader, RequestOptions
-from flexkv.mover import Status
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
@@ -326,7 +325,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         while self._ended:
             transfer = self._ended[0]
             request_id = self._loading.get(transfer.id)
-            if request_id is not None and transfer.status is Status.FAILED:
+            if request_id is not None and transfer.failed:
                 self._load_no_more(request_id)
             self._loading.pop(transfer.id, None)
             self._ended.popleft()

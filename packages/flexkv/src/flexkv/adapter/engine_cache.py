@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from flexkv.adapter.engine import Describe
@@ -14,6 +15,7 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.recorder import Recorder
 from flexkv.cache import KVCache
 from flexkv.host.session import Session
+from flexkv.mover import Direction, Status
 from flexkv.transfer.copies import Transfer
 
 
@@ -53,10 +55,22 @@ class EngineCache:
             yield self._ended[0]
             self._ended.popleft()
 
-    @property
-    def unhandled(self) -> Sequence[Transfer]:
-        """The transfers that `take_ended` would yield without a poll."""
-        return self._ended
+    def end_lost(self, ordered: AbstractSet[int], running: AbstractSet[int]) -> None:
+        """After an error: cancel the transfers that no worker will copy, and let `take_ended` yield
+        those as failed whose end was not seen.
+
+        Args:
+            ordered: ids of the transfers that workers know or will know.
+            running: ids of the transfers whose end the caller expects.
+        """
+        for transfer in self.cache.transfers:
+            if transfer.id not in ordered:
+                self.cache.cancel(transfer)
+        known = {each.id for each in (*self.cache.transfers, *self._ended)}
+        self._ended.extend(
+            Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED)
+            for transfer_id in sorted(running - known)
+        )
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

@@ -48,6 +48,11 @@ class Transfer:
     held: bool = False
 
     @property
+    def failed(self) -> bool:
+        """Whether it has ended without success."""
+        return self.status is Status.FAILED
+
+    @property
     def slots(self) -> list[int]:
         """The arena slots of the blocks, in their order."""
         return list(map(_SLOT, self.blocks))
