@@ -48,7 +48,7 @@ class Engine:
     ) -> None:
         self._gate = threading.Event()
         self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
-        capacity = disk_slots * (FORMAT.slot_bytes + 64) + 32768
+        capacity = disk_slots * (FORMAT.slot_bytes + 64) + 40960
         self.disk = open_disk_tier(
             [str(root)], FINGERPRINT, FORMAT.slot_bytes, capacity, stall_seconds=STALL_SECONDS
         )
