@@ -65,6 +65,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         held: the stores whose blocks are not known to be computed yet.
         choose_reset: decides whether a reset of vLLM's keeps or discards the blocks; discards them
             unless the owner sets it.
+        weights_changed: to be called when the engine has other weights; discards every block. No
+            method of the class, whose public ones are vLLM's.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
         edge.after_error = cache.recover
+        self.weights_changed: Callable[[], None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
 
     # Requests.
@@ -193,8 +196,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         self.choose_reset(self._pause, self._reset)
 
-    def weights_changed(self) -> None:
-        """The engine has other weights: discard every block."""
+    def _weights_changed(self) -> None:
         self._reset("weights")
 
     def _pause(self) -> bool:
