@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from flexkv import cache
 from flexkv.eviction import POLICIES, AnyPolicy
 from flexkv.host.session import server
-from flexkv.tiers import link
+from flexkv.tiers import link, questions
 from flexkv.tiers.disk import drive
 from flexkv.transfer import demote, fetch, fetcher, reads, sources
 
@@ -32,6 +32,7 @@ take 15 s ended after 59 s."""
 def _patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(link, "PROBE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(server, "GREETING_SECONDS", PATIENCE_SECONDS)
         yield
 
@@ -75,7 +76,7 @@ class StillClock(Clock):
 
 
 def _give(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    for module in (cache, demote, fetch, fetcher, link, reads, sources):
+    for module in (cache, demote, fetch, fetcher, link, questions, reads, sources):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

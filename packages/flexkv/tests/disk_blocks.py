@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flexkv.tiers.disk import DiskTier, Drive, open_disk_tier
+from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.store import slots_within
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.link import Link
@@ -48,7 +49,7 @@ def buffers(count: int, slot_bytes: int = SLOT) -> list[memoryview]:
 def is_idle(link: Link) -> bool:
     """Whether nothing waits, runs or is to be polled."""
     with link._work:
-        return not (link._queue or link._running or link._done)
+        return not (link._queue or link._running or link._hung or link._done)
 
 
 def is_kept_up(drive: Drive) -> bool:
@@ -135,6 +136,19 @@ class Client:
             assert result.position not in batch, "a block has two results"
             batch[result.position] = result.outcome
         return self.results
+
+    def begin_reads(self, number: int, keys: Sequence[bytes]) -> list[int]:
+        """Read blocks of one directory in a batch each. Returns their tickets, once half of the
+        directory's threads have a job."""
+        assert len(keys) >= THREADS // 2
+        free = self.buffers[-len(keys) :]
+        batches = zip(keys, free, strict=True)
+        tickets = [self.tier.read([key], [buffer], Priority.LOAD) for key, buffer in batches]
+        end = time.monotonic() + DEADLINE
+        while len(self.tier.drives[number].link._running) < THREADS // 2:
+            assert time.monotonic() < end, "a job does not begin"
+            time.sleep(0.0002)
+        return tickets
 
     def settle(self) -> None:
         """Wait until nothing is to be done."""

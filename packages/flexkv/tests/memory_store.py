@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
 from flexkv.tiers.job import Outcome
+from flexkv.tiers.questions import Found, Question
 
 EPOCH = "shared"
 
@@ -22,7 +23,10 @@ class MemoryStore:
         seconds: that each call takes, by its name.
         broken: names of calls that fail.
         hanging: names of calls that wait until `release`.
-        finds, gets, puts: keys of each call, in order.
+        waiting: names of the calls that wait now.
+        finds: keys of each question, in order.
+        calls: how many questions each call had.
+        gets, puts: keys of each call, in order.
         opens: how often it was tried to open it.
         renewed: how often the epoch was renewed.
         registered: address and size, once registered.
@@ -34,7 +38,9 @@ class MemoryStore:
         self.seconds = {"open": 0.0, "find": 0.0, "get": 0.0, "put": 0.0, "renew": 0.0}
         self.broken: set[str] = set()
         self.hanging: set[str] = set()
+        self.waiting: list[str] = []
         self.finds: list[list[bytes]] = []
+        self.calls: list[int] = []
         self.gets: list[list[bytes]] = []
         self.puts: list[list[bytes]] = []
         self.opens = 0
@@ -77,13 +83,15 @@ class MemoryStore:
         return EPOCH
 
     def find(
-        self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
-    ) -> Sequence[bool]:
+        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+    ) -> None:
         self._pass("find")
         with self._lock:
-            wanted = [*keys, *behind]
-            self.finds.append(wanted)
-            return [(epoch, key) in self.blocks for key in wanted]
+            self.calls.append(len(questions))
+            for number, question in enumerate(questions):
+                wanted = [*question.keys, *question.behind]
+                self.finds.append(wanted)
+                answer(number, [(epoch, key) in self.blocks for key in wanted])
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -130,7 +138,10 @@ class MemoryStore:
     def _pass(self, name: str) -> None:
         time.sleep(self.seconds[name])
         if name in self.hanging:
-            self._gate.wait()
+            gate = self._gate
+            self.waiting.append(name)
+            gate.wait()
+            self.waiting.remove(name)
         if name in self.broken:
             raise ConnectionError(name)
 

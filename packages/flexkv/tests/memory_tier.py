@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from flexkv.changes import Change, Medium
@@ -39,6 +39,7 @@ class MemoryTier:
     Attributes:
         blocks: what it has, least recently used first.
         tasks: without a result, in the order in which they were asked for.
+        hanging: keys of blocks whose reads hang alone.
         stalled: keys of blocks that cannot be read now, as their device hangs.
         full: whether it drops what is to be written.
     """
@@ -47,6 +48,7 @@ class MemoryTier:
         self.medium = medium
         self.blocks: dict[bytes, bytes] = {}
         self.tasks: list[Task] = []
+        self.hanging: set[bytes] = set()
         self.stalled: set[bytes] = set()
         self.full = False
         self._tickets = itertools.count(1)
@@ -139,6 +141,13 @@ class MemoryTier:
             if task.ticket == ticket and not task.begun:
                 self.end(task, Outcome.DROPPED)
 
+    def hung(self, ticket: int) -> Collection[int]:
+        return {
+            task.position
+            for task in self.tasks
+            if task.ticket == ticket and task.key in self.hanging
+        }
+
     def hasten(self, ticket: int, priority: Priority) -> None:
         for task in self.tasks:
             if task.ticket == ticket and not task.begun:
@@ -179,7 +188,7 @@ class AskedMemoryTier:
         self._answers: list[Answer] = []
         self._asking: set[bytes] = set()  # since the last clear
         self.read, self.write, self.poll = memory.read, memory.write, memory.poll
-        self.cancel, self.hasten = memory.cancel, memory.hasten
+        self.cancel, self.hasten, self.hung = memory.cancel, memory.hasten, memory.hung
         self.begin_close, self.close = memory.begin_close, memory.close
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def test_what_is_not_answered_in_time_is_a_miss_and_counts_later(
     store.hanging = {"find"}
     node = make(question_seconds=LONG / 2)
     fetch = node.begin("ab")
+    node.until(lambda: store.waiting == ["find"])
     clock.skip(LONG / 2)
     node.cache.poll()
     assert (fetch.arrived, fetch.done) == (0, True)
@@ -120,9 +122,30 @@ def test_what_is_not_answered_in_time_is_a_miss_and_counts_later(
     node.cache.end_fetch(fetch)
     store.release()
     node.until(lambda: node.cache.presence(names("a")) == [Presence.BELOW])
+    assert node.cache.counters.late_questions == 1
     assert node.fetched("ab") == "ab"
     assert store.finds == [names("ab")]
     node.assert_at_rest()
+
+
+def test_a_question_that_is_dropped_at_its_deadline_counts_as_late(
+    make: Callable[..., Node], store: MemoryStore, clock: Clock
+) -> None:
+    store.hanging = {"find"}
+    node = make(question_seconds=LONG / 2)
+    for number, name in enumerate("abcdefgh", 1):
+        assert node.cache.ask(names(name))
+        node.until(partial(lambda number: len(store.waiting) == number, number))
+    fetch = node.begin("z")
+    clock.skip(LONG / 2)
+    node.cache.poll()
+    assert (fetch.arrived, fetch.done) == (0, True)
+    assert node.cache.counters.late_questions == 9
+    node.cache.end_fetch(fetch)
+    store.release()
+    node.assert_at_rest()
+    assert node.cache.counters.late_questions == 9
+    assert names("z") not in store.finds
 
 
 def test_blocks_of_windows_are_asked_about_with_their_prefix(
@@ -325,7 +348,8 @@ def test_a_new_fetch_leaves_what_hangs(
     fill(store, "abc")
     gate = hang(node, monkeypatch)
     hung = node.begin("ab")
-    clock.skip(LONG + 1)  # the disk itself says that it stalls
+    node.until(lambda: bool(node.disk.drives[0].link._running))
+    clock.skip(LONG + 1)
     assert node.fetched("abc") == "abc"
     node.until(lambda: hung.done)
     assert hung.arrived == 2
@@ -333,6 +357,28 @@ def test_a_new_fetch_leaves_what_hangs(
     node.cache.end_fetch(hung)
     node.assert_at_rest()
     node.assert_own_bytes()
+
+
+def test_a_block_whose_read_hangs_is_a_miss_at_once_and_all_others_come(
+    make: Callable[..., Node], store: MemoryStore, clock: Clock
+) -> None:
+    fill(store, "abcd")
+    store.hanging = {"get"}
+    node = make(stall_seconds=LONG, disk=None)
+    hung = node.begin("a")
+    node.until(lambda: store.waiting == ["get"])
+    store.hanging.clear()
+    clock.skip(LONG + 1)
+    node.until(lambda: hung.done)
+    assert node.fetched("bcd") == "bcd"
+    again = node.begin("a")
+    assert (again.arrived, again.done) == (0, True)
+    assert node.remote.readable
+    for fetch in (hung, again):
+        node.cache.end_fetch(fetch)
+    store.release()
+    node.assert_at_rest()
+    assert node.fetched("a") == "a"
 
 
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

@@ -151,7 +151,8 @@ class DiskSettings:
         unit="seconds",
         help=(
             "The time limit for one read or write on disk. Blocks that a disk has not delivered by "
-            "then are computed, and FlexKV skips the disk until it answers again."
+            "then are computed. FlexKV skips the disk while half of its threads wait for longer "
+            "and no read or write ends."
         ),
         parse=parse_number(0.001, DAY_SECONDS),
         allowed=f"a number from 0.001 to {DAY_SECONDS:.0f}",
@@ -247,7 +248,8 @@ class StoreSettings:
         unit="seconds",
         help=(
             "How long the Mooncake Store may take for one read or write. Blocks that do not come "
-            "by then are computed, and the store is left out until it answers again."
+            "by then are computed. The store is left out while half of FlexKV's calls take longer "
+            "and none ends."
         ),
         parse=parse_number(0.001, DAY_SECONDS),
         allowed=f"a number from 0.001 to {DAY_SECONDS:.0f}",
@@ -293,7 +295,8 @@ class StoreSettings:
         unit="seconds",
         help=(
             "How long the bucket may take for one read or write. Blocks that do not come by then "
-            "are computed, and the bucket is left out until it answers again."
+            "are computed. The bucket is left out while half of FlexKV's calls take longer and "
+            "none ends."
         ),
         parse=parse_number(0.001, DAY_SECONDS),
         allowed=f"a number from 0.001 to {DAY_SECONDS:.0f}",

@@ -119,6 +119,10 @@ class HangingFiles(OsFiles):
         self._root = str(root)
         self._free.clear()
 
+    def hang_no_more(self) -> None:
+        """Later reads do not hang; those that hang go on hanging."""
+        self._root = "/nowhere"
+
     def release(self) -> None:
         """All reads go on."""
         self._free.set()

@@ -10,6 +10,7 @@ import pytest
 from disk_blocks import DEADLINE, FINGERPRINT, SLOT, Client, capacity_of, names, opened
 from faults.faulty_files import HangingFiles
 
+from flexkv.tiers import circuit
 from flexkv.tiers.disk import drive, open_disk_tier, tier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.link import Link
@@ -38,10 +39,10 @@ def test_the_other_directories_go_on_while_one_hangs(
         assert lost
         assert left
         files.hang(roots[hangs])
-        waiting = client.tier.read(lost, client.buffers[-len(lost) :], Priority.LOAD)
-        assert files.hanging.wait(DEADLINE)
+        tickets = client.begin_reads(hangs, lost)
         assert client.tier.drives[hangs].readable
         clock.skip(2 * DEADLINE)
+        client.pump()
         assert not client.tier.drives[hangs].readable
         assert client.tier.drives[1 - hangs].readable
         assert client.found(KEYS) == left
@@ -50,11 +51,12 @@ def test_the_other_directories_go_on_while_one_hangs(
         assert client.write(more) == [DONE] * 10
         assert client.read(more) == [DONE] * 10
         client.tier.delete(lost[:1])
-        client.tier.cancel(waiting)
-        assert waiting not in client.pump() or DONE not in client.results[waiting].values()
+        for ticket in tickets:
+            client.tier.cancel(ticket)
+            assert client.pump().get(ticket, {}) in ({}, {0: Outcome.DROPPED})
         files.release()
-        outcomes = client.wait(waiting, len(lost))
-        assert set(outcomes) <= {DONE, Outcome.DROPPED}
+        for ticket in tickets:
+            assert client.wait(ticket, 1)[0] in {DONE, Outcome.DROPPED}
         client.settle()
         assert client.found(KEYS) == [key for key in KEYS if key != lost[0]]
         assert set(client.read(client.found(KEYS))) == {DONE}
@@ -69,18 +71,67 @@ def test_a_tier_whose_only_directory_hangs_is_not_available(
         client.write(KEYS)
         client.settle()
         files.hang(tmp_path)
-        waiting = client.tier.read(KEYS[:1], client.buffers[-1:], Priority.LOAD)
-        assert files.hanging.wait(DEADLINE)
+        tickets = client.begin_reads(0, KEYS[:10])
         clock.skip(2 * DEADLINE)
+        client.pump()
         assert not client.tier.drives[0].readable
         assert client.found(KEYS) == []
         assert client.read(KEYS) == [Outcome.MISSING] * 30
         assert client.write(names(5, first=100)) == [Outcome.DROPPED] * 5
         client.tier.touch(KEYS)
         files.release()
-        assert client.wait(waiting, 1) == [DONE]
+        assert [client.wait(ticket, 1) for ticket in tickets] == [[DONE]] * 10
         assert client.tier.drives[0].readable
         assert client.read(KEYS) == [DONE] * 30
+    faults(1)
+
+
+def test_one_hung_read_costs_its_own_blocks_alone(
+    tmp_path: Path, faults: Callable[[int], None], clock: Clock
+) -> None:
+    """The other threads of the drive go on, and so do writes."""
+    files = HangingFiles()
+    with opened(tmp_path, slots=SLOTS, files=files) as client, files:
+        client.write(KEYS)
+        client.settle()
+        files.hang(tmp_path)
+        hung = client.tier.read(KEYS[:1], client.buffers[-1:], Priority.LOAD)
+        assert files.hanging.wait(DEADLINE)
+        files.hang_no_more()
+        clock.skip(2 * DEADLINE)
+        client.pump()
+        assert client.tier.drives[0].readable
+        assert set(client.tier.hung(hung)) == {0}
+        assert client.found(KEYS) == KEYS
+        assert client.read(KEYS[1:]) == [DONE] * 29
+        assert client.write(names(5, first=100)) == [DONE] * 5
+        assert hung not in client.results
+        files.release()
+        assert client.wait(hung, 1) == [DONE]
+        assert not client.tier.hung(hung)
+    faults(1)
+
+
+def test_a_hang_counts_for_the_circuit_when_it_shows_and_not_when_it_ends(
+    tmp_path: Path, faults: Callable[[int], None], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit, "FAILURES", 1)
+    monkeypatch.setattr(circuit, "PAUSE_SECONDS", 0.0)
+    files = HangingFiles()
+    with opened(tmp_path, slots=SLOTS, files=files) as client, files:
+        client.write(KEYS)
+        client.settle()
+        files.hang(tmp_path)
+        hung = client.tier.read(KEYS[:1], client.buffers[-1:], Priority.LOAD)
+        assert files.hanging.wait(DEADLINE)
+        clock.skip(2 * DEADLINE)
+        client.pump()
+        assert client.tier.figures.openings == 1
+        files.hang_no_more()
+        assert client.read(KEYS[1:2]) == [DONE]  # the probe
+        files.release()
+        assert client.wait(hung, 1) == [DONE]
+        assert client.tier.figures.openings == 1
     faults(1)
 
 

@@ -17,7 +17,8 @@ import pytest
 from disk_blocks import is_idle
 
 from flexkv.tiers.job import Job, Outcome, Priority
-from flexkv.tiers.link import Link
+from flexkv.tiers.link import Link, most_jobs
+from packages.conftest import PATIENCE_SECONDS, Clock
 
 PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
@@ -95,7 +96,7 @@ def test_whatever_a_job_raises_it_is_failed_and_the_thread_lives(
     def fail() -> list[Outcome]:
         raise error
 
-    with running(threads=1, stall_seconds=0.0) as link:
+    with running(threads=1) as link:
         for _ in range(3):
             link.submit(Job(Priority.WRITE, 1, fail, blocks=2))
         link.submit(Job(Priority.WRITE, 1, lambda: [Outcome.DONE]))
@@ -261,21 +262,155 @@ def test_a_full_queue_drops_writes_and_keeps_loads() -> None:
         assert [job.outcomes for job in writes] == [[Outcome.DROPPED] * 2] * 3
 
 
-def test_a_link_is_stalled_while_a_job_takes_too_long() -> None:
-    with running(threads=2, stall_seconds=0.01) as link:
-        assert not link.stalled
-        job, gate = gated(Priority.LOAD)
+def hang(link: Link, clock: Clock, count: int, priority: Priority = Priority.LOAD) -> list[Gate]:
+    """Have so many jobs hang, and the link note it."""
+    jobs = [gated(priority) for _ in range(count)]
+    for job, gate in jobs:
         link.submit(job)
+        assert gate.began.wait(PATIENCE)
+    clock.skip(2 * PATIENCE)
+    assert link.note_hung() == [job for job, _ in jobs]
+    assert link.note_hung() == []
+    return [gate for _, gate in jobs]
+
+
+def end_hung(link: Link, gates: list[Gate]) -> None:
+    for gate in gates:
+        gate.go.set()
+    jobs = ended(link, len(gates))
+    assert all(job.hangs and job.outcomes == [Outcome.DONE] for job in jobs)
+
+
+def work(link: Link) -> None:
+    """One job passes."""
+    job = Job(Priority.LOAD, 1, lambda: [Outcome.DONE])
+    link.submit(job)
+    assert ended(link, 1) == [job]
+    assert not job.hangs
+
+
+def test_a_job_that_hangs_takes_its_own_thread_alone(clock: Clock) -> None:
+    with running(threads=4) as link:
+        gates = hang(link, clock, 1)
+        assert not link.stalled
+        jobs = [gated(Priority.LOAD) for _ in range(4)]  # as many as before run at once
+        link.submit(*[job for job, _ in jobs])
+        for _, gate in jobs:
+            assert gate.began.wait(PATIENCE)
+            gate.go.set()
+        ended(link, 4)
+        end_hung(link, gates)
+        work(link)
+
+
+def test_a_link_is_stalled_while_half_of_its_threads_hang_and_no_job_ends(clock: Clock) -> None:
+    with running(threads=4) as link:
+        first = hang(link, clock, 1)
+        assert not link.stalled
+        second = hang(link, clock, 1)
+        assert link.stalled
+        end_hung(link, first)
+        assert not link.stalled
+        end_hung(link, second)
+        assert is_idle(link)
+
+
+def test_the_first_hang_and_a_stall_are_logged(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(threads=8) as link:
+        gates = [gate for _ in range(5) for gate in hang(link, clock, 1)]
+        first, second = (record.getMessage() for record in caplog.records)
+        assert first.startswith("test: 1 call(s) have not ended within 60 s;")
+        assert " and goes on with other threads; " in first
+        assert second.startswith("test: 4 call(s)")
+        assert f" and skips it, and tries it every {PATIENCE_SECONDS:g} s; " in second
+        end_hung(link, gates)
+
+
+def test_jobs_that_end_keep_a_link_from_stalling(clock: Clock) -> None:
+    with running(threads=4) as link:
+        gates = []
+        for _ in range(3):
+            gates += hang(link, clock, 1)
+            work(link)
+            assert not link.stalled
+        end_hung(link, gates)
+
+
+def test_hung_threads_are_replaced_within_a_bound(clock: Clock) -> None:
+    with running(threads=2) as link:
+        gates = []
+        for _ in range(most_jobs(2) - 1):
+            gates += hang(link, clock, 1)
+            clock.skip(PATIENCE_SECONDS)
+            link.note_hung()
+            assert not link.stalled
+            work(link)
+        gates += hang(link, clock, 1)
+        clock.skip(PATIENCE_SECONDS)
+        link.note_hung()
+        assert link.stalled  # no thread is left
+        assert sum(thread.is_alive() for thread in link._threads) == most_jobs(2)
+        waiting = Job(Priority.LOAD, 1, lambda: [Outcome.DONE])
+        link.submit(waiting)
+        gates[0].go.set()
+        assert ended(link, 2)[1] is waiting
+        end_hung(link, gates[1:])
+        work(link)
+        # Those that replaced others, and are more than the link needs, have ended.
         end = time.monotonic() + PATIENCE
-        while not link.stalled:
+        while sum(thread.is_alive() for thread in link._threads) > 2:
             assert time.monotonic() < end
             time.sleep(0.001)
-        link.submit(Job(Priority.LOAD, 1, lambda: [Outcome.DONE]))
-        ended(link, 1)
+
+
+def test_a_stalled_link_is_tried_by_one_submission_at_a_time(clock: Clock) -> None:
+    with running(threads=4) as link:
+        gates = hang(link, clock, 4)
+        assert link.stalled
+        assert link._free == 0  # no thread more hangs before the next try
+        clock.skip(PATIENCE_SECONDS)
+        link.note_hung()
+        assert not link.stalled
+        assert link._free == 1
+        job, gate = gated(Priority.LOAD)
+        link.submit(job)
         assert link.stalled
         gate.go.set()
         ended(link, 1)
         assert not link.stalled
+        link.note_hung()
+        assert link._free == 4
+        end_hung(link, gates)
+
+
+@pytest.mark.parametrize("priority", [Priority.LOAD, Priority.WRITE])
+def test_a_job_that_hangs_does_not_keep_writes_waiting(clock: Clock, priority: Priority) -> None:
+    with running(threads=4, write_bytes=1) as link:
+        gates = hang(link, clock, 1, priority)
+        write = Job(Priority.WRITE, 1, lambda: [Outcome.DONE])
+        link.submit(write)
+        assert ended(link, 1) == [write]
+        end_hung(link, gates)
+        assert link._writing == link._reads == 0
+
+
+def test_without_a_thread_to_be_had_a_link_goes_on_with_those_it_has(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(threads=4) as link:
+        with monkeypatch.context() as patch:
+
+            def refuse(_: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", refuse)
+            gates = hang(link, clock, 1)
+        assert link._free == 3
+        work(link)
+        end_hung(link, gates)
+        assert link._free == 4
 
 
 def test_close_lets_what_runs_end_and_drops_what_waits() -> None:

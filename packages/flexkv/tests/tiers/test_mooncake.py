@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import http.client
+import os
 import socket
 import threading
 import time
@@ -28,10 +29,10 @@ from shared_node import FINGERPRINT, SLOT
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers import remote
-from flexkv.tiers.base import BlockResult
+from flexkv.tiers.base import Answer, BlockResult
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.epochs import Epoch, Epochs
-from flexkv.tiers.job import Outcome, Result
+from flexkv.tiers.job import Outcome, Priority, Result
 from flexkv.tiers.mooncake.open import MooncakeSettings, open_mooncake_tier
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks
 from flexkv.tiers.remote import RemoteLimits
@@ -96,6 +97,7 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
             slot_bytes=SLOT,
             blocks=THREADS,
             transfers=transfers,
+            timeout_seconds=PATIENCE_SECONDS,
         )
         epoch = blocks.open()
         blocks.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
@@ -160,6 +162,7 @@ class Store:
             slot_bytes=SLOT,
             blocks=1,
             transfers=1,
+            timeout_seconds=PATIENCE_SECONDS,
         )
         self.epoch = self.blocks.open()
         self.folder = epochs.folder(self.epoch)
@@ -254,6 +257,47 @@ def test_a_write_that_fails_names_its_code(store: Store, code: int, dropped: boo
         assert f"code {code}" in str(result)
 
 
+def test_each_call_of_the_client_has_an_upper_time_unless_the_operator_gave_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"MC_RPC_TIMEOUT_MS": "7"})
+    name = ".".join(["a" * 60] * 6)
+    settings = MooncakeSettings(f"{name}:50051", f"http://{name}/metadata", "tcp", "", 1 << 24, 1)
+    tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(0.1, 6.5))
+    assert tier.close()
+    assert os.environ == {
+        "MC_RPC_TIMEOUT_MS": "7",
+        "MC_RPC_CONNECT_TIMEOUT_MS": "6500",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": "7",
+        "MC_TCP_STATUS_TIMEOUT_SEC": "7",
+    }
+
+
+def test_a_master_that_hangs_fails_questions_and_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
+        monkeypatch.delenv(name, raising=False)
+    arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
+    with MooncakeMaster() as master:
+        given = master.settings
+        address, metadata = given["mooncake_master"], given["mooncake_metadata"]
+        settings = MooncakeSettings(address, metadata, "tcp", "", 1 << 24, 1)
+        tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(60.0, 1.0))
+        tier.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
+        master.pause()
+        ticket = tier.ask([b"a" * 32])
+        read = tier.read([b"a" * 32], [arena.slot_view(0)], Priority.LOAD)
+        answers: list[Answer] = []
+        results: list[BlockResult] = []
+        while not answers or not results:
+            answers += tier.take_answers()
+            results += tier.poll()
+            time.sleep(0.001)
+        assert answers == [Answer(ticket, None, late=False)]
+        assert results == [BlockResult(read, 0, Outcome.FAILED)]
+        master.go_on()
+        assert tier.close()
+
+
 def test_a_master_whose_name_leads_nowhere_is_one_line_of_the_log(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,7 +365,14 @@ def test_a_client_that_joins_after_the_end_is_closed_and_gets_no_memory() -> Non
             return lambda *_: Epoch.begin().to_bytes()
 
     blocks = MooncakeBlocks(
-        join, None, Epochs(Record()), FINGERPRINT, slot_bytes=SLOT, blocks=1, transfers=1
+        join,
+        None,
+        Epochs(Record()),
+        FINGERPRINT,
+        slot_bytes=SLOT,
+        blocks=1,
+        transfers=1,
+        timeout_seconds=PATIENCE_SECONDS,
     )
     blocks.close()
     joined.set()

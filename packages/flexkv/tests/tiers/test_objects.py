@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects import store as module
 from flexkv.tiers.objects.open import connect
 from flexkv.tiers.objects.store import ObjectBlocks
+from flexkv.tiers.questions import Found, Question
 from packages.conftest import PATIENCE_SECONDS, Clock
 
 FINGERPRINT = "f" * 32
@@ -70,8 +70,21 @@ class Node:
             assert outcome is not DONE or bytes(buffer) == content(key, self._slot)
         return outcomes
 
-    def find(self, text: str) -> Sequence[bool] | None:
-        return self.blocks.find(self.epoch, names(text))
+    def find(self, text: str, behind: str = "") -> Sequence[bool]:
+        """The answer to one question; raises why there is none."""
+        return self.ask(Question(names(text), names(behind)))
+
+    def ask(self, question: Question) -> Sequence[bool]:
+        (answer,) = self.answers(question)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def answers(self, *questions: Question) -> list[Found]:
+        """The answers to questions of one call."""
+        answers: dict[int, Found] = {}
+        self.blocks.find(self.epoch, questions, answers.__setitem__)
+        return [answers[number] for number in range(len(questions))]
 
     def name(self, key: str) -> str:
         folder = self.blocks.epochs.folder(self.epoch)
@@ -252,7 +265,7 @@ def test_few_requests_tell_how_far_a_prefix_is_there(
     if missed:
         assert node.find("x") == [False]
     asked = count_questions(node, monkeypatch)
-    assert node.blocks.find(node.epoch, keys) == [i < there for i in range(100)]
+    assert node.ask(Question(keys)) == [i < there for i in range(100)]
     assert len(asked) <= 2 * module.PROBES + missed
 
 
@@ -262,12 +275,65 @@ def test_blocks_with_gaps_are_asked_about_one_by_one_behind_a_prefix_that_is_the
     one, other = start(), start()
     for text in ("abc", "x", "z"):
         one.put(text)
-    find = partial(other.blocks.find, other.epoch)
-    assert find(names("abcd"), names("wxyz")) == [True] * 3 + [False, False, True, False, True]
-    assert find([], names("wz")) == [False, True]
+    assert other.find("abcd", "wxyz") == [True] * 3 + [False, False, True, False, True]
+    assert other.find("", "wz") == [False, True]
     asked = count_questions(other, monkeypatch)
-    assert find(names("q"), names("xz")) == [False] * 3
+    assert other.find("q", "xz") == [False] * 3
     assert asked == [other.name("q")]
+
+
+def test_questions_of_one_call_do_not_wait_for_each_other(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = start(), start()
+    one.put("ab")
+    has = other.blocks._requests.has
+    answered = asyncio.Event()
+    answers: dict[int, Found] = {}
+
+    async def has_late(name: str) -> bool:
+        if name == other.name("x"):
+            await answered.wait()
+        return await has(name)
+
+    def answer(number: int, found: Found) -> None:
+        answers[number] = found
+        if len(answers) == 2:
+            answered.set()
+
+    monkeypatch.setattr(other.blocks._requests, "has", has_late)
+    questions = [Question(names(text)) for text in ("xy", "abz", "q")]
+    other.blocks.find(other.epoch, questions, answer)
+    assert sorted(answers) == [0, 1, 2]
+    assert answers == {0: [False] * 2, 1: [True, True, False], 2: [False]}
+    assert list(answers)[-1] == 0
+
+
+def test_of_the_questions_of_one_call_only_those_fail_that_the_store_does_not_answer(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start()
+    node.put("a")
+    has = node.blocks._requests.has
+
+    async def has_or_fail(name: str) -> bool:
+        if name == node.name("x"):
+            raise module.StoreError("slow down")
+        return await has(name)
+
+    monkeypatch.setattr(node.blocks._requests, "has", has_or_fail)
+    first, failed, last = node.answers(*(Question(names(text)) for text in "axb"))
+    assert (first, last) == ([True], [False])
+    assert str(failed) == "slow down"
+
+
+def test_questions_do_not_wait_for_reads(
+    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start()
+    node.put("a")
+    monkeypatch.setattr(node.blocks._requests, "_free", asyncio.Semaphore(0))
+    assert node.find("ab") == [True, False]
 
 
 def test_misses_in_a_row_take_a_request_each(

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 import pytest
 from memory_store import MemoryStore
+from store_client import DONE, SLOT, Client, clients, content, names
 
 from flexkv.changes import Medium
 from flexkv.tiers import circuit, remote
@@ -21,95 +21,11 @@ from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from packages.conftest import PATIENCE_SECONDS, Clock
 
-SLOT = 4096
-SLOTS = 64
-
-
-def names(text: str) -> list[bytes]:
-    return [each.encode() for each in text]
-
-
-def content(key: bytes) -> bytes:
-    return (key * SLOT)[:SLOT]
-
-
-class Client:
-    """A tier over a store, and buffers that are borrowed by one batch at a time."""
-
-    def __init__(self, store: MemoryStore, **limits: Any) -> None:
-        self.store = store
-        given = RemoteLimits(**({"question_seconds": 60.0, "timeout_seconds": 60.0} | limits))
-        self.tier = RemoteTier(Medium.DISK, store, SLOT, given)
-        self._memory = memoryview(mmap.mmap(-1, SLOT * SLOTS))
-        self.buffers = [self._memory[i * SLOT : (i + 1) * SLOT] for i in range(SLOTS)]
-        self._results: list[BlockResult] = []
-
-    def until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not done():
-            assert time.monotonic() < end
-            time.sleep(0.0002)
-
-    def outcomes(self, ticket: int, count: int) -> list[Outcome]:
-        def came() -> bool:
-            self._results += self.tier.poll()
-            return sum(result.ticket == ticket for result in self._results) == count
-
-        self.until(came)
-        mine = {each.position: each.outcome for each in self._results if each.ticket == ticket}
-        self._results = [each for each in self._results if each.ticket != ticket]
-        return [mine[i] for i in range(count)]
-
-    def begin_read(self, text: str, priority: Priority = Priority.LOAD) -> int:
-        keys = names(text)
-        return self.tier.read(keys, self.buffers[: len(keys)], priority)
-
-    def read(self, text: str) -> list[Outcome]:
-        """The outcome of each block; the bytes of all that are DONE were right."""
-        outcomes = self.outcomes(self.begin_read(text), len(text))
-        for key, buffer, outcome in zip(names(text), self.buffers, outcomes, strict=False):
-            assert outcome is not Outcome.DONE or bytes(buffer) == content(key)
-        return outcomes
-
-    def begin_write(self, text: str) -> int:
-        keys = names(text)
-        for key, buffer in zip(keys, self.buffers, strict=False):
-            buffer[:] = content(key)
-        return self.tier.write(keys, self.buffers[: len(keys)])
-
-    def write(self, text: str) -> list[Outcome]:
-        return self.outcomes(self.begin_write(text), len(text))
-
-    def ask(self, text: str) -> Sequence[bool] | None:
-        ticket = self.tier.ask(names(text))
-        answers = []
-
-        def came() -> bool:
-            answers.extend(self.tier.take_answers())
-            return bool(answers)
-
-        self.until(came)
-        (answer,) = answers
-        assert answer.ticket == ticket
-        return answer.has
-
-
-DONE = Outcome.DONE
-
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
-
-    def start(store: MemoryStore | None = None, **limits: Any) -> Client:
-        made.append(Client(store or MemoryStore(), **limits))
-        return made[-1]
-
-    yield start
-    for client in made:
-        client.store.release()
-        client.store.broken.clear()
-        assert client.tier.close()
+    with clients() as make:
+        yield make
 
 
 def test_it_is_a_tier_that_is_asked(make: Callable[..., Client]) -> None:
@@ -395,28 +311,6 @@ def test_the_error_of_one_block_of_a_call_reaches_the_log(
     assert client.write("abc") == [DONE, Outcome.FAILED, DONE]
     (line,) = [each.getMessage() for each in caplog.records]
     assert "writes to disk failed: no access;" in line
-
-
-def test_questions_that_are_always_late_are_asked_no_more(make: Callable[..., Client]) -> None:
-    client = make(question_seconds=1e-9)
-    for _ in range(FAILURES):
-        assert client.tier.readable
-        assert client.ask("a") == [False]  # late, and of use for later requests
-    assert not client.tier.readable
-
-
-def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock) -> None:
-    client = make()
-    client.store.hanging = {"find"}
-    client.tier.ask(names("a"))
-    client.until(lambda: bool(client.tier._questions._running))
-    assert client.tier.readable
-    clock.skip(PATIENCE_SECONDS + 1)
-    assert not client.tier.readable
-    assert client.write("a") == [DONE]
-    client.store.release()
-    client.until(lambda: bool(client.tier.take_answers()))
-    assert client.tier.readable
 
 
 def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[..., Client]) -> None:

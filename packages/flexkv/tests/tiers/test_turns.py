@@ -35,7 +35,7 @@ def wait_for(turns: Turns, waiting: int) -> None:
 
 
 def test_who_waits_comes_before_who_has_just_left() -> None:
-    turns = Turns(1)
+    turns = Turns(1, PATIENCE_SECONDS)
     came: list[str] = []
     waiting: list[threading.Thread] = []
 
@@ -57,7 +57,7 @@ def test_who_waits_comes_before_who_has_just_left() -> None:
 
 
 def test_so_many_are_inside_at_once() -> None:
-    turns = Turns(2)
+    turns = Turns(2, PATIENCE_SECONDS)
     inside, leave = threading.Semaphore(0), threading.Event()
 
     def stay() -> None:
@@ -75,7 +75,7 @@ def test_so_many_are_inside_at_once() -> None:
 
 
 def test_an_error_inside_frees_the_place() -> None:
-    turns = Turns(1)
+    turns = Turns(1, PATIENCE_SECONDS)
     with pytest.raises(OSError, match="inside"), turns:
         raise OSError("inside")
 
@@ -84,3 +84,24 @@ def test_an_error_inside_frees_the_place() -> None:
             pass
 
     end(begin(come))
+
+
+def test_a_thread_that_hangs_inside_gives_its_place_up_once() -> None:
+    turns = Turns(1, 0.01)
+    inside, leave = threading.Semaphore(0), threading.Event()
+
+    def hang() -> None:
+        with turns:
+            inside.release()
+            leave.wait(PATIENCE_SECONDS)
+
+    def come() -> None:
+        with turns:
+            inside.release()
+
+    hung = begin(hang)
+    assert inside.acquire(timeout=PATIENCE_SECONDS)
+    end(begin(come), begin(come))
+    leave.set()
+    end(hung)
+    assert turns._free == 1

@@ -304,6 +304,37 @@ def test_a_hung_source_ends_its_fetch_while_others_deliver(
     node.assert_at_rest()
 
 
+def test_a_read_that_hangs_alone_is_given_up_though_its_batch_delivers(
+    make: Callable[..., Node], still_clock: Clock
+) -> None:
+    node = make("abcd")
+    (tier,) = node.tiers
+    fetch = node.fetch("abcd", Priority.PREFETCH)
+    tier.tasks[1].begun = True
+    tier.end(tier.of(b"a"))
+    node.cache.poll()
+    tier.hanging.add(b"b")
+    still_clock.skip(STALL_SECONDS + 1)
+    tier.end(tier.of(b"c"))
+    node.cache.poll()
+    assert (fetch.arrived, fetch.done) == (1, True)
+    # A new fetch does not wait for the block, but for the others of the batch.
+    other = node.fetch("abcd")
+    assert (other.arrived, other.done) == (1, True)
+    joined = node.fetch("d")
+    assert not joined.done
+    tier.end(tier.of(b"d"))
+    node.cache.poll()
+    assert joined.arrived == 1
+    for each in (fetch, other, joined):
+        node.cache.end_fetch(each)
+    tier.hanging.clear()
+    tier.end_all()
+    node.cache.poll()
+    assert node.ready() == "abcd"
+    node.assert_at_rest()
+
+
 def test_a_slow_source_is_waited_for_as_long_as_it_delivers(
     make: Callable[..., Node], still_clock: Clock
 ) -> None:

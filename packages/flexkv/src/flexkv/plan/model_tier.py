@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from flexkv.changes import Change, Medium
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
@@ -73,6 +73,9 @@ class ModelTier:
 
     def cancel(self, ticket: int) -> None:
         """Nothing waits."""
+
+    def hung(self, ticket: int) -> Collection[int]:
+        return ()
 
     def hasten(self, ticket: int, priority: Priority) -> None:
         """Nothing waits."""

@@ -12,7 +12,7 @@ makes an `AskedTier` of a store whose calls block; most new tiers need only such
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -47,11 +47,13 @@ class Answer:
     Attributes:
         ticket: ticket of the question, as `ask` returned it.
         has: for each key whether the tier has its block, first for `keys` and then for `behind`;
-            None if the question failed.
+            None if the question failed, or could not be asked by its deadline.
+        late: whether there was no answer at the deadline, or the tier had no room for the question.
     """
 
     ticket: int
     has: Sequence[bool] | None
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class TierFigures:
         queued_blocks: blocks that wait to be read or written now, or are being so.
         queued_bytes: bytes of the reads and writes that wait now.
         reads: how many devices have a circuit of reads in each state now; states of none are
-            absent.
+            absent. That of a device whose link is stalled counts as open.
         writes: the same for the circuits of writes.
         openings: how often circuits have opened since the start.
         traffic: bytes and seconds since the start.
@@ -159,6 +161,11 @@ class LowerTier(Protocol):
 
     def hasten(self, ticket: int, priority: Priority) -> None:
         """Raise the reads or writes of a batch that have not begun to `priority`."""
+        ...
+
+    def hung(self, ticket: int) -> Collection[int]:
+        """Positions of the blocks of a batch whose read or write hangs now. Other blocks of the
+        tier may come all the same."""
         ...
 
     def poll(self) -> list[BlockResult]:
@@ -261,7 +268,8 @@ class AskedTier(LowerTier, Protocol):
         ...
 
     def take_answers(self) -> list[Answer]:
-        """The answers since the last call. Each question has exactly one, however late."""
+        """The answers since the last call. Each question has exactly one. It may come after the
+        deadline, but a question that the tier could not ask by then has failed."""
         ...
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable
 
 FAILURES = 16
 """Consecutive failures that open a circuit. They are more than the jobs that run at once, so one
@@ -33,11 +31,6 @@ class CircuitState(enum.Enum):
     """The device gets no jobs."""
     CONNECTING = "connecting"
     """The device gets no jobs, because it was not reached since the start. Retried."""
-
-
-def count_states(circuits: Iterable[Circuit]) -> Counter[CircuitState]:
-    """The number of `circuits` in each state now; states of none are absent."""
-    return Counter(circuit.state for circuit in circuits)
 
 
 class Circuit:
@@ -78,6 +71,10 @@ class Circuit:
         if self._probes or time.monotonic() >= self._open_until:
             return CircuitState.PROBING
         return CircuitState.OPEN
+
+    def shown(self, stalled: bool) -> CircuitState:
+        """The state for people. A device whose link is stalled gets no jobs either."""
+        return CircuitState.OPEN if stalled else self.state
 
     @property
     def opens_again(self) -> float | None:

@@ -47,8 +47,8 @@ Result: TypeAlias = Outcome | OSError
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The read or write of one or several blocks. The link sets `outcomes`, `error`, `begun` and
-    `seconds`.
+    """The read or write of one or several blocks. The link sets `outcomes` and the attributes
+    behind it.
 
     Attributes:
         priority: see `Priority`.
@@ -60,7 +60,9 @@ class Job:
         outcomes: an outcome for each block; empty until the job has ended.
         error: text of the first error; empty if there was none.
         begun: time.monotonic() when a thread took the job, in seconds; 0.0 before.
-        seconds: how long the job ran.
+        seconds: how long the job ran; while it hangs, how long until that was noted.
+        hangs: whether the job ran for longer than the link's `stall_seconds`, and the link has
+            noted it.
     """
 
     priority: Priority
@@ -71,6 +73,7 @@ class Job:
     error: str = ""
     begun: float = 0.0
     seconds: float = 0.0
+    hangs: bool = False
 
     def end(self, results: Sequence[Result]) -> None:
         """Set the outcome of each block. Of an error only its text is kept: its traceback would

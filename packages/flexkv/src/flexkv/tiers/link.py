@@ -2,12 +2,16 @@
 """A link to a device below host memory: a bounded queue, and threads that run its jobs.
 
 Reads go before writes: while a read waits or runs, no write begins. The thread that submits jobs
-polls for their results; the link's threads call nothing else.
+polls for their results.
+
+A call of a device may hang alone, or because the device hangs. While other jobs end, a hung call
+costs the link nothing: another thread takes the place of its thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -20,21 +24,31 @@ from flexkv.tiers.queue import LinkQueue
 
 logger = logging.getLogger(__name__)
 
+PROBE_SECONDS = 5.0
+"""Seconds between two tries of a stalled link. Each may hang another thread. Not tuned."""
+
+
+def most_jobs(threads: int) -> int:
+    """How many jobs a link with so many threads runs at once, those that hang included. Beyond
+    that, hung threads are not replaced."""
+    return 2 * threads
+
 
 class Link:
-    """The queue and the threads of one device. One thread calls the methods; only `close` waits.
+    """The queue and the threads of one device. Only `close` waits. Any thread may call `submit`,
+    one thread calls the other methods.
 
     Args:
         name: prefix of the threads' names.
         threads: how many jobs run at once.
         write_bytes: no further write begins while this many bytes are being written.
         queue_bytes: see `LinkQueue`.
-        stall_seconds: a job that runs longer makes the link `stalled` until the job ends.
+        stall_seconds: a job that runs longer hangs, until it ends.
 
     Attributes:
         name: the name, as given.
         queue_bytes: the bound of the queue, as given.
-        stall_seconds: the time after which the link is stalled, as given.
+        stall_seconds: the time after which a job hangs, as given.
     """
 
     def __init__(
@@ -50,22 +64,25 @@ class Link:
         self._write_bytes = write_bytes
         self.queue_bytes = queue_bytes
         self._queue = LinkQueue(queue_bytes)
-        self._running: dict[Job, None] = {}
+        self._running: dict[Job, None] = {}  # those that do not hang
         self._oldest = math.inf  # when the first of them began
+        self._hung: set[Job] = set()
+        self._count = threads
+        self._free = threads  # threads without a job that hangs
+        self._stuck = 0  # jobs that began to hang since one has ended
+        self._probe_at = 0.0
         self._reads = 0
         self._writing = 0
         self._closing = False
         self._write_until = 0.0
         self._told_error = False
+        self._numbers = itertools.count()
         self._work = threading.Condition()
         self._done: deque[Job] = deque()
         # Daemons: a thread that hangs in its device must not keep the process from ending.
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for _ in range(threads):
+            self._start_thread()
 
     @property
     def queued_bytes(self) -> int:
@@ -74,13 +91,50 @@ class Link:
 
     @property
     def stalled(self) -> bool:
-        """Whether a job has run for longer than `stall_seconds`."""
+        """Whether half of the threads hang and no job has ended since, or all hang. Every
+        `PROBE_SECONDS` the link is not stalled until the next jobs are submitted, which try the
+        device."""
         # Without the lock: a thread that holds it may wait for Python's own lock for a while.
-        return time.monotonic() - self._oldest > self.stall_seconds
+        return not self._free or (self._half_hang and time.monotonic() < self._probe_at)
+
+    def note_hung(self) -> list[Job]:
+        """Note the jobs that hang, and replace their threads within the bound of `most_jobs`: all
+        of them while other jobs end, one thread for each try of a stalled link. Called again and
+        again while jobs run.
+
+        Returns:
+            The jobs that hang and did not at the last call. They keep their buffers. `poll` returns
+            them, too, when they end.
+        """
+        now = time.monotonic()
+        begun_until = now - self.stall_seconds
+        if self._oldest >= begun_until and self._free >= self._count:
+            return []
+        with self._work:
+            hung = [job for job in self._running if job.begun < begun_until]
+            for job in hung:
+                job.hangs = True
+                job.seconds = now - job.begun
+                del self._running[job]
+                self._hung.add(job)
+                self._account(job, -1)
+            if hung:
+                self._find_oldest()
+                self._free -= len(hung)
+                stalled = self._half_hang
+                self._stuck += len(hung)
+                self._probe_at = now + PROBE_SECONDS
+                self._wake_next()
+                if len(hung) == len(self._hung) or (self._half_hang and not stalled):
+                    self._log_hung()
+            self._replace_threads(now)
+        return hung
 
     def submit(self, *jobs: Job) -> None:
         """Queue jobs. If the queue is full, it drops jobs, which `poll` returns as DROPPED."""
         with self._work:
+            if self._half_hang and time.monotonic() >= self._probe_at:
+                self._probe_at = time.monotonic() + PROBE_SECONDS
             for job in jobs:
                 for dropped in self._queue.push(job):
                     dropped.end_as(Outcome.DROPPED)
@@ -113,7 +167,7 @@ class Link:
         with self._work:
             self._queue.keep_only(None)
             self._done.clear()
-            return not self._running
+            return not (self._running or self._hung)
 
     def begin_close(self, seconds: float) -> None:
         """Discard the reads that wait, and begin waiting writes for at most `seconds` more.
@@ -174,12 +228,10 @@ class Link:
         one step under the lock, because with small blocks threads wait mostly for the lock."""
         with self._work:
             if done is not None:
-                del self._running[done]
-                self._oldest = next((job.begun for job in self._running), math.inf)
-                self._account(done, -1)
-                self._done.append(done)
-                if self._closing:
-                    self._work.notify_all()
+                self._end(done)
+                if self._free > self._count:  # another thread has taken this one's place
+                    self._free -= 1
+                    return None
             while self._queue or not self._closing:
                 if self._closing and time.monotonic() > self._write_until:
                     self._queue.keep_only(None)
@@ -194,6 +246,57 @@ class Link:
                     return job
                 self._work.wait()
             return None
+
+    def _end(self, job: Job) -> None:
+        self._stuck = 0
+        if job.hangs:
+            self._hung.remove(job)
+            self._free += 1
+        else:
+            del self._running[job]
+            self._find_oldest()
+            self._account(job, -1)
+        self._done.append(job)
+        if self._closing:
+            self._work.notify_all()
+
+    @property
+    def _half_hang(self) -> bool:
+        return 2 * self._stuck >= self._count
+
+    def _log_hung(self) -> None:
+        goes_on = f"skips it, and tries it every {PROBE_SECONDS:g} s"
+        logger.warning(
+            "%s: %d call(s) have not ended within %g s; FlexKV does not wait for them and %s; "
+            "check the device and the way to it",
+            self.name,
+            len(self._hung),
+            self.stall_seconds,
+            goes_on if self._half_hang else "goes on with other threads",
+        )
+
+    def _find_oldest(self) -> None:
+        self._oldest = next((job.begun for job in self._running), math.inf)
+
+    def _replace_threads(self, now: float) -> None:
+        probes = self._half_hang
+        if self._closing or (probes and now < self._probe_at):
+            return
+        while self._free < (1 if probes else self._count):
+            if self._free + len(self._hung) >= most_jobs(self._count):
+                return
+            try:
+                self._start_thread()
+            except RuntimeError:  # the system has no thread for us now
+                return
+            self._free += 1
+
+    def _start_thread(self) -> None:
+        self._threads = [each for each in self._threads if each.is_alive()]
+        name = f"{self.name}-{next(self._numbers)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _may_write(self) -> bool:
         return self._reads == 0 and self._writing < self._write_bytes

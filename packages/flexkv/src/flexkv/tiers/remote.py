@@ -21,7 +21,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -33,16 +34,13 @@ from flexkv.tiers.circuit import Circuit, CircuitState
 from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
+from flexkv.tiers.questions import Found, Question, Questions
 from flexkv.tiers.retries import Retried
 
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 15.0
 """Longest wait for the first try to open the store, at an engine's start. Not tuned."""
-
-QUESTION_THREADS = 2
-"""Questions that run at once. They have a link of their own, because behind reads they would miss
-their deadline. Not tuned."""
 
 PAUSE_SECONDS = 5.0
 """Seconds that a circuit stays open. A probe costs one question of a few milliseconds. Not
@@ -80,9 +78,19 @@ class BlockStore(Protocol):
         """
         ...
 
-    def find(self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes]) -> Sequence[bool]:
-        """Ask for each key whether the store has its complete block; see `AskedTier.ask`. Returns
-        the answers for `keys`, then those for `behind`."""
+    def find(
+        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+    ) -> None:
+        """Ask for each key of each question whether the store has its complete block; see
+        `AskedTier.ask`. A store asks for all questions together if it can.
+
+        Args:
+            epoch: of the blocks.
+            questions: the questions.
+            answer: called with the number of each question and its answers, as soon as they are
+                known, by any thread and before this call returns. If the method raises, the
+                questions without an answer fail.
+        """
         ...
 
     def get(
@@ -130,8 +138,8 @@ class RemoteLimits:
 
     Attributes:
         question_seconds: the deadline of a question.
-        timeout_seconds: a read or write that takes longer counts as a failure for the circuit, and
-            the tier is stalled until the call ends.
+        timeout_seconds: a call that takes longer hangs. It counts as a failure for the circuit, and
+            the tier is stalled while half of the threads hang and no call ends.
         threads: how many reads and writes run at once.
         batch_bytes: the most bytes of one call; a block that is larger has a call of its own.
         queue_bytes: how many bytes may wait; writes beyond it are dropped, and writes that run
@@ -194,11 +202,17 @@ class RemoteTier:
         write_bytes = limits.threads * max(limits.batch_bytes, slot_bytes)
         stall_seconds = limits.timeout_seconds
         self._link = Link(name, limits.threads, write_bytes, limits.queue_bytes, stall_seconds)
-        self._questions = Link(f"{name}-ask", QUESTION_THREADS, 0, 0, stall_seconds)
+        self._questions = Questions(
+            f"{name}-ask",
+            store.find,
+            limits.question_seconds,
+            limits.timeout_seconds,
+            self._note_question,
+        )
         self._tickets = itertools.count(1)
         self._batches: dict[int, _Batch] = {}
         self._ticket_of: dict[Job, int] = {}
-        self._asked: dict[Job, tuple[int, str, list[Sequence[bool]]]] = {}
+        self._refused: list[Answer] = []
         self._writing: dict[bytes, _Place] = {}
         self._repeats: dict[_Place, list[_Place]] = {}
         self._queued_blocks = 0
@@ -206,7 +220,6 @@ class RemoteTier:
         self._results: list[BlockResult] = []
         self._traffic = Traffic()
         self._failures = FailureLog(medium.value)
-        self._unasked: list[int] = []
         self._renewal = Retried(
             f"{name}-renewal",
             store.renew_epoch,
@@ -229,12 +242,8 @@ class RemoteTier:
         self._opening.begin()
         self._states = states
         if states is not None:
-            states.begin(
-                lambda: {
-                    what: self._state(each).value
-                    for what, each in (("reads", self._reads), ("writes", self._writes))
-                }
-            )
+            circuits = {"reads": self._reads, "writes": self._writes}
+            states.begin(lambda: {what: self._shown(each).value for what, each in circuits.items()})
         if not self._opening.await_try(OPEN_SECONDS):
             failed(f"no answer within {OPEN_SECONDS:g} s")
 
@@ -247,8 +256,8 @@ class RemoteTier:
             evicted_blocks=0,
             queued_blocks=self._queued_blocks,
             queued_bytes=self._link.queued_bytes,
-            reads={self._state(self._reads): 1},
-            writes={self._state(self._writes): 1},
+            reads=Counter([self._shown(self._reads)]),
+            writes=Counter([self._shown(self._writes)]),
             openings=self._reads.openings + self._writes.openings,
             traffic=self._traffic,
         )
@@ -264,28 +273,19 @@ class RemoteTier:
     def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
         ticket = next(self._tickets)
         if not self._is_open:
-            self._unasked.append(ticket)
-            return ticket
-        found: list[Sequence[bool]] = []
-        job = Job(
-            Priority.LOAD, 0, partial(self._find, self._epoch, list(keys), list(behind), found)
-        )
-        self._asked[job] = ticket, self._epoch, found
-        self._reads.begin()
-        self._questions.submit(job)
+            self._refused.append(Answer(ticket, None))
+        elif self._questions.ask(ticket, self._epoch, Question(list(keys), list(behind))):
+            self._reads.begin()
+        else:
+            self._refused.append(Answer(ticket, None, late=True))
         return ticket
 
     def take_answers(self) -> list[Answer]:
-        answers = [Answer(ticket, None) for ticket in self._unasked]
-        self._unasked.clear()
-        for job in self._questions.poll():
-            ticket, epoch, found = self._asked.pop(job)
-            failed = job.outcomes[0] is not Outcome.DONE
-            late = job.seconds > self.question_seconds
-            self._note(self._reads, failed or late, job, "questions to")
+        answers, self._refused = self._refused, []
+        for asked in self._questions.poll():
             # Blocks of another epoch are of no use.
-            of_use = not failed and epoch == self._epoch
-            answers.append(Answer(ticket, found[0] if of_use else None))
+            has = asked.has if asked.epoch == self._epoch else None
+            answers.append(Answer(asked.ticket, has, asked.late))
         return answers
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
@@ -327,18 +327,26 @@ class RemoteTier:
         if ticket in self._batches:
             self._link.hasten(list(self._batches[ticket].jobs), priority)
 
+    def hung(self, ticket: int) -> Collection[int]:
+        if ticket not in self._batches:
+            return ()
+        jobs = self._batches[ticket].jobs
+        return {i for job, positions in jobs.items() if job.hangs for i in positions}
+
     def poll(self) -> list[BlockResult]:
+        for job in self._link.note_hung():
+            self._note(job, True)
         for job in self._link.poll():
             self._end(job)
         results, self._results = self._results, []
         return results
 
     def drain(self) -> bool:
-        drained = [link.drain() for link in (self._link, self._questions)]
-        if not all(drained):
+        self._questions.drain()
+        if not self._link.drain():
             return False
         self._batches.clear()
-        for known in (self._ticket_of, self._asked, self._writing, self._repeats, self._results):
+        for known in (self._ticket_of, self._refused, self._writing, self._repeats, self._results):
             known.clear()
         self._queued_blocks = self._writes_under_way = 0
         for device in (self._reads, self._writes):
@@ -347,7 +355,7 @@ class RemoteTier:
 
     def begin_close(self, flush_seconds: float) -> None:
         self._link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
-        self._questions.begin_close(0.0)
+        self._questions.begin_close()
         self._renewal.begin_close()
         self._opening.begin_close()
 
@@ -376,22 +384,15 @@ class RemoteTier:
         self._epoch = self._epoch or self._opened
         return True
 
-    def _state(self, device: Circuit) -> CircuitState:
-        return CircuitState.CONNECTING if self._opened is None else device.state
+    def _shown(self, device: Circuit) -> CircuitState:
+        if self._opened is None:
+            return CircuitState.CONNECTING
+        asks = device is self._reads
+        return device.shown(self._link.stalled or (asks and self._questions.stalled))
 
     def _open(self) -> None:
         self._opened = self._store.open()
         logger.info("FlexKV shares blocks in %s", self._store_name)
-
-    def _find(
-        self,
-        epoch: str,
-        keys: Sequence[bytes],
-        behind: Sequence[bytes],
-        found: list[Sequence[bool]],
-    ) -> list[Outcome]:
-        found.append(self._store.find(epoch, keys, behind))
-        return [Outcome.DONE]
 
     def _begin(
         self,
@@ -442,12 +443,10 @@ class RemoteTier:
         moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
         if moved:
             self._traffic.add(moved * self._slot_bytes, job.seconds, writes)
-        device, what = (self._writes, "writes to") if writes else (self._reads, "reads from")
         if Outcome.DROPPED in job.outcomes:
-            device.drop()
-        else:
-            failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
-            self._note(device, failed, job, what)
+            (self._writes if writes else self._reads).drop()
+        elif not job.hangs:  # a job that hung has failed already
+            self._note(job, all(outcome is Outcome.FAILED for outcome in job.outcomes))
 
     def _end_write(self, key: bytes, place: _Place, outcome: Outcome) -> None:
         """Report the result of a block's write, also for the writes that repeated it meanwhile."""
@@ -461,22 +460,34 @@ class RemoteTier:
         jobs = (job for batch in self._batches.values() for job in batch.jobs)
         self._link.cancel([job for job in jobs if job.priority is Priority.WRITE])
 
-    def _note(self, device: Circuit, failed: bool, job: Job, what: str) -> None:
+    def _note(self, job: Job, failed: bool) -> None:
+        """Report a read or write to its circuit."""
+        writes = job.priority is Priority.WRITE
+        device, what = (self._writes, "writes to") if writes else (self._reads, "reads from")
         self._failures.note(what, job.error)
         if device.end(failed, job.seconds):
-            if device is self._writes:
+            if writes:
                 self._drop_waiting_writes()
-            logger.error(
-                "%d %s %s in a row failed or took longer than %g s (questions: %g s), the last: "
-                "%s; FlexKV makes none for %g s, then tries one; check the store and the network",
-                circuit.FAILURES,
-                what,
-                self.medium.value,
-                self._timeout_seconds,
-                self.question_seconds,
-                describe_end(job.error, job.seconds),
-                PAUSE_SECONDS,
-            )
+            self._log_opened(what, job.error, job.seconds)
+
+    def _note_question(self, failed: bool, error: str, seconds: float) -> None:
+        """Report a question to the circuit of reads."""
+        self._failures.note("questions to", error)
+        if self._reads.end(failed):
+            self._log_opened("questions to", error, seconds)
+
+    def _log_opened(self, what: str, error: str, seconds: float) -> None:
+        logger.error(
+            "%d %s %s in a row failed or took longer than %g s (questions: %g s), the last: %s; "
+            "FlexKV makes none for %g s, then tries one; check the store and the network",
+            circuit.FAILURES,
+            what,
+            self.medium.value,
+            self._timeout_seconds,
+            self.question_seconds,
+            describe_end(error, seconds),
+            PAUSE_SECONDS,
+        )
 
 
 def address_of(buffer: memoryview) -> int:

@@ -12,7 +12,7 @@ from flexkv.histogram import Histogram
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.job import Priority
 from flexkv.transfer.fetch import Fetch
-from flexkv.transfer.reads import Reads
+from flexkv.transfer.reads import Read, Reads
 from flexkv.transfer.sources import Source
 
 
@@ -297,11 +297,16 @@ class Fetcher:
         looks = [source.look(wanted) for source in self._sources]
         plan: list[Source | None] = []
         questions: dict[Source, list[bytes]] = {}
-        reach = 0
+        reach, now = 0, time.monotonic()
+        hung: dict[Read, set[bytes]] = {}
         for i, key in enumerate(wanted):
             read = reads.of(key)
-            if read is not None and looks[read.source.place][i] is False and not reads.leave(key):
-                break  # the tier that reads it hangs, and no other tier has it
+            if read is not None:
+                if read not in hung:
+                    hung[read] = reads.hung_in(read, now)
+                hangs = key in hung[read] or looks[read.source.place][i] is False
+                if hangs and not self._leave(key, now):
+                    break  # no other tier has it
             source = None
             if key not in index:
                 source = self._first_that_may(looks, i)
@@ -359,6 +364,18 @@ class Fetcher:
         if len(self._sources) > 1 and fetch.arrived > start:
             self._came.setdefault(fetch, start)
 
+    def _leave(self, key: bytes, now: float) -> bool:
+        """See `Reads.leave`. All fetches that wait for the batch wait for the next tier."""
+        read = self._reads.of(key)
+        assert read is not None
+        keys = [block.key for block in read.blocks.values()]
+        if not self._reads.leave(key):
+            return False
+        for each in keys:
+            for fetch, _ in self._waiting.get(each, ()):
+                fetch.progressed = now
+        return True
+
     def _give_up_stalled(self) -> None:
         now = time.monotonic()
         for fetch in self._fetches:
@@ -373,7 +390,6 @@ class Fetcher:
                 if not self._reads.is_hung(key, now):
                     continue
                 read.source.counters.stalled_fetches += 1
-                if self._reads.leave(key):
-                    fetch.progressed = now
+                if self._leave(key, now):
                     continue
             fetch.cut(fetch.arrived)

@@ -39,6 +39,14 @@ class Read:
     progressed: float
     cancelled: bool = False
 
+    def has_stalled(self, now: float) -> bool:
+        """Whether the batch gave no block for as long as its tier may stall.
+
+        Args:
+            now: time.monotonic(), in seconds.
+        """
+        return self.progressed < now - self.source.stall_seconds
+
     def goes_before(self, other: Read) -> bool:
         """Whether `other`, of the same tier, may have to wait for this one."""
         return self.ticket <= other.ticket or self.priority < other.priority
@@ -164,8 +172,20 @@ class Reads:
         if self._between:
             self._place()
 
+    def hung_in(self, read: Read, now: float) -> set[bytes]:
+        """Keys of the blocks of a batch that nobody should wait for: those that hang, and all if
+        the batch has stalled.
+
+        Args:
+            read: the batch.
+            now: time.monotonic(), in seconds.
+        """
+        blocks = read.blocks
+        positions = blocks if read.has_stalled(now) else read.source.tier.hung(read.ticket)
+        return {blocks[position].key for position in positions if position in blocks}
+
     def is_hung(self, key: bytes, now: float) -> bool:
-        """Whether the batch that reads the block of `key` has stalled, or the tier cannot give the
+        """Whether the read of the block of `key` hangs or has stalled, or the tier cannot give the
         block now.
 
         Args:
@@ -173,17 +193,18 @@ class Reads:
             now: time.monotonic(), in seconds.
         """
         read = self._read_of[key]
-        stalled = read.progressed < now - read.source.stall_seconds
-        return stalled or read.source.look([key])[0] is False
+        return key in self.hung_in(read, now) or read.source.look([key])[0] is False
 
     def leave(self, key: bytes) -> bool:
         """Read the block of `key`, whose batch hangs, from a slower tier, and likewise the other
         blocks of that batch. Returns False if no slower tier may have the block."""
         read = self._read_of[key]
-        now = time.monotonic()
+        source = read.source
+        hung = self.hung_in(read, time.monotonic())
         for block in list(read.blocks.values()):
             known = self._read_of.get(block.key) is read
-            if known and self.is_hung(block.key, now) and self._may_come(block.key, read.source):
+            hangs = known and (block.key in hung or source.look([block.key])[0] is False)
+            if hangs and self._may_come(block.key, source):
                 self._replace(block, read)
         return self._read_of.get(key) is not read
 

@@ -145,6 +145,7 @@ class AskedSource(Source):
         news = False
         for answer in self._asked.take_answers():
             question = self._questions.pop(answer.ticket)
+            self.counters.late_questions += answer.late and not question.late
             has = answer.has or [False] * len(question.keys)
             for key, each in zip(question.keys, has, strict=False):
                 del self._asking[key]

@@ -57,7 +57,8 @@ def open_disk_tier(
         day_bytes: bytes that may be written in 24 hours, of all directories together; None for no
             limit.
         queue_bytes: bytes that may wait, of all directories together.
-        stall_seconds: if a read or write takes longer, its directory is skipped until it ends.
+        stall_seconds: a read or write that takes longer hangs. A directory is skipped while half of
+            its threads hang and no job ends.
         files: the system calls; the real ones if None.
         identity: the parts of the fingerprint, each `NAME: VALUE`, which are kept as text. If a
             directory has only blocks of this model under another fingerprint, the log names the

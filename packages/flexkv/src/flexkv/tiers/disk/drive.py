@@ -127,13 +127,13 @@ class Drive:
 
     @property
     def readable(self) -> bool:
-        """Whether the circuit allows reads and the disk does not stall."""
+        """Whether the circuit allows reads and the link is not stalled."""
         return self.reads.allows and not self.link.stalled
 
     @property
     def room(self) -> int:
         """How many blocks may be written now: as many as the queue, the budget and the slots that
-        are not in use have room for. None if the circuit is open or the disk stalls."""
+        are not in use have room for. None if the circuit is open or the link is stalled."""
         if not self.writes.allows or self.link.stalled:
             return 0
         queue_bytes = max(0, self.link.queue_bytes - self.link.queued_bytes)
@@ -224,6 +224,8 @@ class Drive:
             if not done:
                 self._unerased.add(slot)
             self.index.release(slot)
+        for job in self.link.note_hung():
+            self._note(job, True, self._running[job].writes)
         ended = self._ended.take(all_writes)
         for job in ended:
             running = self._running.pop(job)
@@ -240,7 +242,7 @@ class Drive:
             else:
                 for slot, outcome in zip(running.slots, job.outcomes, strict=True):
                     self._settle_read(slot, outcome)
-            self._note(job, running.writes)
+            self._note_end(job, running.writes)
         if ended:
             # Only now, or the upkeep could save the counters before they count these jobs.
             self._upkeep.count()
@@ -381,15 +383,17 @@ class Drive:
         self.index.discard(slot)
         self._upkeep.erase(slot)
 
-    def _note(self, job: Job, writes: bool) -> None:
+    def _note_end(self, job: Job, writes: bool) -> None:
         """Report a job to the circuit, as failed if none of its blocks succeeded. A single bad
         place on disk costs one block and says nothing about the others."""
-        device, what = (self.writes, "writes to") if writes else (self.reads, "reads from")
         if Outcome.DROPPED in job.outcomes:
-            device.drop()
-            return
+            (self.writes if writes else self.reads).drop()
+        elif not job.hangs:  # a job that hung has failed already
+            self._note(job, all(each is Outcome.FAILED for each in job.outcomes), writes)
+
+    def _note(self, job: Job, failed: bool, writes: bool) -> None:
+        device, what = (self.writes, "writes to") if writes else (self.reads, "reads from")
         self._failures.note(what, job.error)
-        failed = all(outcome is Outcome.FAILED for outcome in job.outcomes)
         if device.end(failed, job.seconds):
             logger.error(
                 "%d consecutive %s %s failed or took longer than %g s (the last: %s); FlexKV makes "

@@ -39,7 +39,8 @@ class FollowerTier:
         roots: cache directories. Folders that appear in them later are read too.
         fingerprint: fingerprint of the blocks, hexadecimal.
         slot_bytes: bytes of a block.
-        stall_seconds: while a read takes longer than this, lookups find nothing.
+        stall_seconds: a read that takes longer hangs. While half of the threads hang and no read
+            ends, lookups find nothing.
         files: the system calls; the real ones if None.
     """
 
@@ -112,6 +113,7 @@ class FollowerTier:
         self._link.cancel([job for job, (of, *_) in self._jobs.items() if of == ticket])
 
     def poll(self) -> list[BlockResult]:
+        self._link.note_hung()
         for job in self._link.poll():
             ticket, position, folder, record = self._jobs.pop(job)
             (outcome,) = job.outcomes

@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
-from flexkv.tiers.circuit import count_states
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.job import Job, Outcome, Priority
 
@@ -56,8 +56,8 @@ class DiskTier:
             evicted_blocks=sum(drive.index.evictions for drive in drives),
             queued_blocks=self._queued_blocks,
             queued_bytes=sum(drive.link.queued_bytes for drive in drives),
-            reads=count_states(drive.reads for drive in drives),
-            writes=count_states(drive.writes for drive in drives),
+            reads=Counter(drive.reads.shown(drive.link.stalled) for drive in drives),
+            writes=Counter(drive.writes.shown(drive.link.stalled) for drive in drives),
             openings=sum(drive.reads.openings + drive.writes.openings for drive in drives),
             traffic=traffic,
         )
@@ -149,6 +149,10 @@ class DiskTier:
     def hasten(self, ticket: int, priority: Priority) -> None:
         for drive, jobs in self._jobs_of(ticket).items():
             drive.link.hasten(jobs, priority)
+
+    def hung(self, ticket: int) -> Collection[int]:
+        hung = [job for job in self._batches.get(ticket, ()) if job.hangs]
+        return {position for job in hung for position in self._places[job][1]}
 
     def poll(self) -> list[BlockResult]:
         for drive in self._drives:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +13,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from flexkv.changes import Medium
 from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.link import most_jobs
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks, MooncakeError
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
 
@@ -18,6 +21,14 @@ TRANSFERS = {"tcp": 1, "rdma": 4}
 """Calls that move bytes at the same time, by protocol. Over TCP, calls slow each other down: on two
 busy cores, reading 64 MiB in blocks of 2 MiB reached 0.5 to 0.8 GB/s with one call at a time, 0.2
 to 0.6 with two and 0.1 to 0.2 with eight, whatever the blocks per call. RDMA was not measured."""
+
+_CALL_LIMITS_MS = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
+_CALL_LIMITS_SECONDS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+"""Environment variables that Mooncake's client reads: the most time of a request to the master, and
+the time without progress after which a transfer by TCP fails."""
+
+_LEAST_LIMIT_SECONDS = 5.0
+"""A client joins the store by the same requests, and its master may be busy then. Not tuned."""
 
 _REACH_SECONDS = 5.0
 """Seconds that the master may take to accept a connection. Not tuned."""
@@ -61,10 +72,11 @@ def open_mooncake_tier(
     Returns:
         The tier, which owns its client.
     """
+    _limit_calls(limits.timeout_seconds)
     config = ReplicateConfig()
     config.replica_num = settings.replicas
     record = MetadataRecord(settings.metadata, fingerprint, limits.timeout_seconds)
-    together = limits.threads * max(1, limits.batch_bytes // slot_bytes)
+    together = most_jobs(limits.threads) * max(1, limits.batch_bytes // slot_bytes)
     blocks = MooncakeBlocks(
         partial(_join, settings),
         config,
@@ -73,12 +85,27 @@ def open_mooncake_tier(
         slot_bytes=slot_bytes,
         blocks=together,
         transfers=TRANSFERS[settings.protocol],
+        timeout_seconds=limits.timeout_seconds,
     )
     name = (
         f"mooncake_master {settings.master} or mooncake_metadata {settings.metadata}, by protocol "
         f"{settings.protocol!r} with device {settings.device!r},"
     )
     return RemoteTier(Medium.MOONCAKE, blocks, slot_bytes, limits, store_name=name, states=states)
+
+
+def _limit_calls(seconds: float) -> None:
+    """Give each later call of Mooncake's clients in this process an upper time, where the operator
+    has set none. A client whose master or peer hangs otherwise waits for 30 s.
+
+    Transfers by RDMA keep Mooncake's own limit: a shorter one (`MC_SLICE_TIMEOUT`) reports a
+    transfer as failed while it may still write to the arena.
+    """
+    seconds = max(seconds, _LEAST_LIMIT_SECONDS)
+    for name in _CALL_LIMITS_MS:
+        os.environ.setdefault(name, str(math.ceil(seconds * 1000)))
+    for name in _CALL_LIMITS_SECONDS:
+        os.environ.setdefault(name, str(math.ceil(seconds)))
 
 
 def _join(settings: MooncakeSettings) -> MooncakeDistributedStore:

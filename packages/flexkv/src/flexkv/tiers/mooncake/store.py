@@ -16,12 +16,14 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from flexkv.deadline import call_within
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome, Result
+from flexkv.tiers.questions import Found, Question
 from flexkv.tiers.remote import address_of
 from flexkv.tiers.turns import Turns
 
@@ -89,6 +91,7 @@ class MooncakeBlocks:
         blocks: most blocks that are read or written at the same time; each has a buffer of
             `ENVELOPE_BYTES` here.
         transfers: calls that move bytes at the same time. Other calls verify or seal meanwhile.
+        timeout_seconds: a call that moves bytes for longer hangs, and another one may begin.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class MooncakeBlocks:
         slot_bytes: int,
         blocks: int,
         transfers: int,
+        timeout_seconds: float,
     ) -> None:
         self._join = join
         self._joined: Client | None = None
@@ -112,7 +116,7 @@ class MooncakeBlocks:
         self._fingerprint = fingerprint
         self._sizes = [ENVELOPE_BYTES, slot_bytes]
         # In their order: of a prefix, only blocks without a gap before them can be loaded.
-        self._transfers = Turns(transfers)
+        self._transfers = Turns(transfers, timeout_seconds)
         self._memory = mmap.mmap(-1, blocks * ENVELOPE_BYTES)
         view = memoryview(self._memory)
         self._envelopes: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
@@ -145,10 +149,14 @@ class MooncakeBlocks:
         return epoch
 
     def find(
-        self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
-    ) -> Sequence[bool]:
+        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+    ) -> None:
+        """See `BlockStore.find`. Takes one call of the client."""
         folder = self._folder(epoch)
-        return self._exist([self._name(folder, key) for key in (*keys, *behind)])
+        keys = [key for question in questions for each in question for key in each]
+        there = iter(self._exist([self._name(folder, key) for key in keys]))
+        for number, question in enumerate(questions):
+            answer(number, list(islice(there, sum(map(len, question)))))
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]

@@ -28,6 +28,7 @@ from flexkv.tiers.objects.errors import (
     StoreError,
     describe,
 )
+from flexkv.tiers.questions import Found, Question
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -35,7 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUESTS = 64
-"""Concurrent requests. By arithmetic they reach 2 GB/s with blocks of 2 MiB and 60 ms a request."""
+"""Concurrent reads and writes. By arithmetic they reach 2 GB/s with blocks of 2 MiB and 60 ms a
+request."""
+
+QUESTIONS = 128
+"""Concurrent requests whether an object is there. They do not wait for reads and writes. By
+arithmetic they reach 2,100 a second with 60 ms a request: as many misses, or 66 prefixes of 256
+blocks."""
 
 PROBES = 16
 """Blocks of a prefix that are looked up at once. For a prefix of 256 blocks, 32 requests in two
@@ -99,19 +106,24 @@ class ObjectBlocks:
         return self.epochs.open()
 
     def find(
-        self, epoch: str, keys: Sequence[bytes], behind: Sequence[bytes] = ()
-    ) -> Sequence[bool]:
-        """See `BlockStore.find`.
+        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+    ) -> None:
+        """See `BlockStore.find`. The requests of all questions run at once, and a question does not
+        wait for the others.
 
         A block of `keys` behind an absent one counts as absent, and a block before a present one as
         present. Each block of `behind` takes a request, and none if the first of `keys` is absent.
-
-        Raises:
-            StoreError: the store fails or does not answer in time.
         """
         folder = self.epochs.folder(epoch)
-        names, others = ([self._name(folder, key) for key in each] for each in (keys, behind))
-        return self._requests.run(self._find(names, others))
+
+        async def find(number: int, question: Question) -> None:
+            names, others = ([self._name(folder, key) for key in each] for each in question)
+            answer(number, await self._find(names, others))
+
+        ended = self._requests.run_all([find(*each) for each in enumerate(questions)])
+        for number, error in enumerate(ended):
+            if error is not None:
+                answer(number, error)
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -264,6 +276,7 @@ class Requests:
         self._timeout_seconds = timeout_seconds
         self._loop = asyncio.new_event_loop()
         self._free = asyncio.Semaphore(REQUESTS)
+        self._free_to_ask = asyncio.Semaphore(QUESTIONS)
         # A daemon: a request that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="flexkv-objects-io", daemon=True)
         self._thread.start()
@@ -301,7 +314,7 @@ class Requests:
     async def size(self, name: str) -> int | None:
         """Bytes of an object; None if there is no such object."""
         try:
-            meta = await self._ask(lambda: obstore.head_async(self._store, name))
+            meta = await self._ask(lambda: obstore.head_async(self._store, name), self._free_to_ask)
         except AbsentError:
             return None
         return int(meta["size"])
@@ -412,8 +425,14 @@ class Requests:
             )
         )
 
-    async def _ask(self, request: Callable[[], Awaitable[T]]) -> T:
+    async def _ask(
+        self, request: Callable[[], Awaitable[T]], free: asyncio.Semaphore | None = None
+    ) -> T:
         """The answer to a request.
+
+        Args:
+            request: begins the request.
+            free: bounds such requests; if None, the semaphore of reads and writes.
 
         Raises:
             AbsentError: there is no such object, or for a write no such bucket.
@@ -421,7 +440,7 @@ class Requests:
             StoreError: the store fails.
         """
         try:
-            async with self._free:
+            async with free or self._free:
                 return await request()
         except FileNotFoundError as error:
             raise AbsentError(*describe(error)) from None
