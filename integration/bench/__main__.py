@@ -25,6 +25,7 @@ from integration.bench.engines import engine_rows
 from integration.bench.load_modes import load_mode_rows
 from integration.bench.memory import memory_rows
 from integration.bench.policies import policy_rows
+from integration.bench.questions import question_rows
 from integration.bench.rows import Row, table
 from integration.bench.saturated import saturated_rows
 from integration.bench.scripts import script_rows
@@ -53,6 +54,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "slow-disk": slow_disk_rows,
     "saturated": saturated_rows,
     "cluster": _cluster_rows,
+    "questions": lambda bench, say: question_rows(say),
     "policies": lambda bench, say: policy_rows(bench.trace, say),
     "sglang": sglang_rows,
 }
