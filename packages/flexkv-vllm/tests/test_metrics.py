@@ -139,6 +139,7 @@ def test_failures_name_the_tier_that_can_have_them() -> None:
             for tier in ("disk", "mooncake", "objects")
         ),
         ("internal", ""),
+        ("lasting", ""),
     }
 
 
