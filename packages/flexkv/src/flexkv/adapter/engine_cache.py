@@ -49,11 +49,12 @@ class EngineCache:
 
     def take_ended(self) -> Iterator[Transfer]:
         """Poll the cache, and yield the loads and stores that have ended. The next call yields
-        those again that the caller has not handled because of an error."""
+        those again that the caller has not handled because of an error, behind all others."""
         self._ended.extend(self.cache.poll())
         while self._ended:
-            yield self._ended[0]
-            self._ended.popleft()
+            self._ended.rotate(-1)
+            yield self._ended[-1]
+            self._ended.pop()
 
     def end_lost(self, ordered: AbstractSet[int], running: AbstractSet[int]) -> None:
         """After an error: cancel the transfers that no worker will copy, and let `take_ended` yield

@@ -104,7 +104,8 @@ class StepStores:
         if not self._by_step:
             return False
         batch: StoreBatch = {}
-        with self._edge.guard("finding full blocks", "those of this step are not cached"):
+        consequence = "those of this step are not cached"
+        with self._edge.guard("finding full blocks", consequence, loses=False):
             size, several = self._keys.hash_tokens, computed > len(scheduled)
             filled = self._calendar.take(scheduled, requests, size, several)
             self.stores.add_filled(filled, batch)

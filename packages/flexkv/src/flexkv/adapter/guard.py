@@ -30,7 +30,7 @@ class Edge:
     Attributes:
         failures: errors by place.
         given_up: places at which errors lasted, and whose work has been given up.
-        after_error: called after each error, for instance to find what it has lost; must not raise.
+        after_error: called after each error that may have lost something; must not raise.
     """
 
     __slots__ = ("_in_a_row", "after_error", "failures", "given_up")
@@ -41,15 +41,23 @@ class Edge:
         self.after_error: Callable[[], None] | None = None
         self._in_a_row: Counter[str] = Counter()
 
-    def guard(self, place: str, consequence: str) -> Guard:
-        """Swallow, count and log what the block raises. `KeyboardInterrupt` and the like pass."""
-        return Guard(self, place, consequence)
+    def guard(self, place: str, consequence: str, *, loses: bool = True) -> Guard:
+        """Swallow, count and log what the block raises. `KeyboardInterrupt` and the like pass.
 
-    def failed(self, place: str, consequence: str, error: BaseException) -> None:
+        Args:
+            place: names the block.
+            consequence: what follows an error, for the log.
+            loses: whether an error may lose a lease or a copy; then `after_error` is called.
+        """
+        return Guard(self, place, consequence, loses)
+
+    def failed(
+        self, place: str, consequence: str, error: BaseException, *, loses: bool = True
+    ) -> None:
         """Record one failure."""
         self.failures[place] += 1
         self._in_a_row[place] += 1
-        if self.after_error is not None:
+        if loses and self.after_error is not None:
             self.after_error()
         if self.failures[place] == 1:
             logger.error(
@@ -89,12 +97,13 @@ class Edge:
 class Guard:
     """One guarded block; see `Edge.guard`."""
 
-    __slots__ = ("_consequence", "_edge", "_place")
+    __slots__ = ("_consequence", "_edge", "_loses", "_place")
 
-    def __init__(self, edge: Edge, place: str, consequence: str) -> None:
+    def __init__(self, edge: Edge, place: str, consequence: str, loses: bool) -> None:
         self._edge = edge
         self._place = place
         self._consequence = consequence
+        self._loses = loses
 
     def __enter__(self) -> None:
         pass
@@ -110,7 +119,7 @@ class Guard:
             return False
         if not isinstance(error, Exception):
             return False
-        self._edge.failed(self._place, self._consequence, error)
+        self._edge.failed(self._place, self._consequence, error, loses=self._loses)
         return True
 
 

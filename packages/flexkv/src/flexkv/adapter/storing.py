@@ -166,7 +166,7 @@ class Stores:
         rest = iter(filled)
         while True:
             # After an error with one request, those behind it follow.
-            with self._edge.guard("storing blocks", "they are not cached"):
+            with self._edge.guard("storing blocks", "they are not cached", loses=False):
                 self._add_filled(rest, batch)
                 return
 
@@ -186,7 +186,7 @@ class Stores:
         """
         if tracked.next_fill == NEVER:
             return
-        with self._edge.guard("storing states", "they are not cached"):
+        with self._edge.guard("storing states", "they are not cached", loses=False):
             self._add(tracked, self._states_of(tracked.request, offers), batch)
 
     def order(self, batch: StoreBatch, orders: StepOrders) -> None:
