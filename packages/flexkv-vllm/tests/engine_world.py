@@ -454,6 +454,11 @@ class World(StagedWorkers):
         for rank in reversed(self.ranks):
             rank.shutdown()
 
+    @property
+    def may_reset_connector(self) -> bool:
+        """Whether vLLM survives a reset of its connector now."""
+        return True
+
     def restart(self, *, reset_connector: bool) -> bool:
         """Have vLLM begin all that runs anew, with nothing in its prefix cache. False if it refuses
         to, as while a load or a held block is under way, or would lose tokens."""

@@ -141,6 +141,11 @@ class OffloadingWorld(World):
         return self.connector.connector_scheduler.manager
 
     @property
+    def may_reset_connector(self) -> bool:
+        """vLLM fails if copies are to end with the next step, after an abort or another reset."""
+        return not getattr(self.connector.connector_scheduler, "_current_batch_jobs_to_flush", ())
+
+    @property
     def cache(self) -> Any:
         return self.manager._cache
 

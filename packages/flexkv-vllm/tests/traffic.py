@@ -137,4 +137,4 @@ class Traffic:
         return _pausing(True) if clears and self._cleared % 2 else nullcontext()
 
     def _clears(self) -> bool:
-        return self.rng.random() < self.clear_rate
+        return self.rng.random() < self.clear_rate and self.world.may_reset_connector
