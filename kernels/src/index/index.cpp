@@ -490,15 +490,13 @@ void Index::end_life(Block* block) {
   unlink(block);
 }
 
-// Ends the life of a stale block: no other block builds on it but stale ones. What may raise comes
-// first. A slot in use becomes free when its writer or its last reader is done.
+// Ends the life of a stale block: no other block builds on it but stale ones. A slot in use becomes
+// free when its writer or its last reader is done. The policy comes last: if it raises for this
+// block, and would each time, the block has left all the same.
 void Index::expel(Block* block) {
   const Reference kept(share(object_of(block)));
   note(block->key);
   const bool is_ready = block->state == State::ready;
-  if (is_ready) {
-    policy_->evicted(block);
-  }
   untable(block);
   unlink(block);
   Py_DECREF(object_of(block));
@@ -507,6 +505,9 @@ void Index::expel(Block* block) {
   block->state = State::dropped;
   if (is_ready && block->leases == 0) {
     free_.push_back(block->slot);
+  }
+  if (is_ready) {
+    policy_->evicted(block);
   }
 }
 

@@ -524,6 +524,30 @@ def test_a_slot_of_a_stale_block_is_taken_before_any_block_is_evicted() -> None:
     index.release_unused([victim])
 
 
+def test_a_policy_that_errs_at_a_stale_block_keeps_no_other_from_leaving() -> None:
+    policy = ForgetfulPolicy()
+    index = block_index(4, policy)
+    add(index, b"a", b"b", b"c")
+    index.clear()
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            index.sweep(4)
+    assert index.sweep(4) == 0
+    assert index.free_slots == 4
+    index.settle([], [])
+    add(index, b"a", b"b", b"c")
+    assert index.lookup([b"a", b"b", b"c"]) == 3
+
+
+class ForgetfulPolicy(S3FIFOPolicy):
+    """Errs each time it is asked about these blocks."""
+
+    def evicted(self, key: bytes) -> None:
+        if key in (b"a", b"b"):
+            raise KeyError(key)
+        super().evicted(key)
+
+
 def test_stale_blocks_count_as_changed_at_last() -> None:
     index = ready_index(4, [b"a", b"b"])
     index.watch()

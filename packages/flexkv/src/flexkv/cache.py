@@ -278,7 +278,9 @@ class KVCache:
             Whether the fetch can be extended further. If not, no tier has a block to add, or the
             fetch has ended.
         """
-        return not self._off and self._below.fetcher.extend(fetch, keys)
+        if self._off or self._recovering:
+            return False
+        return self._below.fetcher.extend(fetch, keys)
 
     @_sound
     def hasten(self, fetch: Fetch) -> None:
