@@ -16,6 +16,7 @@ from engine_world import World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 
+from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.job import Priority
 from packages.tier_blocks import ready_blocks
 
@@ -142,8 +143,9 @@ class Hang:
 
     def __init__(self, world: World, free: int = 0) -> None:
         self._ended = threading.Event()
-        self._begun = threading.Event()
         self._wanted = threading.Event()
+        self._asked = 0
+        self._begun: list[None] = []  # by threads of the link
         self._counters = world.cache.counters
         self._last = self._counters.fetched_blocks + free
         drive = drive_of(world)
@@ -157,13 +159,15 @@ class Hang:
             return read(*args)
 
         def hanging(*args: Any) -> Any:
-            self._begun.set()
+            self._begun.append(None)
             self._ended.wait()
             return read(*args)
 
         def asked(slots: Any, keys: Any, buffers: Any, priority: Priority) -> Any:
             # Its threads may call `read` in another order.
-            drive._store.read = late if next(numbers) < free else hanging
+            hangs = next(numbers) >= free
+            self._asked += hangs
+            drive._store.read = hanging if hangs else late
             self._want(priority)
             return reading(slots, keys, buffers, priority)
 
@@ -182,9 +186,11 @@ class Hang:
 
     @property
     def begun(self) -> bool:
-        """Whether a read hangs, and all that came before it was seen: time that passes now passes
-        without anything."""
-        return self._begun.is_set() and self._counters.fetched_blocks == self._last
+        """Whether every read that was asked for hangs, or as many as the link has threads, and all
+        that came before was seen: time that passes now passes without anything. A read that begins
+        later would hang for no time yet."""
+        hanging = min(self._asked, THREADS)
+        return 0 < hanging <= len(self._begun) and self._counters.fetched_blocks == self._last
 
     def end(self) -> None:
         """Everything is read again."""
