@@ -91,18 +91,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "index", "key to slot, states, leases, pins", _of(CORE, "index", "packed_keys", "pins")
         ),
-        Room(
-            "config",
-            "settings",
-            _of(
-                CORE,
-                "config",
-                "config_sources",
-                "setting_field",
-                "setting_values",
-                "tier_settings",
-            ),
-        ),
+        Room("settings", "one field each, all sources", _of(CORE, "settings")),
     ),
     (
         Room("eviction", "one policy a file", _of(CORE, "eviction")),

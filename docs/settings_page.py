@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexkv.config import settings
-from flexkv.config_sources import CONFIG_PATH_VARIABLE
+from flexkv.settings.config import settings
+from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE
 
 PAGE = Path(__file__).with_name("pages") / "reference" / "settings.md"
 

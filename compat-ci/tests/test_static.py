@@ -125,7 +125,7 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "what an offloading spec is made with renamed": (
         [Edit(OFFLOAD_CONFIG, "    dcp_size: int", "    context_size: int")],
-        ["offloading/settings.py", "`dcp_size`"],
+        ["offloading/offload_settings.py", "`dcp_size`"],
     ),
     "what an offloading manager answers renamed": (
         [Edit(OFFLOAD, "HIT_PENDING", "HIT_LATER")],

@@ -26,8 +26,8 @@ from docs.tests.deployed import (
     command_of,
     service_of,
 )
-from flexkv.config import settings
-from flexkv.config_sources import load_config
+from flexkv.settings.config import settings
+from flexkv.settings.config_sources import load_config
 from integration.harness.connector import CONNECTOR
 
 _VARIABLE = re.compile(r"\bFLEXKV_[A-Z_]+")

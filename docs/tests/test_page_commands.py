@@ -29,8 +29,8 @@ from docs.tests.page_commands import (
     sessions,
 )
 from flexkv import cli
-from flexkv.config import settings
-from flexkv.config_sources import load_config
+from flexkv.settings.config import settings
+from flexkv.settings.config_sources import load_config
 from integration.harness import vllm_forks
 from integration.harness.fork_server import ForkServer
 from integration.sglang import environment, forks

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from docs import settings_page
-from flexkv.config import settings
-from flexkv.config_sources import CONFIG_PATH_VARIABLE
+from flexkv.settings.config import settings
+from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE
 
 
 def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

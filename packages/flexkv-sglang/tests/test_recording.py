@@ -11,9 +11,9 @@ from sglang_requests import Request
 from sglang_world import Rank
 
 from flexkv.adapter.recorder import open_recorder
-from flexkv.config_sources import load_config
 from flexkv.plan.read import read_trace
 from flexkv.plan.trace import Trace
+from flexkv.settings.config_sources import load_config
 from flexkv_sglang import following
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.recording import RequestRecorder

@@ -21,11 +21,11 @@ from typing import Any
 
 from flexkv import KVCache
 from flexkv.adapter.lower_tiers import open_shared_tiers
-from flexkv.config import CacheConfig
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
+from flexkv.settings.config import CacheConfig
 from flexkv.tiers import remote
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.remote import RemoteTier

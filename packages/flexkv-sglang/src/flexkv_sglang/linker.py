@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 from flexkv import ConfigError, LayoutError
-from flexkv.config import configure_logging
-from flexkv.config_sources import log_ignored_variables
+from flexkv.settings.config import configure_logging
+from flexkv.settings.config_sources import log_ignored_variables
 from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.layer_counter import LayerCounter

@@ -44,7 +44,8 @@ def _check(connector: str | None, extra: Mapping[str, Any]) -> None:
 
         check_engine(load_config(extra), FlexKVConnectorV1)
     elif connector == _OFFLOADING_CONNECTOR and extra.get("spec_name") == _OFFLOADING_SPEC:
-        from flexkv_vllm.offloading import settings
+        from flexkv_vllm.offloading import offload_settings
         from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 
-        settings.check_engine(settings.load_settings(extra), FlexKVOffloadingManager)
+        settings = offload_settings.load_settings(extra)
+        offload_settings.check_engine(settings, FlexKVOffloadingManager)

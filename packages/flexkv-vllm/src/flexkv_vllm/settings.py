@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import CacheConfig, LayoutError, load_config
-from flexkv.config import configure_logging
-from flexkv.config_sources import log_ignored_variables
+from flexkv.settings.config import configure_logging
+from flexkv.settings.config_sources import log_ignored_variables
 from flexkv_vllm.compat.core import check_version
 from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
 

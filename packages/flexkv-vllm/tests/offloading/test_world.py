@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from flexkv import LayoutError
 from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, S3FIFOPolicy
-from flexkv_vllm.offloading import settings
+from flexkv_vllm.offloading import offload_settings
 
 DRAINS_HOLDERS = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether this vLLM lets waiting requests that hold blocks run before others: from 0.31 on."""
@@ -96,7 +96,7 @@ def test_several_groups_are_refused_where_none_hears_of_their_failed_loads(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM up to 0.29 cannot."""
-    monkeypatch.setattr(settings, "fails_by_request", lambda: False)
+    monkeypatch.setattr(offload_settings, "fails_by_request", lambda: False)
     with pytest.raises(LayoutError, match=r"2 KV cache groups.*allowed: 1 .*0\.30 or newer"):
         make_offloading_world(windows=(WINDOW,))
 

@@ -8,8 +8,6 @@ they need from its module.
 from __future__ import annotations
 
 from flexkv.cache import KVCache
-from flexkv.config import CacheConfig
-from flexkv.config_sources import load_config
 from flexkv.errors import (
     ArenaError,
     ConfigError,
@@ -22,6 +20,8 @@ from flexkv.layout import KVLayout, TensorView
 from flexkv.mover import Mover
 from flexkv.page_cache import PageCache
 from flexkv.page_copies import PageCopy
+from flexkv.settings.config import CacheConfig
+from flexkv.settings.config_sources import load_config
 from flexkv.standalone import open_cache
 from flexkv.version import __version__
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from flexkv.adapter.pages import Device, RankPages
 from flexkv.adapter.start import closed_on_error, make_cache, open_rank
-from flexkv.config import CacheConfig
-from flexkv.config_sources import load_config
 from flexkv.errors import ConfigError
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, Sharding
 from flexkv.mover import Mover
 from flexkv.native import kernels
 from flexkv.page_cache import PageCache, open_caches
+from flexkv.settings.config import CacheConfig
+from flexkv.settings.config_sources import load_config
 
 FLUSH_SECONDS = 30.0
 """Seconds in which lower tiers may write waiting blocks when a cache is closed: enough for 1 GiB, a

@@ -19,7 +19,7 @@ from hung_calls import wait_for_all_but_one
 
 from flexkv import KVLayout, TensorView, open_cache
 from flexkv.errors import DiskError
-from flexkv.setting_values import parse_directories
+from flexkv.settings.kinds import parse_directories
 from flexkv.tiers.disk import claims, open_disk_tier
 from flexkv.tiers.disk.directory import Folder, claim
 from flexkv.tiers.job import Outcome

@@ -29,8 +29,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.recorder import warn_unrecorded
-from flexkv.config import GIB, configure_logging
-from flexkv.config_sources import log_ignored_variables
+from flexkv.settings.config import GIB, configure_logging
+from flexkv.settings.config_sources import log_ignored_variables
+from flexkv_sglang.hicache.backend_settings import read_settings
 from flexkv_sglang.hicache.engine import (
     check_engine,
     engine_copies,
@@ -39,7 +40,6 @@ from flexkv_sglang.hicache.engine import (
 )
 from flexkv_sglang.hicache.hits import Hit, Need, PoolPages, find_hit, leading
 from flexkv_sglang.hicache.place import Place
-from flexkv_sglang.hicache.settings import read_settings
 from flexkv_sglang.hicache.stores import PoolStores
 
 _KV = str(PoolName.KV)

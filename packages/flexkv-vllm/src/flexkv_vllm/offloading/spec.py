@@ -19,7 +19,7 @@ from flexkv.adapter.guard import Edge
 from flexkv.adapter.recorder import warn_unrecorded
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
-from flexkv_vllm.offloading.settings import read_settings
+from flexkv_vllm.offloading.offload_settings import read_settings
 from flexkv_vllm.offloading.start import make_manager, make_worker
 from flexkv_vllm.offloading.stats import metric_definitions
 from flexkv_vllm.weights import WeightWatch

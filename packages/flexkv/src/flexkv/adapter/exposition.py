@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from flexkv.adapter import info
 from flexkv.adapter.metrics import GAUGES, METRICS, Kind, Metric, Samples, bucket, sample
-from flexkv.config import CacheConfig
 from flexkv.histogram import representative
+from flexkv.settings.config import CacheConfig
 
 Make: TypeAlias = Callable[..., Any]
 """Makes a metric from its name, its text and the names of its labels, as prometheus_client does. A

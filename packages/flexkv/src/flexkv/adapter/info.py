@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv.config import CacheConfig, settings
+from flexkv.settings.config import CacheConfig, settings
 from flexkv.version import __version__
 
 NAME = "info"

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from flexkv.admission import ADMISSIONS
 from flexkv.changes import Medium
-from flexkv.config import GIB, CacheConfig
 from flexkv.errors import ConfigError
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import Session
 from flexkv.host.session.store_states import StoreStates
+from flexkv.settings.config import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.remote import RemoteLimits

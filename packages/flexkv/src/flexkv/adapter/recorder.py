@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flexkv.config import GIB, CacheConfig
 from flexkv.directories import open_directory
 from flexkv.forks import close_in_children
 from flexkv.plan import recording
+from flexkv.settings.config import GIB, CacheConfig
 
 logger = logging.getLogger(__name__)
 

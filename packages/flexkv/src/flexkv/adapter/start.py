@@ -13,13 +13,13 @@ from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.lower_tiers import open_tiers
 from flexkv.adapter.recorder import Recorder, open_recorder
 from flexkv.cache import KVCache
-from flexkv.config import CacheConfig
 from flexkv.errors import LayoutError
 from flexkv.eviction import FOLLOWING, POLICIES, choose_policy
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.available import Promise
 from flexkv.host.session import Session, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
+from flexkv.settings.config import CacheConfig
 
 Movers = TypeVar("Movers")
 """The mover or movers of one rank."""

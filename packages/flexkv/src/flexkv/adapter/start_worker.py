@@ -10,9 +10,9 @@ from flexkv.adapter.layers import split_layers
 from flexkv.adapter.pages import Device, RankPages
 from flexkv.adapter.start import open_rank
 from flexkv.adapter.worker import WorkerSide
-from flexkv.config import CacheConfig
 from flexkv.host.arena import Arena
 from flexkv.mover import Mover
+from flexkv.settings.config import CacheConfig
 
 
 def start_worker(

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.config import CacheConfig
-from flexkv.config_sources import CONFIG_PATH_VARIABLE, load_config
 from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.errors import ConfigError, DiskError
+from flexkv.settings.config import CacheConfig
+from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE, load_config
 from flexkv.tiers.disk import directory
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -23,10 +23,10 @@ from flexkv.cli.doctor_host import (
     check_memory,
     check_runtime_dir,
 )
-from flexkv.config import GIB, CacheConfig, settings
-from flexkv.config_sources import load_config
 from flexkv.deadline import ANSWER_SECONDS, call_within
 from flexkv.errors import ConfigError
+from flexkv.settings.config import GIB, CacheConfig, settings
+from flexkv.settings.config_sources import load_config
 
 NAME = "doctor"
 HELP = "check what an engine with FlexKV needs, and say what to change"

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from flexkv.cli.common import size
 from flexkv.cli.doctor_findings import Finding, Level
-from flexkv.config import GIB
 from flexkv.directories import open_directory
 from flexkv.errors import DiskError
 from flexkv.mounts import read_mounts
+from flexkv.settings.config import GIB
 from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import folder_state

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from flexkv.config import GIB
 from flexkv.errors import ArenaError
 from flexkv.forks import close_in_children
 from flexkv.host.available import Promise, available_memory, free_huge_pages
@@ -25,6 +24,7 @@ from flexkv.host.board import CompletionBoard, board_bytes
 from flexkv.host.memory_file import HUGE_PAGE, Pages, check_seals, create_file, populate
 from flexkv.host.numa import bytes_by_node
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
+from flexkv.settings.config import GIB
 
 logger = logging.getLogger(__name__)
 

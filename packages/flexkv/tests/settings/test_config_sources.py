@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexkv import CacheConfig, ConfigError, load_config
-from flexkv.config_sources import log_ignored_variables
+from flexkv.settings.config_sources import log_ignored_variables
 
 
 def test_defaults_need_no_source() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from flexkv.config import CacheConfig, settings
 from flexkv.errors import ConfigError
+from flexkv.settings.config import CacheConfig, settings
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from flexkv.admission import ADMISSIONS
 from flexkv.eviction import AUTO, POLICIES
-from flexkv.setting_field import DAY_SECONDS, LEAST_GIB, MOST_GIB, SIZE, setting
-from flexkv.setting_values import (
+from flexkv.settings.kinds import (
     parse_bool,
     parse_bucket_url,
     parse_devices,
@@ -23,6 +22,7 @@ from flexkv.setting_values import (
     parse_number,
     parse_whole,
 )
+from flexkv.settings.setting import DAY_SECONDS, LEAST_GIB, MOST_GIB, SIZE, setting
 
 _MOST_REPLICAS = 16
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from flexkv.errors import ConfigError
-from flexkv_sglang.hicache.settings import read_settings
+from flexkv_sglang.hicache.backend_settings import read_settings
 
 OF_SGLANG = {
     "backend_name": "flexkv",

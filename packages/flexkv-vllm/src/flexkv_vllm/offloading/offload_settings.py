@@ -10,8 +10,8 @@ from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
-from flexkv.config import configure_logging
-from flexkv.config_sources import log_ignored_variables
+from flexkv.settings.config import configure_logging
+from flexkv.settings.config_sources import log_ignored_variables
 from flexkv_vllm.compat.core import check_version, fails_by_request
 
 _VLLMS = frozenset(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.config import CacheConfig, configure_logging, settings
+from flexkv.settings.config import CacheConfig, configure_logging, settings
 
 
 def test_every_setting_is_documented() -> None:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flexkv.setting_field import LEAST_GIB, MOST_GIB, SIZE, setting
-from flexkv.setting_values import (
+from flexkv.settings.kinds import (
     LOAD_MODES,
     LOG_LEVELS,
     parse_bool,
@@ -24,7 +23,8 @@ from flexkv.setting_values import (
     parse_number,
     parse_whole,
 )
-from flexkv.tier_settings import DiskSettings, HostSettings, StoreSettings
+from flexkv.settings.setting import LEAST_GIB, MOST_GIB, SIZE, setting
+from flexkv.settings.tier_settings import DiskSettings, HostSettings, StoreSettings
 
 GIB = 1 << 30
 """Bytes of a GiB, the unit of all sizes in settings."""
