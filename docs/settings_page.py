@@ -8,15 +8,13 @@ checks, `nox -s docs -- --write` writes.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from flexkv.settings.config import settings
-from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE
+from flexkv.settings import CONFIG_PATH_VARIABLE, SETTINGS
+from flexkv.settings.setting import Setting
 
 PAGE = Path(__file__).with_name("pages") / "reference" / "settings.md"
 
@@ -49,47 +47,55 @@ In the first two places a setting has its own name, in the environment the name 
 """
 
 
+ENGINES = {
+    "eviction_policy": (
+        "FlexKV follows whole requests under vLLM's connector, for models with one KV cache group, "
+        "and under SGLang's linker."
+    ),
+    "load_mode": (
+        "With vLLM, layerwise loads need `--no-async-scheduling`, and make vLLM use PIECEWISE CUDA "
+        "graphs. SGLang's linker always loads layer by layer."
+    ),
+}
+"""What a setting means for single engines, which the core does not know."""
+
 COMPUTED = "Default: "
 """Precedes the default in the help text of a setting whose default is worked out at start."""
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    fields = list(settings())
     rows = [
-        f"| [`{field.name}`](#{field.name}) | `{field.metadata['env']}` | "
-        f"{field.metadata['unit']} | {_plain_default(field) or f'see [below](#{field.name})'} |\n"
-        for field in fields
+        f"| [`{each.name}`](#{each.name}) | `{each.variable}` | "
+        f"{each.kind.unit} | {_plain_default(each) or f'see [below](#{each.name})'} |\n"
+        for each in SETTINGS.values()
     ]
-    return HEAD + "".join(rows) + "".join(_section(field) for field in fields)
+    return HEAD + "".join(rows) + "".join(map(_section, SETTINGS.values()))
 
 
-def _section(field: dataclasses.Field[Any]) -> str:
-    about = field.metadata
-    text, _, computed = about["help"].partition(COMPUTED)
-    default = _plain_default(field) or computed
+def _section(setting: Setting) -> str:
+    text, _, computed = setting.help.partition(COMPUTED)
+    default = _plain_default(setting) or computed
     if not default:
         raise ValueError(
-            f"setting {field.name!r} has no default; allowed: a plain default, or a help text that "
-            f"contains {COMPUTED!r}"
+            f"setting {setting.name!r} has no default; allowed: a plain default, or a help text "
+            f"that contains {COMPUTED!r}"
         )
     return (
-        f"\n## {field.name}\n\n"
+        f"\n## {setting.name}\n\n"
         f"{text.strip()}\n\n"
-        f"- Variable: `{about['env']}`\n"
-        f"- Unit: {about['unit']}\n"
-        f"- Allowed: {about['allowed']}\n"
+        + (f"{ENGINES[setting.name]}\n\n" if setting.name in ENGINES else "")
+        + f"- Variable: `{setting.variable}`\n"
+        f"- Unit: {setting.kind.unit}\n"
+        f"- Allowed: {setting.allowed}\n"
         f"- Default: {default}\n"
     )
 
 
-def _plain_default(field: dataclasses.Field[Any]) -> str:
-    """The default as written in a file, or "" if it is worked out at start."""
-    if field.default is None or field.default == ():
-        return ""
-    if isinstance(field.default, bool):
-        return "`true`" if field.default else "`false`"
-    return f"`{field.default}`"
+def _plain_default(setting: Setting) -> str:
+    """The default as written in a variable, or "" if it is worked out at start."""
+    written = setting.written(setting.default)
+    return f"`{written}`" if written else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,8 +26,7 @@ from docs.tests.deployed import (
     command_of,
     service_of,
 )
-from flexkv.settings.config import settings
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import SETTINGS, load_config
 from integration.harness.connector import CONNECTOR
 
 _VARIABLE = re.compile(r"\bFLEXKV_[A-Z_]+")
@@ -35,7 +34,7 @@ _COMPOSED = re.compile(r"\$\{\w+(?::-(.*?))?(?::\?.*?)?\}")
 
 
 def test_variables_are_settings() -> None:
-    known = {setting.metadata["env"] for setting in settings()}
+    known = {setting.variable for setting in SETTINGS.values()}
     used = {
         name
         for path in (*UNITS, *DEPLOY.rglob("*.yaml"))

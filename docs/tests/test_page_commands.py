@@ -29,8 +29,7 @@ from docs.tests.page_commands import (
     sessions,
 )
 from flexkv import cli
-from flexkv.settings.config import settings
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import SETTINGS, load_config
 from integration.harness import vllm_forks
 from integration.harness.fork_server import ForkServer
 from integration.sglang import environment, forks
@@ -83,7 +82,7 @@ def test_local_packages_and_extras_exist() -> None:
 
 
 def test_settings_in_front_of_commands_are_allowed() -> None:
-    known = {setting.metadata["env"]: setting for setting in settings()}
+    known = {setting.variable: setting for setting in SETTINGS.values()}
     given: dict[str, set[str]] = {}
     for each in statements():
         for name, value in each.environment.items():
@@ -92,7 +91,7 @@ def test_settings_in_front_of_commands_are_allowed() -> None:
     assert set(given) <= set(known)
     for name, values in given.items():
         for value in values:
-            known[name].metadata["parse"](value)
+            known[name].kind.parse(value)
 
 
 def test_sessions_of_nox_exist_and_take_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +178,9 @@ def test_settings_in_configurations_are_allowed(option: str) -> None:
         if option in each.words
     ]
     assert configs
-    ours = {setting.name for setting in settings()}
     for config in configs:
         extra = config.get("kv_connector_extra_config", config.get("linker_extra_config", {}))
-        load_config({name: value for name, value in extra.items() if name in ours}, environ={})
+        load_config({name: value for name, value in extra.items() if name in SETTINGS}, environ={})
 
 
 def test_compose_files_have_the_profiles_and_get_their_variables() -> None:

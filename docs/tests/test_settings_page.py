@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs import settings_page
-from flexkv.settings.config import settings
-from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE
+from flexkv.settings import CONFIG_PATH_VARIABLE, SETTINGS
 
 
 def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,12 +17,11 @@ def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_page_names_every_setting_with_variable_unit_and_default() -> None:
     lines = settings_page.page().splitlines()
-    for setting in settings():
-        about = setting.metadata
+    for setting in SETTINGS.values():
         row = next(line for line in lines if line.startswith(f"| [`{setting.name}`]"))
-        assert f"`{about['env']}`" in row
-        assert about["unit"] in row
-        text, _, computed = about["help"].partition(settings_page.COMPUTED)
+        assert f"`{setting.variable}`" in row
+        assert setting.kind.unit in row
+        text, _, computed = setting.help.partition(settings_page.COMPUTED)
         assert text.strip() in lines
         if computed:
             assert f"- Default: {computed}" in lines
@@ -44,5 +42,12 @@ def test_a_stale_page_is_noticed(
 
 
 def test_no_default_is_printed_as_a_python_value() -> None:
-    assert "`()`" not in settings_page.page()
-    assert "None" not in settings_page.page()
+    page = settings_page.page()
+    assert "``" not in page.replace("```", "")
+    assert [each for each in ("`(", "None", "True", "False") if each in page] == []
+
+
+def test_what_a_setting_means_for_an_engine_is_said_of_a_setting() -> None:
+    assert set(settings_page.ENGINES) <= set(SETTINGS)
+    for text in settings_page.ENGINES.values():
+        assert f"\n{text}\n" in settings_page.page()

@@ -27,7 +27,7 @@ from flexkv.adapter.lower_tiers import open_shared_tiers
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteTier, address_of
 from integration.harness.mooncake_lender import connect

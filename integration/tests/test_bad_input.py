@@ -67,7 +67,7 @@ def refuse(
         ),
         pytest.param(
             {"ssd_cache_gb": 1},
-            ["ssd_cache_gb is 1", "ssd_cache_dir is ''"],
+            ["ssd_cache_gb is 1 from key", "kv_connector_extra_config", "ssd_cache_dir is not"],
             "both set, or neither",
             id="disk space without a directory",
         ),

@@ -13,7 +13,7 @@ from sglang_world import Rank
 from flexkv.adapter.recorder import open_recorder
 from flexkv.plan.read import read_trace
 from flexkv.plan.trace import Trace
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import load_config
 from flexkv_sglang import following
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.recording import RequestRecorder

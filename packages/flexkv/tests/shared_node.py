@@ -25,7 +25,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Status
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 from flexkv.tiers import remote
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.remote import RemoteTier

@@ -23,8 +23,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 from flexkv import ConfigError, LayoutError
-from flexkv.settings.config import configure_logging
-from flexkv.settings.config_sources import log_ignored_variables
+from flexkv.settings import configure_logging
 from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.layer_counter import LayerCounter
@@ -64,7 +63,6 @@ class FlexKVLinker(UnifiedCacheLinker):
         if not config.enable:
             raise ConfigError("enable is False (ENABLE_FLEXKV); allowed with FlexKV's linker: True")
         configure_logging(config)
-        log_ignored_variables()
         settings, model = resolving_view(server_args), model_config_of(server_args)
         version = sglang_version()
         check_version(config.allow_untested_engine, version)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexkv import CacheConfig, load_config
 from flexkv.errors import ConfigError
-from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE
+from flexkv.settings import CONFIG_PATH_VARIABLE
 
 _SOURCE = "--unified-cache-external-linker-config"
 _FILE = "config_file"

@@ -15,7 +15,7 @@ from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
 from flexkv.adapter.guard import Edge
 from flexkv.errors import ConfigError, DiskError
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 from flexkv.tiers.blocking import BlockingTier
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores

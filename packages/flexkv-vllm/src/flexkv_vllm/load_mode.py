@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flexkv import CacheConfig, ConfigError, KVCache, load_config
+from flexkv import CacheConfig, ConfigError, KVCache
 from flexkv.adapter.fills import StoreTime
 from flexkv.adapter.groups import Groups
 from flexkv.adapter.load_choice import LoadChooser, LoadMode
 from flexkv.host.arena import ArenaSpec
 from flexkv_vllm.compat.core import binds_pool
+from flexkv_vllm.settings import load_extra
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +27,7 @@ def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
     Raises:
         ConfigError: a setting is not allowed.
     """
-    return LoadMode(load_config(extra_config).load_mode) is not LoadMode.ASYNC
+    return LoadMode(load_extra(extra_config).load_mode) is not LoadMode.ASYNC
 
 
 def load_mode_of(

@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from flexkv import load_config
 from flexkv.adapter.exposition import Exposition
 from flexkv.adapter.metrics import Samples, add, summary
+from flexkv_vllm.settings import load_extra
 
 PREFIX = "vllm:flexkv_"
 
@@ -64,7 +64,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
             metric_types[Histogram],
             label_names=labelnames,
             engines=per_engine_labelvalues,
-            config=load_config(transfer.kv_connector_extra_config if transfer else None),
+            config=load_extra(transfer.kv_connector_extra_config if transfer else None),
         )
 
     def observe(self, transfer_stats_data: Samples, engine_idx: int = 0) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flexkv import load_config
 from flexkv_vllm.compat.versions import CONNECTOR_NAME
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ def _check(connector: str | None, extra: Mapping[str, Any]) -> None:
     # Imported here, because all of vLLM's processes load this module.
     if connector == CONNECTOR_NAME:
         from flexkv_vllm.connector import FlexKVConnectorV1
-        from flexkv_vllm.settings import check_engine
+        from flexkv_vllm.settings import check_engine, load_extra
 
-        check_engine(load_config(extra), FlexKVConnectorV1)
+        check_engine(load_extra(extra), FlexKVConnectorV1)
     elif connector == _OFFLOADING_CONNECTOR and extra.get("spec_name") == _OFFLOADING_SPEC:
         from flexkv_vllm.offloading import offload_settings
         from flexkv_vllm.offloading.manager import FlexKVOffloadingManager

@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import CacheConfig, LayoutError, load_config
-from flexkv.settings.config import configure_logging
-from flexkv.settings.config_sources import log_ignored_variables
+from flexkv.settings import configure_logging
 from flexkv_vllm.compat.core import check_version
 from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def load_extra(extra: Mapping[str, object] | None) -> CacheConfig:
+    """FlexKV's settings of all sources.
+
+    Args:
+        extra: vLLM's `kv_connector_extra_config`; None without one.
+
+    Raises:
+        ConfigError: a setting is not allowed.
+    """
+    return load_config(extra, "kv_connector_extra_config")
 
 
 def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
@@ -28,9 +40,8 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
         FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
     """
     transfer = vllm_config.kv_transfer_config
-    config = load_config(transfer.kv_connector_extra_config if transfer else None)
+    config = load_extra(transfer.kv_connector_extra_config if transfer else None)
     configure_logging(config)
-    log_ignored_variables()
     check_engine(config, connector)
     if config.enable:
         check_parallelism(vllm_config)

@@ -20,8 +20,7 @@ from flexkv.layout import KVLayout, TensorView
 from flexkv.mover import Mover
 from flexkv.page_cache import PageCache
 from flexkv.page_copies import PageCopy
-from flexkv.settings.config import CacheConfig
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import CacheConfig, load_config
 from flexkv.standalone import open_cache
 from flexkv.version import __version__
 

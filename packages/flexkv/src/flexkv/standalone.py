@@ -15,8 +15,7 @@ from flexkv.layout import KVLayout, Sharding
 from flexkv.mover import Mover
 from flexkv.native import kernels
 from flexkv.page_cache import PageCache, open_caches
-from flexkv.settings.config import CacheConfig
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import CacheConfig, load_config
 
 FLUSH_SECONDS = 30.0
 """Seconds in which lower tiers may write waiting blocks when a cache is closed: enough for 1 GiB, a

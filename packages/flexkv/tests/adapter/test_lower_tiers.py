@@ -16,7 +16,7 @@ from flexkv.adapter.lower_tiers import open_shared_tiers, open_tiers
 from flexkv.errors import DiskError, StoreSettingError
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 from flexkv.tiers.remote import RemoteTier
 from packages.conftest import PATIENCE_SECONDS
 

@@ -21,7 +21,7 @@ import pytest
 from flexkv.adapter import recorder as module
 from flexkv.adapter.recorder import Recorder, open_recorder, warn_unrecorded
 from flexkv.plan.read import read_trace
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import load_config
 from packages.conftest import PATIENCE_SECONDS
 
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(10)]

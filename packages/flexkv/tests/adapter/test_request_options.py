@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexkv.adapter.load_choice import LoadMode
 from flexkv.adapter.request_options import NONE, OptionsReader, RequestOptions, pin_owner
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import load_config
 
 NAMES = [f"flexkv.{each.name}" for each in dataclasses.fields(RequestOptions)]
 

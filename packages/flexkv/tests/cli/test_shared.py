@@ -7,7 +7,7 @@ import pytest
 
 from flexkv.cli.shared import shared_blocks
 from flexkv.errors import ConfigError
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 
 FINGERPRINT = "fe" * 16
 CONFIG = CacheConfig(mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata")

@@ -12,7 +12,7 @@ from faulty_s3 import FaultyS3
 from flexkv.adapter.lower_tiers import open_shared_tiers
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import load_config
 from flexkv.tiers import circuit
 from flexkv.tiers.disk.directory import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state

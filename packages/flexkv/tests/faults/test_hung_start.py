@@ -19,7 +19,7 @@ from hung_calls import wait_for_all_but_one
 
 from flexkv import KVLayout, TensorView, open_cache
 from flexkv.errors import DiskError
-from flexkv.settings.kinds import parse_directories
+from flexkv.settings import kinds
 from flexkv.tiers.disk import claims, open_disk_tier
 from flexkv.tiers.disk.directory import Folder, claim
 from flexkv.tiers.job import Outcome
@@ -135,11 +135,11 @@ def test_directories_that_answer_are_compared_beside_one_that_hangs(
     good = tmp_path / "good"
     (tmp_path / "link").symlink_to(good)
     paths = (str(folder), str(good))
-    assert parse_directories(";".join(paths)) == paths
+    assert kinds.paths().parse(";".join(paths)) == paths
     with pytest.raises(ValueError):  # noqa: PT011 - the parsers' own, without a message
-        parse_directories([*paths, str(tmp_path / "link")])
+        kinds.paths().parse([*paths, str(tmp_path / "link")])
     with pytest.raises(ValueError):  # noqa: PT011
-        parse_directories([*paths, str(folder)])
+        kinds.paths().parse([*paths, str(folder)])
 
 
 def test_a_directory_that_answers_too_late_is_free_for_others(

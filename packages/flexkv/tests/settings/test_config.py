@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flexkv.settings.config import CacheConfig, configure_logging, settings
-
-
-def test_every_setting_is_documented() -> None:
-    for setting in settings():
-        assert {"env", "unit", "help", "parse", "allowed"} <= set(setting.metadata)
+from flexkv.settings import CacheConfig
 
 
 @pytest.mark.parametrize(
@@ -48,24 +41,3 @@ def test_a_link_to_a_private_directory_is_not_the_users_runtime_directory(
     (tmp_path / "link").symlink_to(tmp_path / "user")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "link"))
     assert CacheConfig().session_root.endswith(f"/flexkv-{os.geteuid()}")
-
-
-@pytest.fixture
-def logger() -> Iterator[logging.Logger]:
-    """The root of FlexKV's loggers, which is as it was afterwards."""
-    logger = logging.getLogger("flexkv")
-    before = logger.level, list(logger.handlers), logger.propagate
-    logger.handlers.clear()
-    yield logger
-    logger.level, logger.handlers, logger.propagate = before
-
-
-def test_log_levels_and_one_handler(logger: logging.Logger) -> None:
-    configure_logging(CacheConfig())
-    configure_logging(CacheConfig(log_level="WARNING"))
-    assert len(logger.handlers) == 1
-    assert not logger.propagate
-    assert logger.isEnabledFor(logging.WARNING)
-    assert not logger.isEnabledFor(logging.INFO)
-    configure_logging(CacheConfig(log_level="OFF"))
-    assert not logger.isEnabledFor(logging.CRITICAL)

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flexkv import CacheConfig, ConfigError, load_config
-from flexkv.settings.config_sources import log_ignored_variables
+from flexkv.settings import configure_logging
 
 
 def test_defaults_need_no_source() -> None:
@@ -50,9 +52,9 @@ def test_enable_flexkv(text: str, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("extra", "parts"),
     [
-        ({"cpu_cach_gb": 1}, ["cpu_cach_gb", "kv_connector_extra_config", "'cpu_cache_gb'"]),
-        ({"cpu_cache_gb": -1}, ["-1", "kv_connector_extra_config", "a number from"]),
-        ({"cpu_cache_gb": "lots"}, ["'lots'", "kv_connector_extra_config", "a number from"]),
+        ({"cpu_cach_gb": 1}, ["cpu_cach_gb", "load_config", "'cpu_cache_gb'"]),
+        ({"cpu_cache_gb": -1}, ["-1", "load_config", "a number from"]),
+        ({"cpu_cache_gb": "lots"}, ["'lots'", "load_config", "a number from"]),
         ({"cpu_cache_gb": float("nan")}, ["nan", "a number from"]),
         ({"cpu_cache_gb": float("inf")}, ["inf", "a number from"]),
         ({"cpu_cache_gb": True}, ["True", "a number from"]),
@@ -125,6 +127,27 @@ def test_a_variable_in_another_spelling_is_an_error_with_a_hint(name: str, meant
         load_config(environ={name: "1"})
 
 
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """The root of FlexKV's loggers, which is as it was afterwards."""
+    logger = logging.getLogger("flexkv")
+    before = logger.level, list(logger.handlers), logger.propagate
+    logger.handlers.clear()
+    yield logger
+    logger.level, logger.handlers, logger.propagate = before
+
+
+def test_log_levels_and_one_handler(logger: logging.Logger) -> None:
+    configure_logging(CacheConfig())
+    configure_logging(CacheConfig(log_level="WARNING"))
+    assert len(logger.handlers) == 1
+    assert not logger.propagate
+    assert logger.isEnabledFor(logging.WARNING)
+    assert not logger.isEnabledFor(logging.INFO)
+    configure_logging(CacheConfig(log_level="OFF"))
+    assert not logger.isEnabledFor(logging.CRITICAL)
+
+
 # What a pod has beside a Service `flexkv` with the ports 80 and `metrics`, and one `flexkv-vllm`.
 INJECTED = (
     "FLEXKV_SERVICE_HOST",
@@ -141,15 +164,17 @@ INJECTED = (
 )
 
 
-def test_what_kubernetes_injects_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_kubernetes_injects_is_no_setting(
+    caplog: pytest.LogCaptureFixture, logger: logging.Logger
+) -> None:
     environ = dict.fromkeys(INJECTED, "tcp://10.0.0.1:80") | {"FLEXKV_COPY_THREADS": "3"}
     assert load_config(environ=environ) == CacheConfig(copy_threads=3)
-    with caplog.at_level("INFO"):
-        log_ignored_variables(environ)
+    logger.addHandler(logging.NullHandler())
+    configure_logging(CacheConfig(), environ)
     (record,) = caplog.records
     assert "11 environment variables" in record.getMessage()
     caplog.clear()
-    log_ignored_variables({"FLEXKV_COPY_THREADS": "3"})
+    configure_logging(CacheConfig(), {"FLEXKV_COPY_THREADS": "3"})
     assert not caplog.records
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flexkv.errors import ConfigError
-from flexkv.settings.config import CacheConfig
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import CacheConfig, load_config
 
 _SOURCE = "--hicache-storage-backend-extra-config"
 _PAGES = "interface_v1"

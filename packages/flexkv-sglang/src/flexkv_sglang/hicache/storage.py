@@ -29,8 +29,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.recorder import warn_unrecorded
-from flexkv.settings.config import GIB, configure_logging
-from flexkv.settings.config_sources import log_ignored_variables
+from flexkv.settings import GIB, configure_logging
 from flexkv_sglang.hicache.backend_settings import read_settings
 from flexkv_sglang.hicache.engine import (
     check_engine,
@@ -62,7 +61,6 @@ class FlexKVStorage(HiCacheStorage):
     def __init__(self, config: HiCacheStorageConfig, options: dict[str, Any]) -> None:
         settings = read_settings(config.extra_config or {}, None)
         configure_logging(settings)
-        log_ignored_variables()
         warn_unrecorded(settings, "under HiCache")
         check_engine()
         self._edge = Edge()

@@ -15,7 +15,7 @@ import torch
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.weights import digest
 from flexkv.errors import ConfigError
-from flexkv.settings.config import GIB, CacheConfig
+from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import TierFigures
 from flexkv.tiers.blocking import BlockingTier, Blocks
 from flexkv.tiers.disk import DiskTier, open_disk_tier

@@ -9,10 +9,10 @@ import vllm
 from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv import CacheConfig, ConfigError, LayoutError, load_config
-from flexkv.settings.config import configure_logging
-from flexkv.settings.config_sources import log_ignored_variables
+from flexkv import CacheConfig, ConfigError, LayoutError
+from flexkv.settings import configure_logging
 from flexkv_vllm.compat.core import check_version, fails_by_request
+from flexkv_vllm.settings import load_extra
 
 _VLLMS = frozenset(
     {
@@ -39,7 +39,6 @@ def read_settings(config: OffloadingConfig, manager: type) -> CacheConfig:
     """
     settings = load_settings(config.extra_config)
     configure_logging(settings)
-    log_ignored_variables()
     check_engine(settings, manager)
     if settings.enable:
         _check_parallelism(config)
@@ -60,7 +59,7 @@ def load_settings(extra_config: Mapping[str, object]) -> CacheConfig:
     Raises:
         ConfigError: a setting is not allowed.
     """
-    return load_config({key: value for key, value in extra_config.items() if key not in _VLLMS})
+    return load_extra({key: value for key, value in extra_config.items() if key not in _VLLMS})
 
 
 def _check_parallelism(config: OffloadingConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from flexkv.adapter import info
 from flexkv.adapter.metrics import GAUGES, METRICS, Kind, Metric, Samples, bucket, sample
 from flexkv.histogram import representative
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 
 Make: TypeAlias = Callable[..., Any]
 """Makes a metric from its name, its text and the names of its labels, as prometheus_client does. A

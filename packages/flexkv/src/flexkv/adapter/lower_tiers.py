@@ -13,7 +13,7 @@ from flexkv.errors import ConfigError
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session import Session
 from flexkv.host.session.store_states import StoreStates
-from flexkv.settings.config import GIB, CacheConfig
+from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.remote import RemoteLimits

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from flexkv.directories import open_directory
 from flexkv.forks import close_in_children
 from flexkv.plan import recording
-from flexkv.settings.config import GIB, CacheConfig
+from flexkv.settings import GIB, CacheConfig
 
 logger = logging.getLogger(__name__)
 

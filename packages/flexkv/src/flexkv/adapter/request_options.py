@@ -15,7 +15,7 @@ from typing import Any
 from flexkv.adapter.engine import EngineRequest
 from flexkv.adapter.load_choice import LoadMode
 from flexkv.eviction import RequestContext
-from flexkv.settings.config import MOST_PIN_SECONDS
+from flexkv.settings import MOST_PIN_SECONDS
 
 logger = logging.getLogger(__name__)
 

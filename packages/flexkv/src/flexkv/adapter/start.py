@@ -19,7 +19,7 @@ from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.available import Promise
 from flexkv.host.session import Session, Shard, alone, attach, join, lead
 from flexkv.layout import BlockFormat
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 
 Movers = TypeVar("Movers")
 """The mover or movers of one rank."""

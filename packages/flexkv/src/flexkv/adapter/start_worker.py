@@ -12,7 +12,7 @@ from flexkv.adapter.start import open_rank
 from flexkv.adapter.worker import WorkerSide
 from flexkv.host.arena import Arena
 from flexkv.mover import Mover
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 
 
 def start_worker(

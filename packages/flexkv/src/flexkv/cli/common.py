@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.errors import ConfigError, DiskError
-from flexkv.settings.config import CacheConfig
-from flexkv.settings.config_sources import CONFIG_PATH_VARIABLE, load_config
+from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
 from flexkv.tiers.disk import directory
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -25,8 +25,7 @@ from flexkv.cli.doctor_host import (
 )
 from flexkv.deadline import ANSWER_SECONDS, call_within
 from flexkv.errors import ConfigError
-from flexkv.settings.config import GIB, CacheConfig, settings
-from flexkv.settings.config_sources import load_config
+from flexkv.settings import GIB, SETTINGS, CacheConfig, load_config
 
 NAME = "doctor"
 HELP = "check what an engine with FlexKV needs, and say what to change"
@@ -86,9 +85,9 @@ def _settings() -> tuple[CacheConfig, list[Finding]]:
         return config, [Finding("settings", Level.ADVICE, text, "unset ENABLE_FLEXKV")]
     given = [
         # An address may hold a secret.
-        f"{each.name}={'...' if each.metadata['unit'] == 'URL' else getattr(config, each.name)!r}"
-        for each in settings()
-        if getattr(config, each.name) != getattr(CacheConfig(), each.name)
+        f"{each.name}={'...' if each.kind.unit == 'URL' else getattr(config, each.name)!r}"
+        for each in SETTINGS.values()
+        if getattr(config, each.name) != each.default
     ]
     return config, [Finding("settings", Level.OK, ", ".join(given) or "all defaults")]
 

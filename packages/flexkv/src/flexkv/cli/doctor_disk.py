@@ -19,7 +19,7 @@ from flexkv.cli.doctor_findings import Finding, Level
 from flexkv.directories import open_directory
 from flexkv.errors import DiskError
 from flexkv.mounts import read_mounts
-from flexkv.settings.config import GIB
+from flexkv.settings import GIB
 from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import folder_state

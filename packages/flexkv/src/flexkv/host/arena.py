@@ -24,7 +24,7 @@ from flexkv.host.board import CompletionBoard, board_bytes
 from flexkv.host.memory_file import HUGE_PAGE, Pages, check_seals, create_file, populate
 from flexkv.host.numa import bytes_by_node
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
-from flexkv.settings.config import GIB
+from flexkv.settings import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -1,44 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of FlexKV. `config_sources` reads their values from all sources."""
+"""The settings of FlexKV, one field each. `config_sources` reads their values from all sources."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from flexkv.admission import ADMISSIONS
+from flexkv.eviction import AUTO, POLICIES
 from flexkv.settings.kinds import (
-    LOAD_MODES,
-    LOG_LEVELS,
-    parse_bool,
-    parse_directory,
-    parse_log_level,
-    parse_name,
-    parse_names,
-    parse_number,
-    parse_whole,
+    bucket_url,
+    choice,
+    choices,
+    count,
+    devices,
+    flag,
+    gib,
+    host_port,
+    http_url,
+    path,
+    paths,
+    seconds,
 )
-from flexkv.settings.setting import LEAST_GIB, MOST_GIB, SIZE, setting
-from flexkv.settings.tier_settings import DiskSettings, HostSettings, StoreSettings
+from flexkv.settings.setting import declared, setting
 
 GIB = 1 << 30
 """Bytes of a GiB, the unit of all sizes in settings."""
 
-# The largest values that settings take. A larger number is a mistake, such as another unit.
-_MOST_TOKENS = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
 """The longest time for which a setting or a request may pin blocks."""
-PIN_OPTIONS = ("pin", "pin_seconds", "pin_name", "unpin")
-FREE_OPTIONS = ("load", "store", "max_load_tokens", "load_mode", "session", "returns")
+_PIN_OPTIONS = ("pin", "pin_seconds", "pin_name", "unpin")
+_FREE_OPTIONS = ("load", "store", "max_load_tokens", "load_mode", "session", "returns")
 """The parameters of requests, without their prefix. Those that do not pin concern little more than
 the request that has them."""
+
+# The largest values that settings take. A larger number is a mistake, such as another unit.
+_MOST_TOKENS = 1 << 30
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_THREADS = 1024
+_MOST_REPLICAS = 16
 
 
 def default_runtime_dir() -> str:
@@ -64,157 +67,250 @@ def _is_private(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and mode == stat.S_IRWXU
 
 
-@dataclass(frozen=True)
-class CacheConfig(StoreSettings, DiskSettings, HostSettings):
-    """All settings. `load_config` builds it from all sources and checks every value.
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """All settings, in the order of the settings page. `load_config` builds it from all sources and
+    checks every value.
 
-    The fields of the last base come first, here as on the settings page.
+    A new setting is a new field. Its kind has the parser, the unit and the allowed values.
     """
 
-    block_tokens: int | None = setting(
+    enable: bool = setting(
+        flag(),
+        True,
+        "Turns FlexKV off without touching the engine's command line.",
+        variable="ENABLE_FLEXKV",
+    )
+    cpu_cache_gb: float | None = setting(
+        gib(limit="at most the memory that is available at start"),
         None,
-        env="FLEXKV_BLOCK_TOKENS",
-        unit="tokens",
-        help=(
-            "Tokens of one FlexKV block, the unit of lookup, eviction and copies; a multiple of "
-            "the engine's block size. Small blocks waste less of a prompt's tail; large blocks "
-            "cost less to manage. Default: the smallest multiple whose block over all layers and "
-            "ranks has 2 MiB, at most 128 tokens, at least one engine block."
-        ),
-        parse=parse_whole(1, _MOST_BLOCK_TOKENS),
-        allowed=(
-            f"a whole number from 1 to {_MOST_BLOCK_TOKENS}, a multiple of the engine's block size"
-        ),
+        "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
+        "allocates and fills it at start. Default: twice the size of the engine's own KV cache, "
+        "at least 16, and at most half of the memory that is available at start. Memory that "
+        "other starting engines of this user are about to take is not available.",
+    )
+    eviction_policy: str = setting(
+        choice(sorted((AUTO, *POLICIES))),
+        "lru",
+        "Which blocks are evicted first when host memory is full. `lru`: those used longest ago. "
+        "`s3fifo`: those that no other request has found, so that many prompts used once do not "
+        "evict prompts used often. `arc`: a balance of the two, which it finds itself. `hazard`: "
+        "those with the fewest hits to expect for the time of keeping them, which it learns from "
+        "the requests: the turn of a conversation, its length, its age. `auto`: `hazard` where "
+        "FlexKV follows whole requests, else `lru`. The log and the metrics name the choice.",
+    )
+    ssd_cache_gb: float | None = setting(
+        gib(limit="at most the free space of the file systems"),
+        None,
+        "Disk space for cached blocks, in GiB, of all directories in `ssd_cache_dir` together. It "
+        "is a hard bound on the bytes on disk, and allocated at start. Blocks on disk survive the "
+        "engine. Default: no disk is used.",
+        needs="ssd_cache_dir",
+    )
+    ssd_cache_dir: tuple[str, ...] = setting(
+        paths(),
+        (),
+        "Directories for cached blocks, several separated by `;`. Put each on a local NVMe drive "
+        "of its own; FlexKV distributes blocks over them. Default: none.",
+        needs="ssd_cache_gb",
+    )
+    ssd_admission: str = setting(
+        choice(ADMISSIONS),
+        "write_through",
+        "Which blocks are written to disk. `write_through`: all, once they are in host memory. "
+        "`second_hit`: those that a request finds. `on_evict`: those about to be evicted from "
+        "host memory.",
+    )
+    ssd_write_gb_per_day: float | None = setting(
+        gib(unit="GiB per 24 hours"),
+        None,
+        "The most to write to all directories together in any 24 hours, restarts included, to "
+        "spare the drives. Blocks beyond the limit stay in host memory only. Default: no limit.",
+    )
+    ssd_in_use: str = setting(
+        choice(("error", "own")),
+        "error",
+        "How a second engine with the same model starts if a directory is in use. `error`: it "
+        "refuses to start. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`; "
+        "data-parallel engines need this.",
+    )
+    ssd_other_models: str = setting(
+        choice(("keep", "remove")),
+        "keep",
+        "How a start treats folders of other models in `ssd_cache_dir` that no engine uses. "
+        "`keep`: it removes them only if the file system lacks room for this model's folder, "
+        "those used longest ago first. `remove`: it removes all of them, so that a directory "
+        "never has more than `ssd_cache_gb`.",
+    )
+    ssd_timeout_seconds: float = setting(
+        seconds(0.001),
+        1.0,
+        "The time limit for one read or write on disk. Blocks that a disk has not delivered by "
+        "then are computed. FlexKV skips the disk while half of its threads wait for longer and "
+        "no read or write ends.",
+    )
+    mooncake_master: str | None = setting(
+        host_port(),
+        None,
+        "The master of a Mooncake Store, host memory that engines on many nodes share. Default: "
+        "no Mooncake Store is used.",
+        needs="mooncake_metadata",
+    )
+    mooncake_metadata: str | None = setting(
+        http_url("http://HOST:PORT/metadata"),
+        None,
+        "The HTTP metadata server of the Mooncake Store, `http://HOST:PORT/metadata`. Default: "
+        "none.",
+        needs="mooncake_master",
+    )
+    mooncake_protocol: str = setting(
+        choice(("rdma", "tcp")),
+        "tcp",
+        "How nodes send blocks to each other.",
+    )
+    mooncake_device: str = setting(
+        devices(),
+        "",
+        "RDMA devices, separated by commas. Default: those that Mooncake finds.",
+    )
+    mooncake_segment_gb: float = setting(
+        gib(0),
+        1.0,
+        "Host memory that this engine lends to the Mooncake Store, beside `cpu_cache_gb`. The "
+        "blocks in it are lost when the engine ends.",
+    )
+    mooncake_replicas: int = setting(
+        count(1, _MOST_REPLICAS, "copies"),
+        1,
+        "On how many nodes the Mooncake Store keeps each block.",
+    )
+    mooncake_admission: str = setting(
+        choice(ADMISSIONS),
+        "write_through",
+        "Which blocks are written to the Mooncake Store; the names are those of `ssd_admission`.",
+    )
+    mooncake_question_seconds: float = setting(
+        seconds(0.0001),
+        0.005,
+        "How long a request waits for the Mooncake Store to say which of its blocks are there. "
+        "Blocks that it has not answered for by then are computed.",
+    )
+    mooncake_timeout_seconds: float = setting(
+        seconds(0.001),
+        1.0,
+        "How long the Mooncake Store may take for one read or write. Blocks that do not come by "
+        "then are computed. The store is left out while half of FlexKV's calls take longer and "
+        "none ends.",
+    )
+    objects_url: str | None = setting(
+        bucket_url(),
+        None,
+        "A bucket that engines on many nodes share blocks in: `s3://BUCKET/PATH`, "
+        "`gs://BUCKET/PATH`, `az://CONTAINER/PATH`. Credentials, region and endpoint come from "
+        "the environment (`AWS_...`, `GOOGLE_...`, `AZURE_...`), or from the machine's role. "
+        "Default: no bucket is used.",
+    )
+    objects_admission: str = setting(
+        choice(ADMISSIONS),
+        "write_through",
+        "Which blocks are written to the bucket; the names are those of `ssd_admission`.",
+    )
+    objects_question_seconds: float = setting(
+        seconds(0.001),
+        0.05,
+        "How long a request waits for the bucket to say which of its blocks are there. Blocks "
+        "that the bucket has not answered for by then are computed.",
+    )
+    objects_timeout_seconds: float = setting(
+        seconds(0.001),
+        5.0,
+        "How long the bucket may take for one read or write. Blocks that do not come by then are "
+        "computed. The bucket is left out while half of FlexKV's calls take longer and none ends.",
+    )
+    block_tokens: int | None = setting(
+        count(1, _MOST_BLOCK_TOKENS, "tokens", "a multiple of the engine's block size"),
+        None,
+        "Tokens of one FlexKV block, the unit of lookup, eviction and copies; a multiple of the "
+        "engine's block size. Small blocks waste less of a prompt's tail; large blocks cost less "
+        "to manage. Default: the smallest multiple whose block over all layers and ranks has 2 "
+        "MiB, at most 128 tokens, at least one engine block.",
     )
     load_mode: str = setting(
+        choice(("async", "layerwise", "auto")),
         "async",
-        env="FLEXKV_LOAD_MODE",
-        unit="name",
-        help=(
-            "How blocks are loaded from host memory into the engine. `async`: before the request "
-            "computes, while other requests compute. `layerwise`: beside the forward pass of the "
-            "same step, which waits for the blocks layer by layer; all requests of that step wait "
-            "with it. `auto`: the faster of the two by measured load times; on a GPU not layerwise "
-            "if other requests would wait longer than one step. Layerwise loads need vLLM's "
-            "`--no-async-scheduling`, and make vLLM use PIECEWISE CUDA graphs. Models with several "
-            "kinds of attention are always loaded `async`."
-        ),
-        parse=parse_name(LOAD_MODES),
-        allowed=", ".join(LOAD_MODES),
+        "How blocks are loaded from host memory into the engine. `async`: before the request "
+        "computes, while other requests compute. `layerwise`: beside the forward pass of the same "
+        "step, which waits for the blocks layer by layer; all requests of that step wait with it. "
+        "`auto`: the faster of the two by measured load times; on a GPU not layerwise if other "
+        "requests would wait longer than one step. Layerwise loads need an engine that begins a "
+        "step only when the last one has ended. Models with several kinds of attention are always "
+        "loaded `async`.",
     )
     min_load_tokens: int = setting(
+        count(0, _MOST_TOKENS, "tokens"),
         0,
-        env="FLEXKV_MIN_LOAD_TOKENS",
-        unit="tokens",
-        help=(
-            "Hits of fewer tokens are computed instead of loaded. In addition, FlexKV measures how "
-            "long computing and loading take, and loads a hit only if that is faster."
-        ),
-        parse=parse_whole(0, _MOST_TOKENS),
-        allowed=f"a whole number from 0 to {_MOST_TOKENS}",
+        "Hits of fewer tokens are computed instead of loaded. In addition, FlexKV measures how "
+        "long computing and loading take, and loads a hit only if that is faster.",
     )
     pin_seconds: int = setting(
+        count(1, MOST_PIN_SECONDS, "seconds"),
         3600,
-        env="FLEXKV_PIN_SECONDS",
-        unit="seconds",
-        help=(
-            "How long blocks stay in host memory that a request pins (see `request_options`), "
-            "unless it sets a time of its own. Each request that pins the blocks again restarts "
-            "the time."
-        ),
-        parse=parse_whole(1, MOST_PIN_SECONDS),
-        allowed=f"a whole number from 1 to {MOST_PIN_SECONDS}",
+        "How long blocks stay in host memory that a request pins (see `request_options`), unless "
+        "it sets a time of its own. Each request that pins the blocks again restarts the time.",
     )
     request_options: tuple[str, ...] = setting(
-        FREE_OPTIONS,
-        env="FLEXKV_REQUEST_OPTIONS",
-        unit="names",
-        help=(
-            "The parameters that requests may set, without `flexkv.`, separated by `,`; `all` and "
-            "`none` stand for themselves. FlexKV ignores other parameters and logs them. Any "
-            "client of the engine can send them. With `pin`, clients may keep up to half of the "
-            "host memory for themselves, with `pin_seconds` for a time of their choice."
-        ),
-        parse=parse_names((*FREE_OPTIONS, *PIN_OPTIONS)),
-        allowed=f"all, none, or names of {', '.join((*FREE_OPTIONS, *PIN_OPTIONS))}",
+        choices((*_FREE_OPTIONS, *_PIN_OPTIONS)),
+        _FREE_OPTIONS,
+        "The parameters that requests may set, without `flexkv.`, separated by `,`; `all` and "
+        "`none` stand for themselves. FlexKV ignores other parameters and logs them. Any client "
+        "of the engine can send them. With `pin`, clients may keep up to half of the host memory "
+        "for themselves, with `pin_seconds` for a time of their choice.",
     )
     always_load: bool = setting(
+        flag(),
         False,
-        env="FLEXKV_ALWAYS_LOAD",
-        unit="boolean",
-        help=(
-            "Load every hit, even if the load is expected to take longer than computing. The "
-            "request waits longer, but the processor is free for other requests."
-        ),
-        parse=parse_bool,
-        allowed="1, 0, true, false, yes, no, on, off",
+        "Load every hit, even if the load is expected to take longer than computing. The request "
+        "waits longer, but the processor is free for other requests.",
     )
     copy_threads: int | None = setting(
+        count(1, _MOST_THREADS, "threads"),
         None,
-        env="FLEXKV_COPY_THREADS",
-        unit="threads",
-        help=(
-            "Threads per worker process that copy between the engine's pages and host memory. They "
-            "are used only if the engine's tensors are in host memory. Default: 4, or the number "
-            "of usable cores if that is less."
-        ),
-        parse=parse_whole(1, _MOST_THREADS),
-        allowed=f"a whole number from 1 to {_MOST_THREADS}",
+        "Threads per worker process that copy between the engine's pages and host memory. They "
+        "are used only if the engine's tensors are in host memory. Default: 4, or the number of "
+        "usable cores if that is less.",
     )
     runtime_dir: str | None = setting(
+        path("a directory that only this user can write to"),
         None,
-        env="FLEXKV_RUNTIME_DIR",
-        unit="absolute path",
-        help=(
-            "Directory where the processes of one engine find each other by small files. FlexKV "
-            "removes them at shutdown; the next start removes those of a killed engine. Only this "
-            "user may have the right to write to the directory. Directories above must be root's "
-            "or this user's, and others may not write to this user's unless they are sticky. "
-            "Default: `flexkv` in "
-            "XDG_RUNTIME_DIR if that is this user's with mode 0700, else /dev/shm/flexkv-UID, or "
-            "the temporary directory if there is no /dev/shm."
-        ),
-        parse=parse_directory,
-        allowed="an absolute path of a directory that only this user can write to",
+        "Directory where the processes of one engine find each other by small files. FlexKV "
+        "removes them at shutdown; the next start removes those of a killed engine. Only this "
+        "user may have the right to write to the directory. Directories above must be root's or "
+        "this user's, and others may not write to this user's unless they are sticky. Default: "
+        "`flexkv` in XDG_RUNTIME_DIR if that is this user's with mode 0700, else "
+        "/dev/shm/flexkv-UID, or the temporary directory if there is no /dev/shm.",
     )
     trace: str | None = setting(
+        path("a new file, or of a recording of this user"),
         None,
-        env="FLEXKV_TRACE",
-        unit="absolute path",
-        help=(
-            "A file to record requests to, for `flexkv plan`: salted digests of blocks, lengths "
-            "and times, no text. Only this user can read it. An engine adds to a recording that is "
-            "there; each engine needs a file of its own. Default: nothing is recorded."
-        ),
-        parse=parse_directory,
-        allowed="an absolute path of a new file, or of a recording of this user",
+        "A file to record requests to, for `flexkv plan`: salted digests of blocks, lengths and "
+        "times, no text. Only this user can read it. An engine adds to a recording that is there; "
+        "each engine needs a file of its own. Default: nothing is recorded.",
     )
     trace_gb: float = setting(
+        gib(),
         1.0,
-        env="FLEXKV_TRACE_GB",
-        unit="GiB",
-        help=(
-            "How large the file of `trace` may become; then recording ends. A request takes about "
-            "100 bytes, and 16 for each of its blocks."
-        ),
-        parse=parse_number(LEAST_GIB, MOST_GIB),
-        allowed=SIZE,
+        "How large the file of `trace` may become; then recording ends. A request takes about 100 "
+        "bytes, and 16 for each of its blocks.",
     )
     log_level: str = setting(
+        choice(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")),
         "INFO",
-        env="FLEXKV_LOG_LEVEL",
-        unit="name",
-        help="The lowest level of messages that FlexKV writes to the engine's log.",
-        parse=parse_log_level,
-        allowed=", ".join(LOG_LEVELS),
+        "The lowest level of messages that FlexKV writes to the engine's log.",
     )
     allow_untested_engine: bool = setting(
+        flag(),
         False,
-        env="FLEXKV_ALLOW_UNTESTED_ENGINE",
-        unit="boolean",
-        help="Start with an engine version outside the supported range, at your own risk.",
-        parse=parse_bool,
-        allowed="1, 0, true, false, yes, no, on, off",
+        "Start with an engine version outside the supported range, at your own risk.",
     )
 
     @property
@@ -240,23 +336,5 @@ class CacheConfig(StoreSettings, DiskSettings, HostSettings):
         return self.runtime_dir or default_runtime_dir()
 
 
-def settings() -> Iterator[dataclasses.Field[Any]]:
-    """The fields of `CacheConfig`, in the order of the settings page. The metadata of each field
-    has the arguments of `setting` by name, without the default."""
-    return iter(dataclasses.fields(CacheConfig))
-
-
-def configure_logging(config: CacheConfig) -> None:
-    """Set the level of the logger `flexkv` and those below it to `log_level`.
-
-    If the logger has no handler, it gets one that writes to standard error, and its messages no
-    longer reach the root logger.
-    """
-    logger = logging.getLogger("flexkv")
-    level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level
-    logger.setLevel(level)
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [FlexKV] %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
+SETTINGS = declared(CacheConfig)
+"""The settings by name, in the order of the settings page."""

@@ -1,54 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources of settings: the engine, a file, the environment.
+"""The sources of settings: the engine or the program, a file, the environment.
 
-Precedence, highest first: the engine's own command line (for vLLM
-`kv_connector_extra_config`), the file named by `FLEXKV_CONFIG_PATH`, the environment, the
-default. An unknown key is an error that names the nearest known one.
+Precedence, highest first: the engine's own command line or the program's mapping, the file named
+by `FLEXKV_CONFIG_PATH`, the environment, the default. An unknown key is an error that names the
+nearest known one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import errno
-import json
 import logging
 import os
 import re
-import stat
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
-
-import yaml
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from flexkv.errors import ConfigError
-from flexkv.settings.config import CacheConfig, settings
+from flexkv.settings.config import SETTINGS, CacheConfig
+from flexkv.settings.setting import shorten, show
+from flexkv.settings.settings_file import CONFIG_PATH_VARIABLE, read_file
 
 logger = logging.getLogger(__name__)
 
-CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
-"""The environment variable with the path of the settings' file."""
 PREFIX = "FLEXKV_"
 """A variable with this prefix, in upper or lower case, that is no setting is an error."""
 
-_MOST_FILE_BYTES = 1 << 20
-"""The largest file that is read. All settings together take some KiB."""
-_MOST_SHOWN = 100
-"""Characters of a value that an error prints."""
-_ALLOWED_FILE = f"a YAML or JSON file of at most {_MOST_FILE_BYTES >> 20} MiB, one mapping"
-
-_PARSE_ERRORS = (
-    yaml.YAMLError,
-    ValueError,
-    RecursionError,
-    # PyYAML on a value that does not fit its tag, such as `!!int ""`.
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-)
-
-_SECRETS = re.compile(r"(?<=://)[^/@\s]*(?=@)|(?<=[?#])[^\s'\"]+")
-"""Parts of a URL that may be a password or a signature: no error repeats them."""
+_MOST_COMPARED = 100
+"""Characters of an unknown name that are compared with the known ones."""
 
 _INJECTED = re.compile(
     r"FLEXKV_([A-Z0-9_]+_)?"
@@ -60,7 +38,7 @@ https://kubernetes.io/docs/concepts/services-networking/service/#environment-var
 
 def load_config(
     extra: Mapping[str, object] | None = None,
-    extra_source: str = "kv_connector_extra_config",
+    extra_source: str = "load_config",
     environ: Mapping[str, str] | None = None,
 ) -> CacheConfig:
     """Read all sources and return the settings in force.
@@ -70,7 +48,7 @@ def load_config(
     Args:
         extra: settings from the engine's own command line, by name; they win over all others. None
             as a value counts as not set.
-        extra_source: the name of `extra` in errors.
+        extra_source: the name of `extra` in errors, as the user knows it.
         environ: the environment; `os.environ` if None. Empty variables count as not set.
 
     Raises:
@@ -79,32 +57,34 @@ def load_config(
             value, source and what is allowed.
     """
     environ = os.environ if environ is None else environ
-    values = _from_environment(environ)
+    given = _from_environment(environ)
     path = environ.get(CONFIG_PATH_VARIABLE)
     if path:
-        source = f"file {path} ({CONFIG_PATH_VARIABLE})"
-        values |= _from_mapping(_read_file(path), source)
-    values |= _from_mapping(extra or {}, extra_source)
-    config = CacheConfig(**values)
-    if (config.ssd_cache_gb is None) != (not config.ssd_cache_dir):
-        raise ConfigError(
-            f"ssd_cache_gb is {config.ssd_cache_gb!r} and ssd_cache_dir is "
-            f"{';'.join(config.ssd_cache_dir)!r}; allowed: both set, or neither"
-        )
-    if (config.mooncake_master is None) != (config.mooncake_metadata is None):
-        raise ConfigError(
-            f"mooncake_master is {config.mooncake_master!r} and mooncake_metadata is "
-            f"{config.mooncake_metadata!r}; allowed: both set, or neither"
-        )
-    return config
+        given |= _from_mapping(read_file(path), f"file {path} ({CONFIG_PATH_VARIABLE})")
+    given |= _from_mapping(extra or {}, extra_source)
+    _check_needs(given)
+    return CacheConfig(**{name: each.read for name, each in given.items()})
 
 
-def log_ignored_variables(environ: Mapping[str, str] | None = None) -> None:
-    """Log the variables that look like settings but that Kubernetes set for a Service.
+def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = None) -> None:
+    """Set the level of the logger `flexkv` and those below it to `log_level`. Log the variables
+    that look like settings but that Kubernetes set for a Service.
+
+    If the logger has no handler, it gets one that writes to standard error, and its messages no
+    longer reach the root logger.
 
     Args:
+        config: the settings.
         environ: the environment; `os.environ` if None.
     """
+    flexkv = logging.getLogger("flexkv")
+    level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level
+    flexkv.setLevel(level)
+    if not flexkv.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [FlexKV] %(message)s"))
+        flexkv.addHandler(handler)
+        flexkv.propagate = False
     environ = os.environ if environ is None else environ
     ignored = sorted(name for name in environ if _INJECTED.fullmatch(name))
     if ignored:
@@ -112,50 +92,59 @@ def log_ignored_variables(environ: Mapping[str, str] | None = None) -> None:
             "%d environment variables set by Kubernetes for a Service are not settings; ignored: "
             "%s",
             len(ignored),
-            _shorten(", ".join(ignored)),
+            shorten(", ".join(ignored)),
         )
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    variables = {setting.metadata["env"]: setting for setting in settings()}
+class _Given(NamedTuple):
+    """A value that a source gives a setting: as the user wrote it, and as it was read."""
+
+    value: object
+    source: str
+    read: Any
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    variables = {each.variable: each for each in SETTINGS.values()}
     known = {CONFIG_PATH_VARIABLE, *variables}
-    values = {}
-    for name, setting in variables.items():
-        text = environ.get(name)
-        if text is not None and text != "":
-            values[setting.name] = _parse(setting, text, f"environment variable {name}")
-    for name in environ:
-        if name.upper().startswith(PREFIX) and name not in known and not _INJECTED.fullmatch(name):
+    given: dict[str, _Given] = {}
+    for name, text in environ.items():
+        if name in variables and text:
+            setting, source = variables[name], f"environment variable {name}"
+            given[setting.name] = _Given(text, source, setting.read(text, source))
+        elif name.upper().startswith(PREFIX) and not (name in known or _INJECTED.fullmatch(name)):
             raise ConfigError(
-                f"unknown environment variable {_shorten(name)}{_nearest(name, known)}; "
+                f"unknown environment variable {shorten(name)}{_nearest(name, known)}; "
                 f"allowed: {', '.join(sorted(known))}"
             )
-    return values
+    return given
 
 
-def _from_mapping(mapping: Mapping[Any, object], source: str) -> dict[str, Any]:
-    by_name = {setting.name: setting for setting in settings()}
-    values = {}
+def _from_mapping(mapping: Mapping[Any, object], source: str) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
     for key, value in mapping.items():
-        if key not in by_name:
-            name = key if isinstance(key, str) else _show(key)
+        if key not in SETTINGS:
+            name = key if isinstance(key, str) else show(key)
             raise ConfigError(
-                f"unknown key {_show(key)} in {source}{_nearest(name, by_name)}; "
-                f"allowed: {', '.join(sorted(by_name))}"
+                f"unknown key {show(key)} in {source}{_nearest(name, SETTINGS)}; "
+                f"allowed: {', '.join(sorted(SETTINGS))}"
             )
         if value is not None:
-            values[key] = _parse(by_name[key], value, f"key {key!r} in {source}")
-    return values
+            where = f"key {key!r} in {source}"
+            given[key] = _Given(value, where, SETTINGS[key].read(value, where))
+    return given
 
 
-def _parse(setting: dataclasses.Field[Any], value: object, source: str) -> Any:
-    try:
-        return setting.metadata["parse"](value)
-    except ValueError:
-        raise ConfigError(
-            f"{_show(value)} from {source} is not a valid {setting.name}; "
-            f"allowed: {setting.metadata['allowed']}"
-        ) from None
+def _check_needs(given: Mapping[str, _Given]) -> None:
+    changed = [name for name, each in given.items() if each.read != SETTINGS[name].default]
+    for name in changed:
+        needed = SETTINGS[name].needs
+        if needed and needed not in changed:
+            value, source, _ = given[name]
+            raise ConfigError(
+                f"{name} is {show(value)} from {source}, but {needed} is not set; "
+                f"allowed: both set, or neither"
+            )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -164,111 +153,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     Case, the prefix and the order of words do not count: `FLEXKV_ENABLE` is `ENABLE_FLEXKV`.
     """
     by_words = {_words(each): each for each in known}
-    close = difflib.get_close_matches(_words(name[:_MOST_SHOWN]), list(by_words), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(
+        _words(name[:_MOST_COMPARED]), list(by_words), n=1, cutoff=0.6
+    )
     return f" (did you mean {by_words[close[0]]!r}?)" if close else ""
 
 
 def _words(name: str) -> str:
     words = name.lower().replace("-", "_").split("_")
     return "_".join(word for word in words if word != "flexkv")
-
-
-def _show(value: object) -> str:
-    """A value as errors print it."""
-    try:
-        return _shorten(_SECRETS.sub("***", repr(value)))
-    except (ValueError, RecursionError):  # an int of thousands of digits, or deep nesting
-        return f"a {type(value).__name__} too large to print"
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= _MOST_SHOWN:
-        return text
-    return f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
-
-
-def _read_file(path: str) -> Mapping[Any, object]:
-    try:
-        text = _read_text(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {path} from {CONFIG_PATH_VARIABLE}: {error}; allowed: {_ALLOWED_FILE}"
-        ) from None
-    try:
-        content = _parse_json(text) if path.endswith(".json") else _parse_yaml(text)
-    except _PARSE_ERRORS as error:
-        detail = _shorten(" ".join(str(error).split()))
-        raise ConfigError(
-            f"{path} from {CONFIG_PATH_VARIABLE} cannot be parsed: {detail}; "
-            f"allowed: {_ALLOWED_FILE}"
-        ) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} from {CONFIG_PATH_VARIABLE} holds a {type(content).__name__}; "
-            f"allowed: {_ALLOWED_FILE}"
-        )
-    return content
-
-
-def _read_text(path: str) -> str:
-    """The text of a regular file.
-
-    Opening a FIFO would wait for a writer, and a device may never end.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file or is too large.
-        ValueError: the file is not UTF-8, or `path` is not a path.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        data = file.read(_MOST_FILE_BYTES + 1)
-    if len(data) > _MOST_FILE_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {_MOST_FILE_BYTES} bytes")
-    return data.decode("utf-8")
-
-
-def _parse_json(text: str) -> object:
-    return json.loads(text, object_pairs_hook=_without_duplicates)
-
-
-def _parse_yaml(text: str) -> object:
-    return yaml.load(text, _UniqueKeysLoader)
-
-
-def _without_duplicates(pairs: Iterable[tuple[Hashable, object]]) -> dict[Any, object]:
-    mapping: dict[Any, object] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise ValueError(f"duplicate key {key!r}")
-        mapping[key] = value
-    return mapping
-
-
-class _UniqueKeysLoader(yaml.SafeLoader):
-    """Refuses a mapping with equal keys: YAML forbids them, and PyYAML takes the last.
-
-    Refuses an alias of a list or mapping, too: a few lines of them, each of the line before, are a
-    value that no memory has room for once it is printed.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise ValueError("an alias stands for a list or a mapping")
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, object]:
-        self.flatten_mapping(node)
-        pairs = []
-        for key_node, value_node in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise ValueError(f"{_show(key)} cannot be a key")
-            pairs.append((key, self.construct_object(value_node, deep=deep)))
-        return _without_duplicates(pairs)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of the values of settings in files, variables and command lines.
+"""The kinds of settings' values: for each a function that makes the kind for some bounds.
 
-Every parser takes a value from a JSON or YAML file, or a string from elsewhere. It returns the
-parsed value. It raises ValueError without a message if the value is not allowed; `load_config`
-makes the message from the source and from `allowed` of the setting.
+The file has no setting's name. A kind's parser takes a value from a JSON or YAML file, or a string
+from elsewhere. It raises ValueError without a message; `Setting.read` makes the message.
 """
 
 from __future__ import annotations
@@ -11,12 +10,17 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from flexkv.deadline import call_within
+from flexkv.settings.setting import ValueKind
 
-LOAD_MODES = ("async", "layerwise", "auto")
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")
+_LEAST_GIB = 1e-6
+"""The least size, about 1 KiB. Tests use caches of some KiB."""
+_MOST_GIB = float(1 << 20)
+"""The largest size, 1 PiB, more than one machine has. A larger number may be meant in bytes."""
+_DAY_SECONDS = 86400.0
+"""The longest time limit. A larger number may be meant in milliseconds."""
 
 _OTHER_SEPARATOR = re.compile(r"[,:]\s*/")
 """Separators of paths in other programs. A path that contains one is far more often two paths than
@@ -29,7 +33,7 @@ _BUCKET = re.compile(
 
 _HOST = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 """Labels of a machine's name have 1 to 63 characters; no resolver takes others."""
-_HOST_PORT = re.compile(rf"{_HOST}:[0-9]{{1,5}}")
+_HOST_PORT = re.compile(rf"{_HOST}:(?P<port>[0-9]{{1,5}})")
 _HTTP_URL = re.compile(rf"http://{_HOST}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
 
@@ -38,24 +42,27 @@ _COMPARE_SECONDS = 1.0
 others. The limit is short, because each process of an engine reads the settings more than once. Not
 tuned."""
 
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
+_WORDS = {"1": True, "true": True, "yes": True, "on": True}
+_WORDS |= {"0": False, "false": False, "no": False, "off": False}
 
 
-def parse_bool(value: object) -> bool:
-    """Parse a boolean: a boolean of the file, 1 or 0, or one of the words for them."""
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
+def flag() -> ValueKind[bool]:
+    """A boolean: one of the file, 1 or 0, or one of the words for them."""
+
+    def parse(value: object) -> bool:
+        word = str(value).strip().lower()
+        if word not in _WORDS:
+            raise ValueError
+        return _WORDS[word]
+
+    def written(value: bool) -> str:
+        return str(value).lower()
+
+    return ValueKind("boolean", "1, 0, true, false, yes, no, on, off", parse, written)
 
 
-def parse_number(least: float, most: float) -> Callable[[object], float]:
-    """Make a parser that takes a number from `least` to `most`, but never NaN."""
+def number(least: float, most: float, unit: str, limit: str = "") -> ValueKind[float]:
+    """A number from `least` to `most`, but never NaN. `limit` is a further bound, in words."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -68,11 +75,25 @@ def parse_number(least: float, most: float) -> Callable[[object], float]:
             raise ValueError
         return number
 
-    return parse
+    def written(value: float) -> str:
+        return str(int(value) if value == int(value) else value)
+
+    allowed = f"a number from {written(least)} to {written(most)}{limit and f', {limit}'}"
+    return ValueKind(unit, allowed, parse, written)
 
 
-def parse_whole(least: int, most: int) -> Callable[[object], int]:
-    """Make a parser that takes a whole number from `least` to `most`."""
+def gib(least: float = _LEAST_GIB, unit: str = "GiB", limit: str = "") -> ValueKind[float]:
+    """A size in GiB; see `number`."""
+    return number(least, _MOST_GIB, unit, limit)
+
+
+def seconds(least: float) -> ValueKind[float]:
+    """A time limit, of a day at most."""
+    return number(least, _DAY_SECONDS, "seconds")
+
+
+def count(least: int, most: int, unit: str, limit: str = "") -> ValueKind[int]:
+    """A whole number from `least` to `most`. `limit` is a further condition, in words."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -82,109 +103,119 @@ def parse_whole(least: int, most: int) -> Callable[[object], int]:
             raise ValueError
         return number
 
-    return parse
+    allowed = f"a whole number from {least} to {most}{limit and f', {limit}'}"
+    return ValueKind(unit, allowed, parse)
 
 
-def parse_name(names: Collection[str]) -> Callable[[object], str]:
-    """Make a parser that takes one of `names`, which are in lower case, written in any case."""
+def choice(names: Collection[str]) -> ValueKind[str]:
+    """One of `names`, written in any case."""
+    by_text = {name.lower(): name for name in names}
 
     def parse(value: object) -> str:
         text = str(value).strip().lower()
-        if text not in names:
+        if text not in by_text:
             raise ValueError
-        return text
+        return by_text[text]
 
-    return parse
+    return ValueKind("name", ", ".join(names), parse)
 
 
-def parse_names(names: Collection[str]) -> Callable[[object], tuple[str, ...]]:
-    """Make a parser that takes some of `names`, separated by commas or in a list, in the order of
-    `names`. `all` and `none` stand for themselves."""
+def choices(names: Collection[str]) -> ValueKind[tuple[str, ...]]:
+    """Some of `names`, separated by commas or in a list, in the order of `names`. `all` and `none`
+    stand for themselves."""
 
     def parse(value: object) -> tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list | tuple):
-            raise ValueError
-        wanted = {str(part).strip().lower() for part in parts}
+        wanted = {str(part).strip().lower() for part in _parts(value, ",")}
         if wanted in ({"all"}, {"none"}):
             return tuple(names) if wanted == {"all"} else ()
         if not wanted or not wanted <= set(names):
             raise ValueError
         return tuple(name for name in names if name in wanted)
 
-    return parse
+    def written(value: tuple[str, ...]) -> str:
+        return ",".join(value) or "none"
+
+    return ValueKind("names", f"all, none, or names of {', '.join(names)}", parse, written)
 
 
-def parse_log_level(value: object) -> str:
-    """Parse the name of a level of logging, written in any case, to upper case."""
-    text = str(value).strip().upper()
-    if text not in LOG_LEVELS:
-        raise ValueError
-    return text
+def path(of: str) -> ValueKind[str]:
+    """An absolute path. Nothing has to exist there. `of` describes what the path leads to."""
+    return ValueKind("absolute path", f"an absolute path of {of}", _parse_path, shows_place=True)
 
 
-def parse_directory(value: object) -> str:
-    """Parse an absolute path. Nothing has to exist there."""
+def paths() -> ValueKind[tuple[str, ...]]:
+    """Absolute paths, separated by `;` or in a list, of which no two are the same directory.
+
+    With several paths, the parser follows symbolic links, for at most `_COMPARE_SECONDS`.
+    """
+
+    def parse(value: object) -> tuple[str, ...]:
+        if isinstance(value, str) and _OTHER_SEPARATOR.search(value):
+            raise ValueError
+        paths = tuple(
+            _parse_path(part.strip() if isinstance(part, str) else part)
+            for part in _parts(value, ";")
+        )
+        if len(paths) > 1:
+            # realpath(3) hangs with a mount that hangs, which a start goes on without.
+            calls = {path: functools.partial(os.path.realpath, path) for path in paths}
+            real = call_within(calls, _COMPARE_SECONDS)
+            if len(calls) != len(paths) or len(set(real.values())) != len(real):
+                raise ValueError
+        return paths
+
+    allowed = "absolute paths separated by `;` (not `,` or `:`), none twice"
+    return ValueKind("absolute paths", allowed, parse, ";".join, shows_place=True)
+
+
+def host_port() -> ValueKind[str]:
+    """The address of a server with its port."""
+    return _matching("HOST:PORT", "HOST:PORT", _HOST_PORT)
+
+
+def http_url(example: str) -> ValueKind[str]:
+    """The URL of a path on a server, with a port or without, and without credentials."""
+    return _matching("URL", example, _HTTP_URL)
+
+
+def bucket_url() -> ValueKind[str]:
+    """The URL of a bucket, with a path or without. Trailing slashes are removed. Credentials are
+    refused, because they would end up in logs."""
+    allowed = (
+        "s3://, gs://, az:// or abfss://CONTAINER@HOST, a bucket and a path; without "
+        "credentials, `?` and `#`"
+    )
+    return _matching("URL", allowed, _BUCKET)
+
+
+def devices() -> ValueKind[str]:
+    """Names of network devices, separated by commas; empty for the library's own choice."""
+    return _matching("names", "names of devices, separated by commas", _DEVICES)
+
+
+def _matching(unit: str, allowed: str, pattern: re.Pattern[str]) -> ValueKind[str]:
+    """Texts that `pattern` matches, without slashes at the end. A group `port` is a port."""
+
+    def parse(value: object) -> str:
+        found = pattern.fullmatch(value) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError
+        port = found.groupdict().get("port")
+        if port is not None and not 0 < int(port) < 1 << 16:
+            raise ValueError
+        return found[0].rstrip("/")
+
+    return ValueKind(unit, allowed, parse)
+
+
+def _parse_path(value: object) -> str:
     if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value:
         raise ValueError
     return value
 
 
-def parse_directories(value: object) -> tuple[str, ...]:
-    """Parse absolute paths, separated by `;` or in a list, of which no two are the same directory.
-
-    With several paths, it follows symbolic links, for at most `_COMPARE_SECONDS`.
-    """
-    parts = value.split(";") if isinstance(value, str) else value
+def _parts(value: object, separator: str) -> list[object] | tuple[object, ...]:
+    parts = value.split(separator) if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         raise ValueError
-    if isinstance(value, str) and _OTHER_SEPARATOR.search(value):
-        raise ValueError
-    paths = tuple(
-        parse_directory(part.strip() if isinstance(part, str) else part) for part in parts
-    )
-    if len(paths) > 1:
-        # realpath(3) hangs with a mount that hangs, which a start goes on without.
-        calls = {path: functools.partial(os.path.realpath, path) for path in paths}
-        real = call_within(calls, _COMPARE_SECONDS)
-        if len(calls) != len(paths) or len(set(real.values())) != len(real):
-            raise ValueError
-    return paths
-
-
-def parse_bucket_url(value: object) -> str:
-    """Parse the URL of a bucket, with a path or without. Trailing slashes are removed. Credentials
-    are refused, because they would end up in logs."""
-    if not isinstance(value, str) or not _BUCKET.fullmatch(value):
-        raise ValueError
-    return value.rstrip("/")
-
-
-def parse_host_port(value: object) -> str:
-    """Parse the address of a server with its port, as HOST:PORT."""
-    if not isinstance(value, str) or not _HOST_PORT.fullmatch(value):
-        raise ValueError
-    _check_port(value.rpartition(":")[2])
-    return value
-
-
-def parse_http_url(value: object) -> str:
-    """Parse the URL of a path on a server, with a port or without, and without credentials."""
-    found = _HTTP_URL.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError
-    if found["port"] is not None:
-        _check_port(found["port"])
-    return found[0]
-
-
-def _check_port(digits: str) -> None:
-    if not 0 < int(digits) < 1 << 16:
-        raise ValueError
-
-
-def parse_devices(value: object) -> str:
-    """Parse names of network devices, separated by commas; empty for Mooncake's own choice."""
-    if not isinstance(value, str) or not _DEVICES.fullmatch(value):
-        raise ValueError
-    return value
+    return parts

@@ -1,44 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares fields of the settings, and the bounds that several fields share."""
+"""Declares a setting: its kind of values, its default, its text, and the setting that it needs."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable
-from dataclasses import field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-LEAST_GIB = 1e-6
-"""The least size, about 1 KiB. Tests use caches of some KiB."""
-MOST_GIB = float(1 << 20)
-"""The largest size, 1 PiB, more than one machine has. A larger number may be meant in bytes."""
-SIZE = f"a number from {LEAST_GIB} to {MOST_GIB:.0f}"
-"""The allowed values of a size in GiB."""
-DAY_SECONDS = 86400.0
-"""The longest time limit. A larger number may be meant in milliseconds."""
+from flexkv.errors import ConfigError
+
+_MOST_SHOWN = 100
+"""Characters of a value that an error prints."""
+
+_SECRETS = re.compile(r"(?<=://)[^/@\s]*(?=@)|(?<=[?#])[^\s'\"]+")
+"""Parts of a URL that may be a password or a signature: no error repeats them."""
+
+Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind(Generic[Value_co]):
+    """A kind of values.
+
+    Attributes:
+        unit: unit of a value, for the settings page.
+        allowed: the values that `parse` accepts, for error messages and the settings page.
+        parse: parses a value of a JSON or YAML file, or a string of any source. Raises ValueError
+            without a message if the value is not allowed. May look at files for about a second.
+        written: writes a value as a user would, so that `parse` reads it again.
+        shows_place: whether a value names a place of the user's, such as a path. Metrics and
+            reports may have other readers, and leave such values out.
+    """
+
+    unit: str
+    allowed: str
+    parse: Callable[[object], Value_co]
+    written: Callable[[Any], str] = str
+    shows_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting, as its field of `CacheConfig` declares it.
+
+    Attributes:
+        name: name in files, on command lines and in programs.
+        kind: kind of its values.
+        default: the value if no source has one.
+        help: the effect, for the settings page. `Default: ...` at its end describes a default that
+            is worked out at start.
+        needs: name of the setting without which this one has no meaning; empty for none.
+        variable: name of the environment variable.
+    """
+
+    name: str
+    kind: ValueKind[Any]
+    default: Any
+    help: str
+    needs: str
+    variable: str
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, for error messages and the settings page."""
+        return f"{self.kind.allowed}, and {self.needs}" if self.needs else self.kind.allowed
+
+    def read(self, value: object, source: str) -> Any:
+        """Parse a value from `source`, which an error names.
+
+        Raises:
+            ConfigError: the value is not allowed.
+        """
+        try:
+            return self.kind.parse(value)
+        except ValueError:
+            raise ConfigError(
+                f"{show(value)} from {source} is not a valid {self.name}; allowed: {self.allowed}"
+            ) from None
+
+    def written(self, value: Any) -> str:
+        """The value as a user would write it; empty for None, which stands for no value."""
+        return "" if value is None else self.kind.written(value)
 
 
 def setting(
-    default: Any,
-    *,
-    env: str,
-    unit: str,
-    help: str,
-    parse: Callable[[object], Any],
-    allowed: str,
-) -> Any:
-    """Declare a field of the settings.
+    kind: ValueKind[Value], default: Value, help: str, *, needs: str = "", variable: str = ""
+) -> Value:
+    """Declare a field of the settings. The arguments are the attributes of `Setting`.
 
-    Args:
-        default: the value if no source has one.
-        env: name of the environment variable.
-        unit: unit of the value, for the settings page.
-        help: the effect of the setting, for the settings page.
-        parse: parses the value of any source, or raises ValueError. It may block for about a
-            second, if it looks at files.
-        allowed: the values that `parse` accepts, for error messages and the settings page.
-
-    Returns:
-        A dataclass field. Its type here is Any, so that the annotation of the attribute decides.
+    Without `variable`, the variable is `FLEXKV_` and the name in upper case. The return type is
+    that of the attribute, so that mypy compares kind, default and annotation.
     """
-    metadata = {"env": env, "unit": unit, "help": help, "parse": parse, "allowed": allowed}
-    return field(default=default, metadata=metadata)
+    about = {"kind": kind, "help": help, "needs": needs, "variable": variable}
+    return dataclasses.field(default=default, metadata=about)
+
+
+def declared(config: type) -> dict[str, Setting]:
+    """The settings that the dataclass `config` declares, by name, in the order of its fields."""
+    found = {}
+    for each in dataclasses.fields(config):
+        about = dict(each.metadata)
+        about["variable"] = about["variable"] or f"FLEXKV_{each.name.upper()}"
+        found[each.name] = Setting(each.name, default=each.default, **about)
+    return found
+
+
+def show(value: object) -> str:
+    """A value as errors print it: on one line, shortened, without secrets."""
+    try:
+        return shorten(_SECRETS.sub("***", repr(value)))
+    except (ValueError, RecursionError):  # an int of thousands of digits, or deep nesting
+        return f"a {type(value).__name__} too large to print"
+
+
+def shorten(text: str) -> str:
+    """`text`, or its first characters and its length."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"

@@ -22,8 +22,8 @@ from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
 
 MAX_KEY_BYTES = 96
-"""The longest key of a block. A record of 128 bytes on disk has room for so much. Keys of vLLM and
-SGLang have up to 49 bytes: a hash, the number of a group, the stamp of an adapter."""
+"""The longest key of a block. A record of 128 bytes on disk has room for so much. Keys of
+engines have up to 49 bytes: a hash, the number of a group, the stamp of an adapter."""
 
 
 class BlockResult(NamedTuple):

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold for every setting, from every source."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from flexkv import CacheConfig, ConfigError, KVLayout, TensorView, load_config, open_cache
+from flexkv.settings import SETTINGS
+from flexkv.settings.setting import Setting
+
+VALUES = (0.5, 7, "on", "/a", ("/a", "/b"), "host:1", "http://host/path", "s3://bucket/path")
+"""Each kind takes at least one of them, unless it has names of its own."""
+BAD = "no such value!"
+LAYOUT = KVLayout.from_tensors([TensorView.of("a", np.zeros((2, 4096), np.int8))], 2)
+
+Given = tuple[dict[str, Any], dict[str, str]]
+"""Settings of the engine, and the environment."""
+
+
+def by_engine(setting: Setting, value: Any, folder: Path) -> Given:
+    return {setting.name: value}, {}
+
+
+def by_environment(setting: Setting, value: Any, folder: Path) -> Given:
+    return {}, {setting.variable: value if isinstance(value, str) else setting.written(value)}
+
+
+def by_yaml(setting: Setting, value: Any, folder: Path) -> Given:
+    return by_file(folder / "flexkv.yaml", yaml.safe_dump({setting.name: value}))
+
+
+def by_json(setting: Setting, value: Any, folder: Path) -> Given:
+    return by_file(folder / "flexkv.json", json.dumps({setting.name: value}))
+
+
+def by_file(path: Path, text: str) -> Given:
+    path.write_text(text)
+    return {}, {"FLEXKV_CONFIG_PATH": str(path)}
+
+
+SOURCES: dict[str, Callable[[Setting, Any, Path], Given]] = {
+    "the engine": by_engine,
+    "environment variable": by_environment,
+    "flexkv.yaml": by_yaml,
+    "flexkv.json": by_json,
+}
+
+
+def load(setting: Setting, value: Any, source: str, folder: Path, **beside: Any) -> CacheConfig:
+    extra, environ = SOURCES[source](setting, value, folder)
+    return load_config(beside | extra, "the engine", environ)
+
+
+def accepted(setting: Setting) -> list[Any]:
+    """Those of `VALUES` that the setting takes, as it reads them, or else its default."""
+    found = []
+    for value in VALUES:
+        with contextlib.suppress(ValueError):
+            found.append(setting.kind.parse(value))
+    return found or [setting.default]
+
+
+def forms(setting: Setting, value: Any) -> list[Any]:
+    """How users write the value: as a text, and as JSON has it, with lists for tuples."""
+    text = setting.written(value)
+    return [json.loads(json.dumps(value)), *([text] if text else [])]
+
+
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda each: each.name)
+every_source = pytest.mark.parametrize("source", SOURCES)
+
+
+@every_setting
+@every_source
+def test_a_default_comes_back_from_every_source(
+    setting: Setting, source: str, tmp_path: Path
+) -> None:
+    for form in forms(setting, setting.default):
+        assert load(setting, form, source, tmp_path) == CacheConfig()
+
+
+@every_setting
+@every_source
+def test_a_value_comes_back_from_every_source(
+    setting: Setting, source: str, tmp_path: Path
+) -> None:
+    beside = {setting.needs: accepted(SETTINGS[setting.needs])[0]} if setting.needs else {}
+    for value in accepted(setting):
+        for form in forms(setting, value):
+            config = load(setting, form, source, tmp_path, **beside)
+            assert config == CacheConfig(**beside | {setting.name: value})
+
+
+@every_setting
+@every_source
+def test_an_error_names_value_source_and_what_is_allowed(
+    setting: Setting, source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(setting, BAD, source, tmp_path)
+    name = setting.variable if source == "environment variable" else repr(setting.name)
+    for part in (repr(BAD), source, name, f"; allowed: {setting.allowed}"):
+        assert part in str(caught.value)
+
+
+@every_setting
+def test_an_error_names_the_keyword_of_a_program(setting: Setting) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_cache({setting.name: BAD}, LAYOUT)
+    assert f"{BAD!r} from key {setting.name!r} in open_cache" in str(caught.value)
+    assert f"; allowed: {setting.allowed}" in str(caught.value)
+
+
+@every_setting
+def test_a_misspelt_name_brings_a_hint_at_the_right_one(setting: Setting) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {setting.name!r}"):
+        load_config({setting.name[:-1] + "q": 1}, environ={})
+    with pytest.raises(ConfigError, match=f"did you mean {setting.variable!r}"):
+        load_config(environ={f"FLEXKV_{setting.name.upper()}Q": "1"})
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS.values() if each.needs])
+def test_a_setting_without_the_one_that_it_needs_is_an_error(setting: Setting) -> None:
+    text = setting.written(accepted(setting)[0])
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={setting.variable: text})
+    for part in (repr(text), f"environment variable {setting.variable}", f"{setting.needs} is not"):
+        assert part in str(caught.value)
+    empty = {setting.needs: SETTINGS[setting.needs].default}
+    with pytest.raises(ConfigError, match=f"{setting.needs} is not set; allowed: both set"):
+        load_config({setting.name: text} | empty, environ={})
