@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexkv.adapter import info
-from flexkv.adapter.metrics import METRICS, Kind
+from flexkv.figures.definitions import METRICS, Kind
+from flexkv.figures.exposition import INFO_NAME
 
 _METRICS = {metric.name: metric for metric in METRICS}
 _ENDINGS = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}
@@ -38,15 +38,16 @@ class Names:
         Raises:
             ValueError: there is no such metric, label or value.
         """
-        if name == info.NAME:
+        if name == INFO_NAME:
             return f"{self.prefix}{name}{self._selector({})}"
         metric = _METRICS.get(name)
         if metric is None:
             raise ValueError(f"no metric is called {name!r}; allowed: {', '.join(_METRICS)}")
         for label, value in labels.items():
-            allowed = dict(metric.labels).get(label, ())
-            if not set(value.split("|")) <= set(allowed):
-                raise ValueError(f"{name} has no {label}={value!r}; allowed: {', '.join(allowed)}")
+            allowed = metric.allowed(label)
+            if not allowed.issuperset(value.split("|")):
+                known = ", ".join(sorted(allowed))
+                raise ValueError(f"{name} has no {label}={value!r}; allowed: {known}")
         return f"{self.prefix}{name}{_ENDINGS[metric.kind]}{self._selector(labels)}"
 
     def rate(self, name: str, window: str = "", **labels: str) -> str:

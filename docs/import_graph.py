@@ -79,6 +79,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("plan", "traces, replays, sizing", _of(CORE, "plan")),
     ),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
+    (Room("figures", "metrics, the meter", _of(CORE, "figures")),),
     (
         Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),
         Room("host/session", "how processes meet", _of(CORE, "host.session")),
@@ -100,18 +101,16 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (
         Room(
             "base",
-            "mover, errors, counters, admission",
+            "mover, errors, admission",
             _of(
                 CORE,
                 "mover",
                 "deadline",
                 "directories",
                 "errors",
-                "counters",
                 "changes",
                 "admission",
                 "forks",
-                "histogram",
                 "mounts",
                 "native",
                 "regular_files",

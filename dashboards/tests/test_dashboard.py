@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dashboards.names import Names
 from dashboards.panels import Shape, rows
 from flexkv import CacheConfig
-from flexkv.adapter.exposition import Exposition
+from flexkv.figures.exposition import Exposition
 
 FOLDER = Path(__file__).parents[1]
 BOARD = FOLDER / "flexkv.json"

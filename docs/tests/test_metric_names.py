@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapter import info
-from flexkv.adapter.metrics import METRICS, Kind
+from flexkv.figures.definitions import METRICS, Kind
+from flexkv.figures.exposition import INFO_NAME
 
 PAGES = Path(__file__).parents[1] / "pages"
 ENDINGS = {
@@ -17,7 +17,7 @@ ENDINGS = {
     Kind.GAUGE: ("",),
     Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum"),
 }
-NAMES = {metric.name + end for metric in METRICS for end in ENDINGS[metric.kind]} | {info.NAME}
+NAMES = {metric.name + end for metric in METRICS for end in ENDINGS[metric.kind]} | {INFO_NAME}
 NAME = re.compile(r"\b(?:vllm|sglang):flexkv_([a-z_]+)\b(?!\.\.\.)")
 WITH_NAMES = [page for page in sorted(PAGES.rglob("*.md")) if NAME.search(page.read_text())]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flexkv.adapter import info
-from flexkv.adapter.metrics import METRICS, Kind
+from flexkv.figures.definitions import METRICS, Kind
+from flexkv.figures.exposition import INFO_NAME
 
 PAGE = (Path(__file__).parents[1] / "pages" / "reference" / "metrics.md").read_text(
     encoding="utf-8"
@@ -26,8 +26,10 @@ def test_every_metric_is_on_the_page_with_its_labels() -> None:
     for kind, head in TABLES.items():
         listed = rows(head)
         if kind is Kind.GAUGE:
-            assert listed.pop(info.NAME) == ["version", "..."]
+            assert listed.pop(INFO_NAME) == ["version", "..."]
         ending = "_total" if kind is Kind.COUNTER else ""
         assert listed == {
-            metric.name + ending: metric.label_names for metric in METRICS if metric.kind is kind
+            metric.name + ending: list(metric.label_names)
+            for metric in METRICS
+            if metric.kind is kind
         }

@@ -12,7 +12,7 @@ import pytest
 
 from dashboards.names import Names
 from dashboards.panels import rows
-from flexkv.adapter.metrics import METRICS
+from flexkv.figures.definitions import METRICS
 from integration.harness.config import EngineConfig
 from integration.harness.host import EngineHost
 from integration.harness.prometheus import HOW, INSTALLED, Prometheus

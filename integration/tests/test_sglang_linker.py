@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapter.metrics import METRICS, Kind
+from flexkv.figures.definitions import METRICS, Kind
 from integration.campaign.counts import Counts
 from integration.campaign.faults import Kind as Fault
 from integration.sglang.linker import PAGE_TOKENS

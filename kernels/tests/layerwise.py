@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.layers import LayerParts
-from flexkv.adapter.metrics import Samples, sample
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
+from flexkv.figures.definitions import Samples, sample
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import Mover

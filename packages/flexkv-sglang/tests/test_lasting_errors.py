@@ -12,7 +12,7 @@ import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 from test_side_ranks import Engine, engine  # noqa: F401, a fixture
 
-from flexkv.adapter.metrics import INTERNAL_FAILURES
+from flexkv.figures.definitions import sample
 from flexkv_sglang.side import _FAILED_POLLS
 
 
@@ -60,7 +60,7 @@ def test_pages_come_back_if_every_poll_fails(
     assert f"{_FAILED_POLLS} consecutive polls of copies failed on rank 0" in said
     samples = side.take_samples()
     assert samples["disabled_engines"] == 1
-    assert samples[INTERNAL_FAILURES] == _FAILED_POLLS + 1
+    assert samples[sample("failures", "internal", "")] == _FAILED_POLLS + 1
     # From then on all is a miss, and no page waits.
     assert side.lookup("r", hashes_of("before", 3)) == []
     assert not side.load("r", hashes_of("before", 3), [7, 8, 9])

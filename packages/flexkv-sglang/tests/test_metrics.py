@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_world import Rank, hashes_of
 
 from flexkv import CacheConfig
-from flexkv.adapter.metrics import METRICS, Kind
+from flexkv.figures.definitions import METRICS, Kind
 from flexkv_sglang.metrics import Metrics
 
 

@@ -12,7 +12,7 @@ from sglang_world import Rank, hashes_of, same
 
 from flexkv.adapter.cost import Span
 from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser
-from flexkv.adapter.metrics import INTERNAL_FAILURES
+from flexkv.figures.definitions import sample
 from flexkv_sglang.side import RankSide
 
 MakeRank = Callable[..., Rank]
@@ -291,7 +291,7 @@ def test_an_error_counts_once(make_rank: MakeRank, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rank.side, "keys_of", fail)
     assert not rank.side.lookup("r", hashes_of("a", 2))
-    assert rank.side.take_samples()[INTERNAL_FAILURES] == 1
+    assert rank.side.take_samples()[sample("failures", "internal", "")] == 1
 
 
 def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:

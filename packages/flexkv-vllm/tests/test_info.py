@@ -9,7 +9,7 @@ from scraping import metrics, scrape
 
 import flexkv
 from flexkv import load_config
-from flexkv.adapter.info import LABELS, info_labels
+from flexkv.figures.exposition import INFO_LABELS, info_labels
 
 _SECRET = "/mnt/customer-7"
 
@@ -35,7 +35,7 @@ def test_settings_in_force_are_labels_whatever_their_source() -> None:
     assert labels["always_load"] == "true"
     assert labels["min_load_tokens"] == "77"
     assert labels["eviction_policy"] == "lru"
-    assert set(labels) <= set(LABELS)
+    assert set(labels) <= set(INFO_LABELS)
 
 
 def test_no_path_is_shown() -> None:
@@ -45,5 +45,5 @@ def test_no_path_is_shown() -> None:
 
 
 def test_a_setting_without_a_value_is_empty() -> None:
-    values = dict(zip(LABELS, info_labels(load_config({})), strict=True))
+    values = dict(zip(INFO_LABELS, info_labels(load_config({})), strict=True))
     assert values["cpu_cache_gb"] == values["copy_threads"] == ""

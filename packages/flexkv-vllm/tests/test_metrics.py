@@ -10,7 +10,7 @@ from patience import PATIENCE_SECONDS
 from prometheus_client import CollectorRegistry
 from scraping import metrics, scrape
 
-from flexkv.adapter.metrics import METRICS, Kind, bucket, sample
+from flexkv.figures.definitions import METRICS, Kind, bucket, sample
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.metrics import FlexKVStats
 

@@ -14,9 +14,9 @@ from test_world_stats import collected
 
 from flexkv.adapter.cost import StepTimer
 from flexkv.adapter.load_choice import Left
-from flexkv.adapter.metrics import INTERNAL_FAILURES, REASONS, sample
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.request_options import RequestOptions
+from flexkv.figures.definitions import REASONS, sample
 from flexkv.tiers.job import Outcome
 from flexkv_vllm.compat.core import fails_by_request
 
@@ -144,7 +144,7 @@ def test_a_hit_that_came_from_disk_may_be_left_too(make_world: MakeWorld) -> Non
     assert [hits(world, text) for text in texts] == [0] * len(texts)
     assert world.cache.counters.fetched_blocks > 0
     total = collected(world)
-    assert total[INTERNAL_FAILURES] == 0
+    assert total[sample("failures", "internal", "")] == 0
     assert total[sample("left_tokens", "short")] > 0
     world.check_outputs()
 

@@ -11,8 +11,8 @@ from kv_pages import BLOCK_TOKENS
 from policy_checks import CheckedPolicy
 from traffic import Traffic, loaded, make_stems
 
-from flexkv.adapter.metrics import sample
 from flexkv.eviction import POLICIES, LRUPolicy, RequestContext
+from flexkv.figures.definitions import sample
 
 
 def evicted(world: World) -> bool:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from world_config import IN_TREE, PLUGIN
 
 from flexkv.adapter.idle import STEP_ON_SECONDS
-from flexkv.adapter.metrics import sample
+from flexkv.figures.definitions import sample
 from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def test_capacities_are_reported_before_the_first_request(make_world: MakeWorld)
     assert world.scheduler.has_requests(), "a rank may report what it copied a step later"
     step_on(world)
     assert reported(world, "capacity_blocks", "host") == 30
-    ((_, disk, _),) = world.cache.tier_figures
+    ((_, disk, *_),) = world.cache.tier_figures
     assert reported(world, "capacity_blocks", "disk") == disk.slots > 0
     assert len(world.stats) == 1
     assert not world.scheduler.has_requests()

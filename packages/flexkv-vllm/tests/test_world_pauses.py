@@ -17,7 +17,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld
 from vllm.v1.engine.core import EngineCore
 
-from flexkv.counters import ResetCause
+from flexkv.figures.definitions import ResetCause
 
 resets_caches = getattr(EngineCore, "_reset_caches", None)
 pytestmark = pytest.mark.skipif(

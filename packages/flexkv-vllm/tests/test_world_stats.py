@@ -15,7 +15,7 @@ from scraping import metrics, scrape
 from traffic import Traffic, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv.adapter.metrics import INTERNAL_FAILURES, METRICS, bucket, sample
+from flexkv.figures.definitions import METRICS, bucket, sample
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""
@@ -163,7 +163,7 @@ def test_failures_have_causes(make_world: MakeWorld, tmp_path: Any) -> None:
     assert total[sample("failures", "load", "host")] == 1
     assert total[sample("failures", "store", "host")] >= 1
     # Refused copies are exceptions in the worker.
-    assert total[INTERNAL_FAILURES] >= 2
+    assert total[sample("failures", "internal", "")] >= 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -220,7 +220,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
     assert total[sample("failures", "load", "host")] == counters.failed_loads
-    ((_, figures, _),) = world.cache.tier_figures
+    ((_, figures, *_),) = world.cache.tier_figures
     assert total[sample("copied_bytes", "disk", "write")] == figures.traffic.written_bytes
     values = scrape(registry)
     for tier, ready in (("host", world.cache.ready_blocks), ("disk", figures.blocks)):

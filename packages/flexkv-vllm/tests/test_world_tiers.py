@@ -22,7 +22,7 @@ from scraping import metrics, scrape
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapter import fetches
-from flexkv.adapter.metrics import sample
+from flexkv.figures.definitions import sample
 from integration.harness.s3_server import BUCKET, S3Server
 
 TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS

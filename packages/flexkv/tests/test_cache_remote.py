@@ -425,7 +425,7 @@ def test_each_tier_is_written_by_its_own_admission(
     node.cache.record(names("ab"))
     node.settle()
     assert sorted(put for put in store.puts if put) == [[b"a"], [b"b"]]
-    figures = {medium: counters for medium, _, counters in node.cache.tier_figures}
+    figures = {tier.medium: tier.counters for tier in node.cache.tier_figures}
     assert figures[node.disk.medium].demoted_blocks == 3
     assert figures[node.remote.medium].demoted_blocks == 2
 
@@ -491,7 +491,7 @@ def test_an_open_circuit_makes_the_store_a_miss_at_once(
     for i in range(FAILURES):
         assert node.fetched(chr(ord("a") + i)) == ""
     assert node.cache.fetch(names("z")) is None
-    ((_, disk, _), (_, far, _)) = node.cache.tier_figures
+    ((_, disk, *_), (_, far, *_)) = node.cache.tier_figures
     assert disk.reads == {CircuitState.CLOSED: 1}
     assert far.reads == {CircuitState.OPEN: 1}
     assert far.openings == 1

@@ -344,7 +344,7 @@ def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
     engine.store("a", "b", "c")
     engine.store("x", "y", "z")
     assert engine.fetched("a", "b", "c") == 3
-    ((medium, figures, _),) = engine.cache.tier_figures
+    ((medium, figures, *_),) = engine.cache.tier_figures
     assert medium is Medium.DISK
     assert figures.blocks == figures.written_blocks == 6
     assert figures.traffic.written_bytes == 6 * FORMAT.slot_bytes
@@ -360,7 +360,7 @@ def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Callable[..., E
     transfer = engine.cache.store(keys(*names), range(40))
     assert transfer is not None
     engine.finish(transfer)
-    ((_, figures, _),) = engine.cache.tier_figures
+    ((_, figures, *_),) = engine.cache.tier_figures
     assert figures.queued_blocks == 40
     # The disk knows of the blocks whose writes have begun.
     waiting = 40 - engine.disk.figures.queued_blocks
@@ -368,7 +368,7 @@ def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Callable[..., E
     own = engine.disk.figures.queued_bytes
     assert figures.queued_bytes - own >= waiting * FORMAT.slot_bytes
     engine.settle()
-    ((_, figures, _),) = engine.cache.tier_figures
+    ((_, figures, *_),) = engine.cache.tier_figures
     assert figures.queued_blocks == figures.queued_bytes == 0
 
 

@@ -12,9 +12,9 @@ import functools
 from collections.abc import Mapping
 
 from flexkv import CacheConfig
-from flexkv.adapter.exposition import Exposition
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.metrics import GAUGES
+from flexkv.figures.definitions import GAUGES
+from flexkv.figures.exposition import Exposition
 from flexkv_sglang.side import RankSide
 
 PREFIX = "sglang:flexkv_"

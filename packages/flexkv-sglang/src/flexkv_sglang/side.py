@@ -20,10 +20,9 @@ from flexkv.adapter.cost import Span
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import LoadChooser
-from flexkv.adapter.metrics import Samples, add
 from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
-from flexkv.counters import ResetCause
+from flexkv.figures.definitions import ResetCause, Samples, add
 from flexkv.mover import Status
 from flexkv.packed_keys import PackedKeys, pack_keys
 from flexkv.transfer.copies import Transfer

@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from flexkv.adapter.exposition import Exposition
-from flexkv.adapter.metrics import Samples, add, summary
+from flexkv.figures.definitions import Samples, add
+from flexkv.figures.exposition import Exposition, summary
 from flexkv_vllm.settings import load_extra
 
 PREFIX = "vllm:flexkv_"

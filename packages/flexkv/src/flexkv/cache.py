@@ -16,14 +16,15 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.changes import Change, Medium, take_newest
-from flexkv.counters import Counters, Latencies, ResetCause, TierCounters
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
+from flexkv.figures.definitions import Counters, HostFigures, ResetCause, TierReading
+from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
 from flexkv.index import Block, block_index, publish
 from flexkv.mover import Direction, Status
 from flexkv.pins import Pins
 from flexkv.presence import Presence, presence_below
-from flexkv.tiers.base import AttachedTier, TierFigures
+from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch
@@ -83,7 +84,7 @@ class KVCache:
 
     Attributes:
         policy_name: as given.
-        latencies: latencies of the loads, stores and fetches that have ended.
+        meter: counts of this engine that are no attributes of `counters`, and those of its adapter.
     """
 
     def __init__(
@@ -102,10 +103,10 @@ class KVCache:
         self._pin_seconds = pin_seconds
         self._counters = Counters()
         self.policy_name = policy_name
-        self.latencies = Latencies()
+        self.meter = Meter()
         self._off = self._stopped = self._recovering = False
-        self._device = DeviceLink(arena.board, self.latencies)
-        self._below = LowerTiers(self._index, arena.slot_view, tiers, self.latencies)
+        self._device = DeviceLink(arena.board, self.meter)
+        self._below = LowerTiers(self._index, arena.slot_view, tiers, self.meter)
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
     @property
@@ -147,9 +148,23 @@ class KVCache:
         return self._device.loading_blocks
 
     @property
-    def tier_figures(self) -> list[tuple[Medium, TierFigures, TierCounters]]:
-        """For each lower tier its medium, its figures, and the counts of fetches and demotions."""
+    def tier_figures(self) -> list[TierReading]:
+        """The figures and counts of each lower tier."""
         return self._below.figures(self.slot_bytes)
+
+    def figures(self) -> Figures:
+        """All that engines report of the cache: totals since its start, and gauges."""
+        host = HostFigures(
+            self.counters,
+            self.ready_blocks,
+            self.num_slots,
+            self.slot_bytes,
+            self.pinned_blocks,
+            self.disabled,
+            self.transfers_under_way,
+            self.policy_name,
+        )
+        return self.meter.read(host, self.tier_figures)
 
     @property
     def has_lower_tiers(self) -> bool:

@@ -14,7 +14,7 @@ from two_tiers import Node
 from flexkv.adapter.cost import Span
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.metrics import METRICS, Kind, Samples, bucket, sample
+from flexkv.figures.definitions import METRICS, Kind, Samples, bucket, sample
 from flexkv.mover import Status
 
 SAVED = "saved_prefill_seconds"

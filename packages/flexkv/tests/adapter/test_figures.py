@@ -6,9 +6,9 @@ import pytest
 from flexkv.adapter import figures
 from flexkv.adapter.figures import CacheFigures, CopyFigures
 from flexkv.adapter.guard import Edge
-from flexkv.adapter.metrics import INTERNAL_FAILURES, METRICS, sample
 from flexkv.cache import KVCache
 from flexkv.eviction import LRUPolicy
+from flexkv.figures.definitions import METRICS, sample
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.mover import FALLBACK, Direction, Status
@@ -71,10 +71,10 @@ def test_an_error_of_the_worker_is_counted_once() -> None:
     edge = Edge()
     figures = CopyFigures(edge, {}.get, dict)
     edge.failures["start_load_kv"] += 2
-    assert figures.take() == {INTERNAL_FAILURES: 2}
+    assert figures.take() == {sample("failures", "internal", ""): 2}
     assert figures.take() == {}
     edge.failures["wait_for_save"] += 1
-    assert figures.take() == {INTERNAL_FAILURES: 1}
+    assert figures.take() == {sample("failures", "internal", ""): 1}
 
 
 def test_bytes_are_counted_by_their_way_and_a_fallback_is_logged_once(

@@ -12,8 +12,8 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from flexkv import CacheConfig
-from flexkv.adapter.exposition import Exposition
-from flexkv.adapter.metrics import Samples, bucket, sample
+from flexkv.figures.definitions import Samples, bucket, sample
+from flexkv.figures.exposition import Exposition
 
 
 class Served:

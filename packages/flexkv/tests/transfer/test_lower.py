@@ -7,8 +7,8 @@ import pytest
 from memory_tier import MemoryTier
 
 from flexkv.changes import Medium
-from flexkv.counters import Latencies
 from flexkv.eviction import LRUPolicy
+from flexkv.figures.meter import Meter
 from flexkv.index import block_index
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.lower import LowerTiers
@@ -43,7 +43,7 @@ def test_a_tier_that_fails_at_the_end_keeps_no_other_open(
         block_index(4, LRUPolicy()),
         lambda slot: memoryview(bytearray(8)),
         [AttachedTier(tier) for tier in tiers],
-        Latencies(),
+        Meter(),
     )
     assert not below.close(0.0)  # the first may still use the arena
     assert [tier.ended for tier in tiers] == [["begin_close", "close"]] * 2

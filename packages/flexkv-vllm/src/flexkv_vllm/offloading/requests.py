@@ -44,7 +44,7 @@ class RequestBlocks:
     def __init__(self, cache: KVCache, context: ReqContext, options: RequestOptions) -> None:
         self._cache = cache
         self._from_host = options.load and may_load_from(context, Medium.HOST)
-        below = [medium for medium, _, _ in cache.tier_figures]
+        below = [tier.medium for tier in cache.tier_figures]
         # A fetch takes a block from whichever lower tier has it.
         allowed = all(may_load_from(context, medium) for medium in below)
         self._from_below = options.load and allowed

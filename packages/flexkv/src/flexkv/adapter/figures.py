@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the values that `metrics` reports to the engine, on each side."""
+"""Counts what one side of an engine does, and drains what is new to the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,32 @@ from collections.abc import Callable, Mapping
 from flexkv.adapter.cost import Span
 from flexkv.adapter.guard import Edge
 from flexkv.adapter.load_choice import Left
-from flexkv.adapter.metrics import INTERNAL_FAILURES, LASTING_FAILURES, Samples, bucket, sample
 from flexkv.cache import KVCache
 from flexkv.changes import Medium
-from flexkv.eviction import POLICIES
-from flexkv.histogram import BLOCKS_BOUNDS, Histogram
+from flexkv.figures.definitions import (
+    COPIED_BYTES,
+    COPY_SECONDS,
+    FAILURES,
+    FALLBACK_BYTES,
+    HIT_BLOCKS,
+    HIT_TOKENS,
+    IGNORED_PARAMETERS,
+    LEFT_TOKENS,
+    QUERY_TOKENS,
+    SAVED_PREFILL_SECONDS,
+    WAY_BYTES,
+    Samples,
+    sample,
+)
+from flexkv.figures.meter import Meter, Reader
 from flexkv.mover import FALLBACK, Direction, Status
-from flexkv.tiers.circuit import CircuitState
 
 logger = logging.getLogger(__name__)
+
+
+def _put_errors(meter: Meter, edge: Edge) -> None:
+    meter.put(FAILURES, sum(edge.failures.values()), "internal", "")
+    meter.put(FAILURES, len(edge.given_up), "lasting", "")
 
 
 class CopyFigures:
@@ -40,11 +57,10 @@ class CopyFigures:
         self._edge = edge
         self._copy_seconds = copy_seconds
         self._bytes_by_way = bytes_by_way
-        self._told_ways: Mapping[str, int] = {}
         self._warned = False
         self._begun: dict[int, tuple[Direction, int]] = {}
-        self._samples: Samples = {}
-        self._told_failures = self._told_given_up = 0
+        self._meter, self._reader = Meter(), Reader()
+        self._new = False
         self._load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
@@ -59,11 +75,11 @@ class CopyFigures:
 
     def count(self, direction: Direction, size: int, seconds: float | None) -> None:
         """Count a copy of `size` bytes that is done and took `seconds`; None if that is unknown."""
-        way = direction.name.lower()
-        self._add(sample("copied_bytes", "device", way), size)
+        self._new = True
+        self._meter.count(COPIED_BYTES, size, "device", direction.name.lower())
         if seconds is None:
             return
-        self._add(sample("copy_seconds", "device", way), seconds)
+        self._meter.count(COPY_SECONDS, seconds, "device", direction.name.lower())
         if direction is Direction.LOAD:
             self.measured(size, seconds)
 
@@ -78,39 +94,32 @@ class CopyFigures:
 
     def begin_counting(self) -> None:
         """Leave out the bytes that the mover has copied so far, which measured it."""
-        self._told_ways = self._bytes_by_way()
+        self._put_ways()
+        self._reader.drain(self._meter.values)
 
     @property
     def active(self) -> bool:
         """Whether `take` may have something."""
-        return bool(self._samples or self._edge.failures)
+        return bool(self._new or self._edge.failures)
 
     def take(self) -> Samples:
         """Take the samples that are new since the last call."""
-        failures = sum(self._edge.failures.values())
-        if failures > self._told_failures:
-            self._add(INTERNAL_FAILURES, failures - self._told_failures)
-            self._told_failures = failures
-        given_up = len(self._edge.given_up)
-        if given_up > self._told_given_up:
-            self._add(LASTING_FAILURES, given_up - self._told_given_up)
-            self._told_given_up = given_up
-        if self._samples:
-            self._count_ways()
-        samples, self._samples = self._samples, {}
+        _put_errors(self._meter, self._edge)
+        if self._new:
+            # The mover counts a copy when it begins, so the way of each ended copy is known.
+            self._new = False
+            self._put_ways()
+        samples = self._reader.drain(self._meter.values)
+        if fallback := samples.get(FALLBACK_BYTES.name):
+            self._warn(int(fallback))
         return samples
 
-    def _count_ways(self) -> None:
-        """Add the bytes by way since the last call. The mover counts a copy when it begins, so the
-        way of each ended copy is known."""
-        told, self._told_ways = self._told_ways, self._bytes_by_way()
-        for way, size in self._told_ways.items():
-            if new := size - told.get(way, 0):
-                if way == FALLBACK:
-                    self._add("fallback_bytes", new)
-                    self._warn(new)
-                else:
-                    self._add(sample("way_bytes", way), new)
+    def _put_ways(self) -> None:
+        for way, size in self._bytes_by_way().items():
+            if way == FALLBACK:
+                self._meter.put(FALLBACK_BYTES, size)
+            else:
+                self._meter.put(WAY_BYTES, size, way)
 
     def _warn(self, size: int) -> None:
         if self._warned:
@@ -123,9 +132,6 @@ class CopyFigures:
             "more, by a lower gpu_memory_utilization or mem_fraction_static.",
             size,
         )
-
-    def _add(self, name: str, value: float) -> None:
-        self._samples[name] = self._samples.get(name, 0) + value
 
 
 _BUSY_SECONDS = 0.1
@@ -157,16 +163,18 @@ class CacheFigures:
         self._edge = edge
         self._ignored_parameters = ignored_parameters
         self._prefill = prefill
-        media = [Medium.HOST, *(medium for medium, _, _ in cache.tier_figures)]
-        self._queries = dict.fromkeys(media, 0)
-        self._hits = dict.fromkeys(media, 0)
-        self._left = dict.fromkeys(Left, 0)
-        self._hit_blocks = Histogram(BLOCKS_BOUNDS)
+        self._meter, self._reader = cache.meter, Reader()
+        self._hit_blocks = cache.meter.histogram(HIT_BLOCKS)
+        self._names = [
+            (
+                medium,
+                sample(QUERY_TOKENS.name, medium.value),
+                sample(HIT_TOKENS.name, medium.value),
+            )
+            for medium in (Medium.HOST, *(tier.medium for tier in cache.tier_figures))
+        ]
         # Tokens and pairs of tokens that were loaded and have no price in seconds yet.
         self._loaded = (0, 0.0)
-        self._saved_seconds = 0.0
-        self._told: Samples = {}
-        self._told_gauges: Samples = {}
         self._looked = -math.inf
         self.active = True
 
@@ -193,10 +201,11 @@ class CacheFigures:
         """
         self.active = True
         hits = {**fetched, Medium.HOST: hit_tokens - sum(fetched.values())}
-        for medium in self._queries:
+        values = self._meter.values
+        for medium, queries_name, hits_name in self._names:
             # Each tier is asked for what the faster ones do not have.
-            self._queries[medium] += tokens
-            self._hits[medium] += hits.get(medium, 0)
+            values[queries_name] += tokens
+            values[hits_name] += hits.get(medium, 0)
             tokens -= hits.get(medium, 0)
 
     def hit(self, blocks: int, span: Span | None = None) -> None:
@@ -214,114 +223,25 @@ class CacheFigures:
 
     def left(self, reason: Left, tokens: int) -> None:
         """Count `tokens` tokens of a hit that are computed instead of loaded, for `reason`."""
-        self._left[reason] += tokens
+        self._meter.count(LEFT_TOKENS, tokens, reason.value)
 
     def take(self) -> Samples:
         """Take the samples that are new since the last call; empty if nothing is."""
         self._looked = time.monotonic()
-        totals = self._totals()
-        told, self._told = self._told, totals
-        new = {name: value - told.get(name, 0) for name, value in totals.items()}
-        samples = {name: value for name, value in new.items() if value > 0}
-        self._take_histograms(samples)
-        gauges = self._gauges()
-        if samples or gauges != self._told_gauges:
-            self._told_gauges = gauges
-            samples |= gauges
+        self._price()
+        self._meter.put(IGNORED_PARAMETERS, self._ignored_parameters())
+        _put_errors(self._meter, self._edge)
+        own, shared = self._cache.figures()
+        samples = self._reader.drain(own | shared)
         # A rank may report a copy one step after its end was seen here.
         self.active = bool(samples)
         return samples
 
-    def _take_histograms(self, samples: Samples) -> None:
-        latencies = self._cache.latencies
-        self._take(samples, "load_seconds", latencies.load)
-        self._take(samples, "store_seconds", latencies.store)
-        self._take(samples, "hit_blocks", self._hit_blocks)
-        for medium, histogram in latencies.fetch.items():
-            self._take(samples, "fetch_seconds", histogram, medium.value)
-
-    @staticmethod
-    def _take(samples: Samples, name: str, histogram: Histogram, *labels: str) -> None:
-        for each in histogram.take():
-            count_name, sum_name = bucket(name, each.place, *labels)
-            samples[count_name], samples[sum_name] = each.count, each.total
-
-    def _price(self) -> float:
-        """Seconds of computing that loads have saved so far. What was loaded before the first
+    def _price(self) -> None:
+        """Count the seconds of computing that loads have saved. What was loaded before the first
         measurement is priced by that one."""
         tokens, pairs = self._loaded
         cost = self._prefill() if tokens else None
         if cost is not None:
             self._loaded = (0, 0.0)
-            self._saved_seconds += cost[0] * tokens + cost[1] * pairs
-        return self._saved_seconds
-
-    def _totals(self) -> Samples:
-        counters = self._cache.counters
-        totals: Samples = {
-            sample("stored_blocks", "host"): counters.stored_blocks,
-            sample("dropped_blocks", "host"): counters.refused_blocks,
-            sample("evicted_blocks", "host"): counters.evicted_blocks,
-            sample("failures", "load", "host"): counters.failed_loads,
-            sample("failures", "store", "host"): counters.failed_stores,
-            INTERNAL_FAILURES: sum(self._edge.failures.values()),
-            LASTING_FAILURES: len(self._edge.given_up),
-            "ignored_parameters": self._ignored_parameters(),
-            "refused_pin_blocks": counters.refused_pins,
-            "saved_prefill_seconds": self._price(),
-        }
-        causes = counters.resets_by_cause()
-        totals |= {sample("resets", cause.value): count for cause, count in causes.items()}
-        totals |= {sample("left_tokens", why.value): count for why, count in self._left.items()}
-        for medium, queries in self._queries.items():
-            totals[sample("query_tokens", medium.value)] = queries
-            totals[sample("hit_tokens", medium.value)] = self._hits[medium]
-        for medium, figures, counted in self._cache.tier_figures:
-            tier, traffic = medium.value, figures.traffic
-            totals |= {
-                sample("copied_bytes", tier, "read"): traffic.read_bytes,
-                sample("copy_seconds", tier, "read"): traffic.read_seconds,
-                sample("copied_bytes", tier, "write"): traffic.written_bytes,
-                sample("copy_seconds", tier, "write"): traffic.written_seconds,
-                sample("stored_blocks", tier): figures.written_blocks,
-                sample("dropped_blocks", tier): counted.dropped_demotions,
-                sample("circuit_openings", tier): figures.openings,
-                sample("failures", "read", tier): counted.failed_fetches - counted.damaged_fetches,
-                sample("failures", "damaged", tier): counted.damaged_fetches,
-                sample("failures", "stalled", tier): counted.stalled_fetches,
-                sample("failures", "write", tier): counted.failed_demotions,
-            }
-            if medium.is_shared:
-                totals[sample("late_questions", tier)] = counted.late_questions
-            else:
-                totals[sample("evicted_blocks", tier)] = figures.evicted_blocks
-        return totals
-
-    def _gauges(self) -> Samples:
-        cache, host, size = self._cache, Medium.HOST.value, self._cache.slot_bytes
-        gauges: Samples = {
-            sample("blocks", host): cache.ready_blocks,
-            sample("capacity_blocks", host): cache.num_slots,
-            sample("bytes", host): cache.ready_blocks * size,
-            sample("capacity_bytes", host): cache.num_slots * size,
-            "pinned_blocks": cache.pinned_blocks,
-            "disabled_engines": int(cache.disabled),
-            sample("queue_length", "device"): cache.transfers_under_way,
-        }
-        for each in POLICIES:
-            gauges[sample("eviction_policies", each)] = int(each == cache.policy_name)
-        for medium, figures, _ in cache.tier_figures:
-            tier = medium.value
-            gauges[sample("queue_length", tier)] = figures.queued_blocks
-            gauges[sample("queue_bytes", tier)] = figures.queued_bytes
-            for state in CircuitState:
-                for way, states in (("read", figures.reads), ("write", figures.writes)):
-                    gauges[sample("circuits", tier, way, state.value)] = states.get(state, 0)
-            if not medium.is_shared:
-                gauges |= {
-                    sample("blocks", tier): figures.blocks,
-                    sample("capacity_blocks", tier): figures.slots,
-                    sample("bytes", tier): figures.blocks * size,
-                    sample("capacity_bytes", tier): figures.slots * size,
-                }
-        return gauges
+            self._meter.count(SAVED_PREFILL_SECONDS, cost[0] * tokens + cost[1] * pairs)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexkv.adapter import info
-from flexkv.adapter.metrics import METRICS, Kind, sample
+from flexkv.figures.definitions import METRICS, Kind, sample
+from flexkv.figures.exposition import INFO_NAME
 
 _NAME = re.compile(r"(vllm|sglang):flexkv_(\w+)")
 _METRICS = {metric.name: metric for metric in METRICS}
@@ -62,7 +62,7 @@ def read_metrics(text: str, at: float) -> Reading | None:
         reading.engines.add(found[1])
         name = found[2]
         for each in family.samples:
-            if name == info.NAME:
+            if name == INFO_NAME:
                 reading.versions.add(each.labels.get("version", ""))
                 reading.models.add(each.labels.get("model_name", ""))
             elif name in _METRICS:

@@ -13,11 +13,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from flexkv.adapter.metrics import METRICS, STATES, TIERS
 from flexkv.cli.common import printable, size
 from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
+from flexkv.figures.definitions import METRICS, STATES, TIERS
 from flexkv.tiers.disk.inspect import FolderState
 
 _WINDOW_SECONDS = 10.0

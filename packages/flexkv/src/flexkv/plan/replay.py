@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flexkv.admission import ADMISSIONS
-from flexkv.counters import Latencies
 from flexkv.eviction import POLICIES, RequestContext
+from flexkv.figures.meter import Meter
 from flexkv.index import block_index
 from flexkv.plan.model_tier import ModelTier
 from flexkv.plan.prefill import PrefillCost
@@ -131,7 +131,7 @@ class _Cache:
         self._below: LowerTiers | None = None
         if self._disk is not None:
             tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
-            self._below = LowerTiers(self._index, lambda slot: _NO_BYTES, [tier], Latencies())
+            self._below = LowerTiers(self._index, lambda slot: _NO_BYTES, [tier], Meter())
 
     @property
     def written_blocks(self) -> int:

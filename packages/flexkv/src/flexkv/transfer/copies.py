@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from flexkv.counters import Latencies
+from flexkv.figures.definitions import LOAD_SECONDS, STORE_SECONDS
+from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.index import Block
 from flexkv.mover import Direction, Status
@@ -64,12 +65,15 @@ class DeviceLink:
 
     Args:
         board: completion board of the arena; the caller's. No other object acquires its cells.
-        latencies: histograms that take the seconds of transfers that succeed.
+        meter: counts the seconds of transfers that succeed.
     """
 
-    def __init__(self, board: CompletionBoard, latencies: Latencies) -> None:
+    def __init__(self, board: CompletionBoard, meter: Meter) -> None:
         self._board = board
-        self._seconds = {Direction.LOAD: latencies.load, Direction.STORE: latencies.store}
+        self._seconds = {
+            Direction.LOAD: meter.histogram(LOAD_SECONDS),
+            Direction.STORE: meter.histogram(STORE_SECONDS),
+        }
         self._pending: dict[int, Transfer] = {}
         self._ending: deque[Transfer] = deque()
         self._ended: list[Transfer] = []

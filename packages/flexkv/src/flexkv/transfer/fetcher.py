@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flexkv.changes import Medium
-from flexkv.histogram import Histogram
+from flexkv.figures.meter import Histogram
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.job import Priority
 from flexkv.transfer.fetch import Fetch

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexkv.changes import Change, Medium
-from flexkv.counters import Latencies, TierCounters
 from flexkv.eviction import RequestContext
+from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
+from flexkv.figures.meter import Meter
 from flexkv.index import Block, BlockIndex
-from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier, TierFigures
+from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 from flexkv.transfer.demote import Demoter
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.leaving import Leaving
@@ -35,7 +36,7 @@ class LowerTiers:
             caller's.
         slot_view: returns the memory of an arena slot, `slot_bytes` long.
         tiers: the tiers, the fastest first; owned.
-        latencies: get the times of fetches.
+        meter: counts the times of fetches.
 
     Attributes:
         fetcher: brings blocks into the arena.
@@ -47,7 +48,7 @@ class LowerTiers:
         index: BlockIndex,
         slot_view: Callable[[int], memoryview],
         tiers: Sequence[AttachedTier],
-        latencies: Latencies,
+        meter: Meter,
     ) -> None:
         self._index = index
         self.tiers: list[AnyTier] = [each.tier for each in tiers]
@@ -61,9 +62,10 @@ class LowerTiers:
         on_evict = [each for each in self._demoters if each.admission.on_evict]
         self._leaving = Leaving(index, on_evict)
         self._room = Room(index, self._demoters, self._leaving)
-        self.fetcher = Fetcher(
-            index, slot_view, self._sources, latencies.fetch, self._room.make_for_fetch
-        )
+        seconds = {
+            each.medium: meter.histogram(FETCH_SECONDS, each.medium.value) for each in self._sources
+        }
+        self.fetcher = Fetcher(index, slot_view, self._sources, seconds, self._room.make_for_fetch)
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
@@ -86,7 +88,7 @@ class LowerTiers:
         demotes = any(demoter.busy for demoter in self._demoters)
         return bool(self._uses or self.fetcher.busy or demotes)
 
-    def figures(self, slot_bytes: int) -> list[tuple[Medium, TierFigures, TierCounters]]:
+    def figures(self, slot_bytes: int) -> list[TierReading]:
         """The figures of each tier, and the counts of blocks fetched from it and written to it.
         Blocks that are not offered to the tier yet count as queued.
 
@@ -101,7 +103,7 @@ class LowerTiers:
                 queued_blocks=own.queued_blocks + waiting,
                 queued_bytes=own.queued_bytes + waiting * slot_bytes,
             )
-            figures.append((source.medium, queued, source.counters))
+            figures.append(TierReading(source.medium, queued, source.counters, slot_bytes))
         return figures
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv.changes import Medium
-from flexkv.counters import TierCounters
+from flexkv.figures.definitions import TierCounters
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 
 HAS_SECONDS = 60.0

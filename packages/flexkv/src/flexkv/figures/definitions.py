@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FlexKV counts, and the metrics that engines serve of it.
+
+Code increments the fields of `Counters` and `TierCounters`, or counts in a `Meter`. Each metric
+names its values and their sources. A new metric is an entry here and a line that counts.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple, TypeAlias
+
+from flexkv.changes import BELOW, Medium
+from flexkv.eviction import POLICIES
+from flexkv.mover import WAYS
+from flexkv.tiers.base import TierFigures
+from flexkv.tiers.circuit import CircuitState
+
+Samples = dict[str, float]
+"""Values by name of the sample, see `sample`: totals since the start and present gauges. A `Reader`
+drains the growth of the totals instead. Drained samples merge by `add` and travel as JSON."""
+
+Labels: TypeAlias = tuple[str, ...]
+"""Values of a metric's labels, in the order of its label names."""
+
+SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bounds for latencies, in seconds: from less than a step of an engine to more than any tier may
+take. Not tuned."""
+
+BLOCKS_BOUNDS = tuple(float(1 << power) for power in range(13))
+"""Bounds for numbers of blocks: up to 4096, a prompt of 65,536 tokens in blocks of 16."""
+
+
+class ResetCause(enum.StrEnum):
+    """Why an engine resets the cache. The values are labels of metrics."""
+
+    REQUEST = "request"
+    """A user asked for it."""
+    WEIGHTS = "weights"
+    """The engine got other weights."""
+    DOUBT = "doubt"
+    """The engine paused, and its weights may have changed without a sign."""
+    PAUSE = "pause"
+    """The engine paused and has the weights of before. No block is dropped."""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Counters of one lower tier."""
+
+    fetched_blocks: int = 0
+    """Blocks read from the tier and verified."""
+    failed_fetches: int = 0
+    """Blocks that the tier had promised and did not deliver: damaged, or an I/O error."""
+    damaged_fetches: int = 0
+    """Failed fetches of damaged blocks."""
+    stalled_fetches: int = 0
+    """Waits for the tier that FlexKV gave up."""
+    late_questions: int = 0
+    """Questions that the tier did not answer by the deadline."""
+    demoted_blocks: int = 0
+    """Blocks written to the tier, or found there."""
+    dropped_demotions: int = 0
+    """Blocks not written to the tier: its queue was full, its write budget was spent, or the tier
+    lacks the block before them."""
+    failed_demotions: int = 0
+    """Blocks whose write to the tier failed."""
+
+
+@dataclass(slots=True)
+class Counters(TierCounters):
+    """Counters of a cache, with the sums over all lower tiers.
+
+    Blocks are FlexKV blocks; bytes are those of all ranks together.
+    """
+
+    loads: int = 0
+    """Loads ordered."""
+    loaded_blocks: int = 0
+    """Blocks of loads that ended on all ranks."""
+    loaded_bytes: int = 0
+    """Bytes of these blocks."""
+    failed_loads: int = 0
+    """Loads that a rank reported as failed; their blocks were dropped."""
+    stores: int = 0
+    """Stores ordered."""
+    stored_blocks: int = 0
+    """Blocks that became ready."""
+    stored_bytes: int = 0
+    """Bytes of these blocks."""
+    failed_stores: int = 0
+    """Stores that a rank reported as failed. Lookups never find their blocks."""
+    refused_blocks: int = 0
+    """Blocks that were not stored because no slot or no place on the board could be had."""
+    evicted_blocks: int = 0
+    """Blocks that host memory evicted for others."""
+    refused_pins: int = 0
+    """Blocks that were not pinned because of the limit on pins."""
+    resets: int = 0
+    """Times that all blocks were dropped."""
+    weight_resets: int = 0
+    """Resets because the engine got other weights."""
+    doubt_resets: int = 0
+    """Resets because the engine paused and its weights may have changed unseen."""
+    pauses: int = 0
+    """Times that the engine reset its own cache for a pause, and blocks stayed."""
+
+    def count_reset(self, cause: ResetCause) -> None:
+        """Count a reset, or a pause that kept all blocks."""
+        self.resets += cause is not ResetCause.PAUSE
+        self.weight_resets += cause is ResetCause.WEIGHTS
+        self.doubt_resets += cause is ResetCause.DOUBT
+        self.pauses += cause is ResetCause.PAUSE
+
+    def resets_by_cause(self) -> dict[ResetCause, int]:
+        """The number of resets of each cause, and of pauses."""
+        return {
+            ResetCause.REQUEST: self.resets - self.weight_resets - self.doubt_resets,
+            ResetCause.WEIGHTS: self.weight_resets,
+            ResetCause.DOUBT: self.doubt_resets,
+            ResetCause.PAUSE: self.pauses,
+        }
+
+    def add_up(self, tiers: Iterable[TierCounters]) -> None:
+        """Set the counters of lower tiers to the sums over `tiers`, which are all lower tiers."""
+        counted = list(tiers)
+        for each in fields(TierCounters):
+            setattr(self, each.name, sum(getattr(tier, each.name) for tier in counted))
+
+    def as_dict(self) -> dict[str, int]:
+        """All counters by name, those of lower tiers too."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFigures:
+    """A cache's own counts, and its host memory now.
+
+    Attributes:
+        counters: counts since the start.
+        blocks: blocks that can be loaded.
+        slots: blocks that host memory has room for.
+        slot_bytes: bytes of a block, padding included.
+        pinned_blocks: blocks that pins keep.
+        disabled: whether loads and stores are disabled.
+        transfers: loads and stores under way.
+        policy: name of the eviction policy.
+    """
+
+    counters: Counters
+    blocks: int
+    slots: int
+    slot_bytes: int
+    pinned_blocks: int
+    disabled: bool
+    transfers: int
+    policy: str
+
+
+class TierReading(NamedTuple):
+    """One lower tier.
+
+    Attributes:
+        medium: the tier's medium.
+        figures: what the tier holds now, and has done since the start.
+        counters: counts of the blocks that were fetched from it and written to it.
+        slot_bytes: bytes of a block, padding included.
+    """
+
+    medium: Medium
+    figures: TierFigures
+    counters: TierCounters
+    slot_bytes: int
+
+
+ReadHost: TypeAlias = Callable[[HostFigures], float]
+ReadTier: TypeAlias = Callable[[TierReading], float]
+
+
+class Kind(enum.Enum):
+    """The kinds of metrics, as Prometheus names them."""
+
+    COUNTER = "counter"
+    """A value that only grows."""
+    GAUGE = "gauge"
+    """A last value."""
+    HISTOGRAM = "histogram"
+    """Values by size. Each range has two samples that only grow: the number of values, and their
+    sum."""
+
+
+TIER = "*"
+"""Stands for the name of each lower tier in the labels of `Metric.tiers`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """A metric: its values by their labels, and where they come from.
+
+    Attributes:
+        name: name without the prefix of the engine and `flexkv_`.
+        kind: see `Kind`.
+        text: help text at `/metrics`; gives the unit.
+        label_names: names of labels, in addition to the engine's own.
+        counted: labels of the values that a `Meter` counts; they belong to one engine.
+        own: reads the values of one engine from its cache.
+        shared: reads the values of host memory, which all engines with the same memory share.
+        tiers: reads the values of each lower tier, which are shared, too; see `TIER`.
+        media: the lower tiers that `tiers` reads.
+        bounds: ascending upper bounds of a histogram's ranges; each belongs to the range below it.
+    """
+
+    name: str
+    kind: Kind
+    text: str
+    label_names: Labels = ()
+    counted: tuple[Labels, ...] = ()
+    own: Mapping[Labels, ReadHost] = field(default_factory=dict)
+    shared: Mapping[Labels, ReadHost] = field(default_factory=dict)
+    tiers: Mapping[Labels, ReadTier] = field(default_factory=dict)
+    media: tuple[Medium, ...] = BELOW
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def combinations(self) -> list[Labels]:
+        """The labels of all values, whether an engine has the tier or not."""
+        below = (_named(labels, medium) for medium in self.media for labels in self.tiers)
+        return [*self.counted, *self.own, *self.shared, *below]
+
+    def allowed(self, label: str) -> set[str]:
+        """All values of one label; empty if the metric has no such label."""
+        if label not in self.label_names:
+            return set()
+        return {labels[self.label_names.index(label)] for labels in self.combinations}
+
+    def tier_reads(self, medium: Medium) -> dict[str, ReadTier]:
+        """Reads the values of the tier `medium`, by name of the sample."""
+        reads = self.tiers.items() if medium in self.media else ()
+        return {sample(self.name, *_named(labels, medium)): read for labels, read in reads}
+
+
+def _named(labels: Labels, medium: Medium) -> Labels:
+    return tuple(medium.value if label == TIER else label for label in labels)
+
+
+@functools.cache
+def sample(name: str, *labels: str) -> str:
+    """The name of one value of a metric, for instance "hit_tokens:disk"."""
+    return ":".join((name, *labels))
+
+
+@functools.cache
+def bucket(name: str, place: int, *labels: str) -> tuple[str, str]:
+    """The names of a histogram's samples for one range: the number of values, and their sum."""
+    return sample(name, *labels, str(place)), sample(name, *labels, str(place), "sum")
+
+
+TIERS = tuple(medium.value for medium in Medium)
+"""The tiers by name, the fastest first. All have values, whether an engine has them or not."""
+STATES = tuple(state.value for state in CircuitState)
+REASONS = ("short", "slow", "awaited", "delayed")
+"""The values of `Left`, which the processes that log and serve metrics do not import."""
+
+_HOST = TIERS[0]
+_EACH_TIER = tuple((tier,) for tier in TIERS)
+_SINGLE: tuple[Labels, ...] = ((),)
+_INDEXED = tuple(medium for medium in BELOW if not medium.is_shared)
+_COPIES = (("device", "load"), ("device", "store"))
+
+
+def _resets(cause: ResetCause) -> ReadHost:
+    return lambda host: host.counters.resets_by_cause()[cause]
+
+
+def _has_policy(name: str) -> ReadHost:
+    return lambda host: int(host.policy == name)
+
+
+def _reads_in(state: CircuitState) -> ReadTier:
+    return lambda tier: tier.figures.reads.get(state, 0)
+
+
+def _writes_in(state: CircuitState) -> ReadTier:
+    return lambda tier: tier.figures.writes.get(state, 0)
+
+
+# Each constant that is a `Metric` is an entry of `METRICS`, in this order.
+QUERY_TOKENS = Metric(
+    "query_tokens",
+    Kind.COUNTER,
+    "Tokens that the engine did not have itself, looked up in the tier.",
+    ("tier",),
+    counted=_EACH_TIER,
+)
+HIT_TOKENS = Metric(
+    "hit_tokens",
+    Kind.COUNTER,
+    "Tokens found in the tier and loaded.",
+    ("tier",),
+    counted=_EACH_TIER,
+)
+LEFT_TOKENS = Metric(
+    "left_tokens",
+    Kind.COUNTER,
+    "Tokens that could have been loaded and were computed, by reason.",
+    ("reason",),
+    counted=tuple((reason,) for reason in REASONS),
+)
+SAVED_PREFILL_SECONDS = Metric(
+    "saved_prefill_seconds",
+    Kind.COUNTER,
+    "Seconds that computing the loaded tokens would have taken, by the measured pace.",
+    counted=_SINGLE,
+)
+COPIED_BYTES = Metric(
+    "copied_bytes",
+    Kind.COUNTER,
+    "Bytes copied over the link, of all ranks together.",
+    ("link", "direction"),
+    counted=_COPIES,
+    tiers={
+        (TIER, "read"): lambda tier: tier.figures.traffic.read_bytes,
+        (TIER, "write"): lambda tier: tier.figures.traffic.written_bytes,
+    },
+)
+COPY_SECONDS = Metric(
+    "copy_seconds",
+    Kind.COUNTER,
+    "Seconds that copies over the link took, without waiting; parallel copies add up.",
+    ("link", "direction"),
+    counted=_COPIES,
+    tiers={
+        (TIER, "read"): lambda tier: tier.figures.traffic.read_seconds,
+        (TIER, "write"): lambda tier: tier.figures.traffic.written_seconds,
+    },
+)
+WAY_BYTES = Metric(
+    "way_bytes",
+    Kind.COUNTER,
+    "Bytes copied between GPU and host memory by the way they went, of all ranks together.",
+    ("way",),
+    counted=tuple((way,) for way in WAYS),
+)
+FALLBACK_BYTES = Metric(
+    "fallback_bytes",
+    Kind.COUNTER,
+    "Bytes that went another way than the one measured to be fastest, which was not possible.",
+    counted=_SINGLE,
+)
+STORED_BLOCKS = Metric(
+    "stored_blocks",
+    Kind.COUNTER,
+    "FlexKV blocks stored in the tier.",
+    ("tier",),
+    own={(_HOST,): lambda host: host.counters.stored_blocks},
+    tiers={(TIER,): lambda tier: tier.figures.written_blocks},
+)
+DROPPED_BLOCKS = Metric(
+    "dropped_blocks",
+    Kind.COUNTER,
+    "FlexKV blocks not stored in the tier for lack of room, queue or write budget.",
+    ("tier",),
+    own={(_HOST,): lambda host: host.counters.refused_blocks},
+    tiers={(TIER,): lambda tier: tier.counters.dropped_demotions},
+)
+EVICTED_BLOCKS = Metric(
+    "evicted_blocks",
+    Kind.COUNTER,
+    "FlexKV blocks evicted from the tier.",
+    ("tier",),
+    shared={(_HOST,): lambda host: host.counters.evicted_blocks},
+    tiers={(TIER,): lambda tier: tier.figures.evicted_blocks},
+    media=_INDEXED,
+)
+FAILURES = Metric(
+    "failures",
+    Kind.COUNTER,
+    "Failures by cause; each one reached requests only as a miss or a failed load.",
+    ("cause", "tier"),
+    # Errors inside FlexKV, and the places at which they did not end and FlexKV gave its work up.
+    counted=(("internal", ""), ("lasting", "")),
+    own={
+        ("load", _HOST): lambda host: host.counters.failed_loads,
+        ("store", _HOST): lambda host: host.counters.failed_stores,
+    },
+    tiers={
+        ("read", TIER): lambda tier: tier.counters.failed_fetches - tier.counters.damaged_fetches,
+        ("damaged", TIER): lambda tier: tier.counters.damaged_fetches,
+        ("stalled", TIER): lambda tier: tier.counters.stalled_fetches,
+        ("write", TIER): lambda tier: tier.counters.failed_demotions,
+    },
+)
+LATE_QUESTIONS = Metric(
+    "late_questions",
+    Kind.COUNTER,
+    "Questions that a shared store did not answer by its deadline.",
+    ("tier",),
+    tiers={(TIER,): lambda tier: tier.counters.late_questions},
+    media=tuple(medium for medium in BELOW if medium.is_shared),
+)
+CIRCUIT_OPENINGS = Metric(
+    "circuit_openings",
+    Kind.COUNTER,
+    "Times that reads or writes of a drive or a store were disabled after failures.",
+    ("tier",),
+    tiers={(TIER,): lambda tier: tier.figures.openings},
+)
+RESETS = Metric(
+    "resets",
+    Kind.COUNTER,
+    "Resets of the whole cache, by cause; with the cause pause all blocks stayed.",
+    ("cause",),
+    own={(cause.value,): _resets(cause) for cause in ResetCause},
+)
+IGNORED_PARAMETERS = Metric(
+    "ignored_parameters",
+    Kind.COUNTER,
+    "Parameters of requests (kv_transfer_params) that were not understood.",
+    counted=_SINGLE,
+)
+REFUSED_PIN_BLOCKS = Metric(
+    "refused_pin_blocks",
+    Kind.COUNTER,
+    "FlexKV blocks not pinned because half of the host memory is.",
+    own={(): lambda host: host.counters.refused_pins},
+)
+BLOCKS = Metric(
+    "blocks",
+    Kind.GAUGE,
+    "FlexKV blocks in the tier that can be loaded.",
+    ("tier",),
+    shared={(_HOST,): lambda host: host.blocks},
+    tiers={(TIER,): lambda tier: tier.figures.blocks},
+    media=_INDEXED,
+)
+CAPACITY_BLOCKS = Metric(
+    "capacity_blocks",
+    Kind.GAUGE,
+    "FlexKV blocks that the tier has room for.",
+    ("tier",),
+    shared={(_HOST,): lambda host: host.slots},
+    tiers={(TIER,): lambda tier: tier.figures.slots},
+    media=_INDEXED,
+)
+BYTES = Metric(
+    "bytes",
+    Kind.GAUGE,
+    "Bytes of the tier's blocks that can be loaded.",
+    ("tier",),
+    shared={(_HOST,): lambda host: host.blocks * host.slot_bytes},
+    tiers={(TIER,): lambda tier: tier.figures.blocks * tier.slot_bytes},
+    media=_INDEXED,
+)
+CAPACITY_BYTES = Metric(
+    "capacity_bytes",
+    Kind.GAUGE,
+    "Bytes that the tier has room for.",
+    ("tier",),
+    shared={(_HOST,): lambda host: host.slots * host.slot_bytes},
+    tiers={(TIER,): lambda tier: tier.figures.slots * tier.slot_bytes},
+    media=_INDEXED,
+)
+EVICTION_POLICIES = Metric(
+    "eviction_policies",
+    Kind.GAUGE,
+    "1 for the policy by which host memory evicts, 0 for the others.",
+    ("policy",),
+    shared={(name,): _has_policy(name) for name in POLICIES},
+)
+PINNED_BLOCKS = Metric(
+    "pinned_blocks",
+    Kind.GAUGE,
+    "FlexKV blocks pinned in host memory.",
+    shared={(): lambda host: host.pinned_blocks},
+)
+DISABLED_ENGINES = Metric(
+    "disabled_engines",
+    Kind.GAUGE,
+    "1 if the engine's loads and stores are disabled, after an error; else 0.",
+    own={(): lambda host: int(host.disabled)},
+)
+QUEUE_LENGTH = Metric(
+    "queue_length",
+    Kind.GAUGE,
+    "Transfers of the device, or reads and writes of the tier's blocks, that run or wait.",
+    ("link",),
+    own={("device",): lambda host: host.transfers},
+    tiers={(TIER,): lambda tier: tier.figures.queued_blocks},
+)
+QUEUE_BYTES = Metric(
+    "queue_bytes",
+    Kind.GAUGE,
+    "Bytes that wait to be written to the tier.",
+    ("tier",),
+    tiers={(TIER,): lambda tier: tier.figures.queued_bytes},
+)
+CIRCUITS = Metric(
+    "circuits",
+    Kind.GAUGE,
+    "Drives of the tier, or the store, whose reads or writes are in the state.",
+    ("tier", "direction", "state"),
+    tiers={
+        **{(TIER, "read", state.value): _reads_in(state) for state in CircuitState},
+        **{(TIER, "write", state.value): _writes_in(state) for state in CircuitState},
+    },
+)
+LOAD_SECONDS = Metric(
+    "load_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from the order of a load to the step that finds it done on all ranks.",
+    counted=_SINGLE,
+    bounds=SECONDS_BOUNDS,
+)
+STORE_SECONDS = Metric(
+    "store_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from the order of a store to the step that makes its blocks loadable.",
+    counted=_SINGLE,
+    bounds=SECONDS_BOUNDS,
+)
+FETCH_SECONDS = Metric(
+    "fetch_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from the beginning of a fetch to the last block that the tier gave it.",
+    ("tier",),
+    counted=_EACH_TIER[1:],
+    bounds=SECONDS_BOUNDS,
+)
+HIT_BLOCKS = Metric(
+    "hit_blocks",
+    Kind.HISTOGRAM,
+    "FlexKV blocks that were loaded for a request that had a hit.",
+    counted=_SINGLE,
+    bounds=BLOCKS_BOUNDS,
+)
+METRICS = tuple(each for each in tuple(globals().values()) if isinstance(each, Metric))
+
+GAUGES = frozenset(
+    sample(metric.name, *labels)
+    for metric in METRICS
+    if metric.kind is Kind.GAUGE
+    for labels in metric.combinations
+)
+"""Names of samples whose last value counts."""
+
+
+def add(samples: Samples, later: Mapping[str, float]) -> None:
+    """Add the counts of another rank, or later counts of the same rank, to `samples`."""
+    for name, value in later.items():
+        samples[name] = value if name in GAUGES else samples.get(name, 0) + value
