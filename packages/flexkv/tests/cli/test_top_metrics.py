@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from flexkv import CacheConfig
 from flexkv.cli.top_metrics import Change, Reading, read_metrics
 from flexkv.cli.top_sources import scrape
+from flexkv.figures.exposition import Exposition
 from packages.flexkv.tests.cli.served import served
 
 
@@ -41,6 +47,47 @@ def test_engines_behind_one_address_add_up() -> None:
 
 def test_an_engine_without_flexkv_has_no_figures() -> None:
     assert read_metrics("# TYPE vllm:x gauge\nvllm:x 1\n", 1.0) is None
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(-(2**62), 2**62))
+def test_prometheus_client_and_this_reader_agree(model: str, value: int) -> None:
+    """Any text is a label's value: quotes, backslashes, ends of lines."""
+    registry = CollectorRegistry()
+    makers = (functools.partial(make, registry=registry) for make in (Counter, Gauge, Histogram))
+    names, engines = ["model_name"], {0: [model]}
+    made = Exposition(
+        "vllm:flexkv_", *makers, label_names=names, engines=engines, config=CacheConfig()
+    )
+    made.observe({"blocks:disk": value, "hit_tokens:disk": abs(value)}, 0)
+    found = read_metrics(generate_latest(registry).decode(), 1.0)
+    assert found is not None
+    assert found.models == {model}
+    assert found.values["blocks:disk"] == pytest.approx(value)
+    assert found.values["hit_tokens:disk"] == pytest.approx(abs(value))
+    assert found.buckets["load_seconds"][math.inf] == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "<html>",
+        "vllm:flexkv_bytes",
+        'vllm:flexkv_bytes{tier="host" 1',
+        'vllm:flexkv_bytes{tier="host"} x',
+        "vllm:flexkv_bytes{tier=host} 1",
+        "a b c",
+    ],
+)
+def test_another_format_is_no_metrics(line: str) -> None:
+    with pytest.raises(ValueError, match="no line of metrics|could not convert"):
+        read_metrics(f"vllm:x 1\n{line}\n", 1.0)
+
+
+def test_space_times_and_comments_are_read_as_prometheus_does() -> None:
+    text = '# any\n\n  \nvllm:x \t 1 -123\r\nvllm:flexkv_bytes {tier="host",}\t7 1700000000\n'
+    found = read_metrics(text, 1.0)
+    assert found is not None
+    assert found.values == {"bytes:host": 7}
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e300"])

@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from flexkv.figures.definitions import METRICS, Kind, sample
+from flexkv.figures.definitions import METRICS, Kind, Metric, sample
 from flexkv.figures.exposition import INFO_NAME
 
-_NAME = re.compile(r"(vllm|sglang):flexkv_(\w+)")
+_LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*"'
+_LABELS = rf"[ \t]*\{{((?:{_LABEL},?)*)\}}"
+_SAMPLE = re.compile(rf"([a-zA-Z_:][\w:]*)(?:{_LABELS})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t\r]*")
+"""A line of Prometheus's text format that is neither empty nor a comment."""
+_NAME = re.compile(r"(vllm|sglang):flexkv_(\w+?)(_total|_bucket|_sum|_count|_created)?")
 _METRICS = {metric.name: metric for metric in METRICS}
 _MOST = 2.0**63
 """No engine counts as far."""
@@ -55,32 +57,44 @@ def read_metrics(text: str, at: float) -> Reading | None:
         KeyError: a range of a histogram has no bound.
     """
     reading = Reading(at)
-    for family in text_string_to_metric_families(text):
-        found = _NAME.fullmatch(family.name)
+    for line in text.split("\n"):
+        if not line.strip() or line.startswith("#"):
+            continue
+        parts = _SAMPLE.fullmatch(line)
+        if parts is None:
+            raise ValueError(f"no line of metrics: {line!r}")
+        found = _NAME.fullmatch(parts[1])
         if found is None:
             continue
         reading.engines.add(found[1])
-        name = found[2]
-        for each in family.samples:
-            if name == INFO_NAME:
-                reading.versions.add(each.labels.get("version", ""))
-                reading.models.add(each.labels.get("model_name", ""))
-            elif name in _METRICS:
-                if not abs(each.value) < _MOST:  # nor NaN
-                    raise ValueError(f"{each.name} is {each.value}")
-                _add(reading, name, each.name, each.labels, each.value)
+        labels, metric = _labels(parts[2] or ""), _METRICS.get(found[2])
+        if found[2] == INFO_NAME:
+            reading.versions.add(labels.get("version", ""))
+            reading.models.add(labels.get("model_name", ""))
+        elif metric is not None and found[3] != "_created":
+            value = float(parts[3])
+            if not abs(value) < _MOST:  # nor NaN
+                raise ValueError(f"{parts[1]} is {value}")
+            _add(reading, metric, found[3], labels, value)
     return reading if reading.engines else None
 
 
+def _labels(text: str) -> dict[str, str]:
+    pairs = (each.split("=", 1) for each in re.findall(_LABEL, text))
+    return {name: re.sub(r"\\(.)", _unescaped, value[1:-1]) for name, value in pairs}
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return "\n" if found[1] == "n" else found[1]
+
+
 def _add(
-    reading: Reading, name: str, sample_name: str, labels: dict[str, str], value: float
+    reading: Reading, metric: Metric, ending: str | None, labels: dict[str, str], value: float
 ) -> None:
-    metric = _METRICS[name]
-    key = sample(name, *(labels.get(each, "") for each in metric.label_names))
+    key = sample(metric.name, *(labels.get(each, "") for each in metric.label_names))
     if metric.kind is not Kind.HISTOGRAM:
-        if not sample_name.endswith("_created"):
-            reading.values[key] = reading.values.get(key, 0.0) + value
-    elif sample_name.endswith("_bucket"):
+        reading.values[key] = reading.values.get(key, 0.0) + value
+    elif ending == "_bucket":
         bounds = reading.buckets.setdefault(key, {})
         bound = float(labels["le"])
         bounds[bound] = bounds.get(bound, 0.0) + value
