@@ -9,7 +9,8 @@ from flexkv.figures.definitions import METRICS, Kind
 from flexkv.figures.exposition import INFO_NAME
 
 _METRICS = {metric.name: metric for metric in METRICS}
-_ENDINGS = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}
+ENDINGS = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}
+"""The ends of the names of the series that panels and alerts read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Names:
             if not allowed.issuperset(value.split("|")):
                 known = ", ".join(sorted(allowed))
                 raise ValueError(f"{name} has no {label}={value!r}; allowed: {known}")
-        return f"{self.prefix}{name}{_ENDINGS[metric.kind]}{self._selector(labels)}"
+        return f"{self.prefix}{name}{ENDINGS[metric.kind]}{self._selector(labels)}"
 
     def rate(self, name: str, window: str = "", **labels: str) -> str:
         """Growth of a counter or of the buckets of a histogram in a second."""

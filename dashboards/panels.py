@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
-from dashboards.names import Names
+from dashboards.names import ENDINGS, Names
+from flexkv.figures.definitions import METRICS, Kind, Metric
 
 
 class Shape(enum.Enum):
@@ -60,8 +62,23 @@ class Row:
 
 
 def rows(names: Names) -> list[Row]:
-    """All rows of the dashboard, from the top."""
-    return [_gain(names), _latency(names), _links(names), _room(names), _failures(names)]
+    """All rows of the dashboard, from the top. The last has the metrics that no other row shows."""
+    made = [_gain(names), _latency(names), _links(names), _room(names), _failures(names)]
+    queries = (query.expr for row in made for panel in row.panels for query in panel.queries)
+    shown = set(re.findall(r":flexkv_(\w+)", " ".join(queries)))
+    others = [each for each in METRICS if each.name + ENDINGS[each.kind] not in shown]
+    return [*made, Row("Others", tuple(_plain(names, each) for each in others))] if others else made
+
+
+def _plain(names: Names, metric: Metric) -> Panel:
+    """A panel of one metric: a counter in a second, a gauge, or the 99th percentile."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in metric.label_names) or metric.name
+    if metric.kind is Kind.HISTOGRAM:
+        expr = names.quantile(0.99, metric.name, *metric.label_names)
+    else:
+        values = (names.series if metric.kind is Kind.GAUGE else names.rate)(metric.name)
+        expr = f"sum by ({', '.join(metric.label_names)}) ({values})"
+    return Panel(metric.name.replace("_", " "), metric.text, "short", (Query(expr, legend),))
 
 
 def hit_rate(names: Names, window: str = "", by: str = "") -> str:

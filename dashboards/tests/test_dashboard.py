@@ -15,9 +15,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from dashboards import names, panels
 from dashboards.names import Names
 from dashboards.panels import Shape, rows
 from flexkv import CacheConfig
+from flexkv.figures.definitions import METRICS, Kind, Metric
 from flexkv.figures.exposition import Exposition
 
 FOLDER = Path(__file__).parents[1]
@@ -74,6 +76,30 @@ def test_every_metric_is_shown() -> None:
     endings = ("_created", "_sum", "_count")
     wanted = {name for name in served() if not name.endswith(endings)}
     assert {name for name in wanted if f":{name}{{" not in text} == set()
+
+
+def test_a_metric_without_a_panel_is_in_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows(NAMES)[-1].title != "Others"
+    labels = ("tier",)
+    new = (
+        Metric("lost_blocks", Kind.COUNTER, "Lost.", labels, counted=(("disk",),)),
+        Metric("idle_ranks", Kind.GAUGE, "Idle.", counted=((),)),
+        Metric("wait_seconds", Kind.HISTOGRAM, "Waits.", labels, (("disk",),), bounds=(1.0,)),
+    )
+    monkeypatch.setattr(panels, "METRICS", (*METRICS, *new))
+    monkeypatch.setattr(names, "_METRICS", {each.name: each for each in new} | names._METRICS)
+    row = rows(NAMES)[-1]
+    assert row.title == "Others"
+    assert [panel.queries[0].expr for panel in row.panels] == [
+        "sum by (tier) (rate(vllm:flexkv_lost_blocks_total[5m]))",
+        "sum by () (vllm:flexkv_idle_ranks)",
+        "histogram_quantile(0.99, sum by (le, tier) (rate(vllm:flexkv_wait_seconds_bucket[5m])))",
+    ]
+    assert [panel.queries[0].legend for panel in row.panels] == [
+        "{{tier}}",
+        "idle_ranks",
+        "{{tier}}",
+    ]
 
 
 def test_a_wrong_name_is_refused() -> None:
