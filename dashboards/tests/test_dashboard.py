@@ -82,9 +82,9 @@ def test_a_metric_without_a_panel_is_in_the_last_row(monkeypatch: pytest.MonkeyP
     assert rows(NAMES)[-1].title != "Others"
     labels = ("tier",)
     new = (
-        Metric("lost_blocks", Kind.COUNTER, "Lost.", labels, counted=(("disk",),)),
-        Metric("idle_ranks", Kind.GAUGE, "Idle.", counted=((),)),
-        Metric("wait_seconds", Kind.HISTOGRAM, "Waits.", labels, (("disk",),), bounds=(1.0,)),
+        Metric(Kind.COUNTER, "lost_blocks", "Lost.", labels, counted=(("disk",),)),
+        Metric(Kind.GAUGE, "idle_ranks", "Idle.", counted=((),)),
+        Metric(Kind.HISTOGRAM, "wait_seconds", "Waits.", labels, (("disk",),), bounds=(1.0,)),
     )
     monkeypatch.setattr(panels, "METRICS", (*METRICS, *new))
     monkeypatch.setattr(names, "_METRICS", {each.name: each for each in new} | names._METRICS)

@@ -79,7 +79,7 @@ def test_prometheus_client_and_this_reader_agree(model: str, value: int) -> None
     ],
 )
 def test_another_format_is_no_metrics(line: str) -> None:
-    with pytest.raises(ValueError, match="no line of metrics|could not convert"):
+    with pytest.raises(ValueError, match=r"no line of metrics|could not convert"):
         read_metrics(f"vllm:x 1\n{line}\n", 1.0)
 
 

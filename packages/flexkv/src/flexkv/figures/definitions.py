@@ -201,8 +201,8 @@ class Metric:
     """A metric: its values by their labels, and where they come from.
 
     Attributes:
-        name: name without the prefix of the engine and `flexkv_`.
         kind: see `Kind`.
+        name: name without the prefix of the engine and `flexkv_`.
         text: help text at `/metrics`; gives the unit.
         label_names: names of labels, in addition to the engine's own.
         counted: labels of the values that a `Meter` counts; they belong to one engine.
@@ -213,8 +213,8 @@ class Metric:
         bounds: ascending upper bounds of a histogram's ranges; each belongs to the range below it.
     """
 
-    name: str
     kind: Kind
+    name: str
     text: str
     label_names: Labels = ()
     counted: tuple[Labels, ...] = ()
@@ -287,37 +287,34 @@ def _writes_in(state: CircuitState) -> ReadTier:
     return lambda tier: tier.figures.writes.get(state, 0)
 
 
+_counter, _gauge, _histogram = (functools.partial(Metric, kind) for kind in Kind)
+
 # Each constant that is a `Metric` is an entry of `METRICS`, in this order.
-QUERY_TOKENS = Metric(
+QUERY_TOKENS = _counter(
     "query_tokens",
-    Kind.COUNTER,
     "Tokens that the engine did not have itself, looked up in the tier.",
     ("tier",),
     counted=_EACH_TIER,
 )
-HIT_TOKENS = Metric(
+HIT_TOKENS = _counter(
     "hit_tokens",
-    Kind.COUNTER,
     "Tokens found in the tier and loaded.",
     ("tier",),
     counted=_EACH_TIER,
 )
-LEFT_TOKENS = Metric(
+LEFT_TOKENS = _counter(
     "left_tokens",
-    Kind.COUNTER,
     "Tokens that could have been loaded and were computed, by reason.",
     ("reason",),
     counted=tuple((reason,) for reason in REASONS),
 )
-SAVED_PREFILL_SECONDS = Metric(
+SAVED_PREFILL_SECONDS = _counter(
     "saved_prefill_seconds",
-    Kind.COUNTER,
     "Seconds that computing the loaded tokens would have taken, by the measured pace.",
     counted=_SINGLE,
 )
-COPIED_BYTES = Metric(
+COPIED_BYTES = _counter(
     "copied_bytes",
-    Kind.COUNTER,
     "Bytes copied over the link, of all ranks together.",
     ("link", "direction"),
     counted=_COPIES,
@@ -326,9 +323,8 @@ COPIED_BYTES = Metric(
         (TIER, "write"): lambda tier: tier.figures.traffic.written_bytes,
     },
 )
-COPY_SECONDS = Metric(
+COPY_SECONDS = _counter(
     "copy_seconds",
-    Kind.COUNTER,
     "Seconds that copies over the link took, without waiting; parallel copies add up.",
     ("link", "direction"),
     counted=_COPIES,
@@ -337,47 +333,41 @@ COPY_SECONDS = Metric(
         (TIER, "write"): lambda tier: tier.figures.traffic.written_seconds,
     },
 )
-WAY_BYTES = Metric(
+WAY_BYTES = _counter(
     "way_bytes",
-    Kind.COUNTER,
     "Bytes copied between GPU and host memory by the way they went, of all ranks together.",
     ("way",),
     counted=tuple((way,) for way in WAYS),
 )
-FALLBACK_BYTES = Metric(
+FALLBACK_BYTES = _counter(
     "fallback_bytes",
-    Kind.COUNTER,
     "Bytes that went another way than the one measured to be fastest, which was not possible.",
     counted=_SINGLE,
 )
-STORED_BLOCKS = Metric(
+STORED_BLOCKS = _counter(
     "stored_blocks",
-    Kind.COUNTER,
     "FlexKV blocks stored in the tier.",
     ("tier",),
     own={(_HOST,): lambda host: host.counters.stored_blocks},
     tiers={(TIER,): lambda tier: tier.figures.written_blocks},
 )
-DROPPED_BLOCKS = Metric(
+DROPPED_BLOCKS = _counter(
     "dropped_blocks",
-    Kind.COUNTER,
     "FlexKV blocks not stored in the tier for lack of room, queue or write budget.",
     ("tier",),
     own={(_HOST,): lambda host: host.counters.refused_blocks},
     tiers={(TIER,): lambda tier: tier.counters.dropped_demotions},
 )
-EVICTED_BLOCKS = Metric(
+EVICTED_BLOCKS = _counter(
     "evicted_blocks",
-    Kind.COUNTER,
     "FlexKV blocks evicted from the tier.",
     ("tier",),
     shared={(_HOST,): lambda host: host.counters.evicted_blocks},
     tiers={(TIER,): lambda tier: tier.figures.evicted_blocks},
     media=_INDEXED,
 )
-FAILURES = Metric(
+FAILURES = _counter(
     "failures",
-    Kind.COUNTER,
     "Failures by cause; each one reached requests only as a miss or a failed load.",
     ("cause", "tier"),
     # Errors inside FlexKV, and the places at which they did not end and FlexKV gave its work up.
@@ -393,113 +383,98 @@ FAILURES = Metric(
         ("write", TIER): lambda tier: tier.counters.failed_demotions,
     },
 )
-LATE_QUESTIONS = Metric(
+LATE_QUESTIONS = _counter(
     "late_questions",
-    Kind.COUNTER,
     "Questions that a shared store did not answer by its deadline.",
     ("tier",),
     tiers={(TIER,): lambda tier: tier.counters.late_questions},
     media=tuple(medium for medium in BELOW if medium.is_shared),
 )
-CIRCUIT_OPENINGS = Metric(
+CIRCUIT_OPENINGS = _counter(
     "circuit_openings",
-    Kind.COUNTER,
     "Times that reads or writes of a drive or a store were disabled after failures.",
     ("tier",),
     tiers={(TIER,): lambda tier: tier.figures.openings},
 )
-RESETS = Metric(
+RESETS = _counter(
     "resets",
-    Kind.COUNTER,
     "Resets of the whole cache, by cause; with the cause pause all blocks stayed.",
     ("cause",),
     own={(cause.value,): _resets(cause) for cause in ResetCause},
 )
-IGNORED_PARAMETERS = Metric(
+IGNORED_PARAMETERS = _counter(
     "ignored_parameters",
-    Kind.COUNTER,
     "Parameters of requests (kv_transfer_params) that were not understood.",
     counted=_SINGLE,
 )
-REFUSED_PIN_BLOCKS = Metric(
+REFUSED_PIN_BLOCKS = _counter(
     "refused_pin_blocks",
-    Kind.COUNTER,
     "FlexKV blocks not pinned because half of the host memory is.",
     own={(): lambda host: host.counters.refused_pins},
 )
-BLOCKS = Metric(
+BLOCKS = _gauge(
     "blocks",
-    Kind.GAUGE,
     "FlexKV blocks in the tier that can be loaded.",
     ("tier",),
     shared={(_HOST,): lambda host: host.blocks},
     tiers={(TIER,): lambda tier: tier.figures.blocks},
     media=_INDEXED,
 )
-CAPACITY_BLOCKS = Metric(
+CAPACITY_BLOCKS = _gauge(
     "capacity_blocks",
-    Kind.GAUGE,
     "FlexKV blocks that the tier has room for.",
     ("tier",),
     shared={(_HOST,): lambda host: host.slots},
     tiers={(TIER,): lambda tier: tier.figures.slots},
     media=_INDEXED,
 )
-BYTES = Metric(
+BYTES = _gauge(
     "bytes",
-    Kind.GAUGE,
     "Bytes of the tier's blocks that can be loaded.",
     ("tier",),
     shared={(_HOST,): lambda host: host.blocks * host.slot_bytes},
     tiers={(TIER,): lambda tier: tier.figures.blocks * tier.slot_bytes},
     media=_INDEXED,
 )
-CAPACITY_BYTES = Metric(
+CAPACITY_BYTES = _gauge(
     "capacity_bytes",
-    Kind.GAUGE,
     "Bytes that the tier has room for.",
     ("tier",),
     shared={(_HOST,): lambda host: host.slots * host.slot_bytes},
     tiers={(TIER,): lambda tier: tier.figures.slots * tier.slot_bytes},
     media=_INDEXED,
 )
-EVICTION_POLICIES = Metric(
+EVICTION_POLICIES = _gauge(
     "eviction_policies",
-    Kind.GAUGE,
     "1 for the policy by which host memory evicts, 0 for the others.",
     ("policy",),
     shared={(name,): _has_policy(name) for name in POLICIES},
 )
-PINNED_BLOCKS = Metric(
+PINNED_BLOCKS = _gauge(
     "pinned_blocks",
-    Kind.GAUGE,
     "FlexKV blocks pinned in host memory.",
     shared={(): lambda host: host.pinned_blocks},
 )
-DISABLED_ENGINES = Metric(
+DISABLED_ENGINES = _gauge(
     "disabled_engines",
-    Kind.GAUGE,
     "1 if the engine's loads and stores are disabled, after an error; else 0.",
     own={(): lambda host: int(host.disabled)},
 )
-QUEUE_LENGTH = Metric(
+QUEUE_LENGTH = _gauge(
     "queue_length",
-    Kind.GAUGE,
     "Transfers of the device, or reads and writes of the tier's blocks, that run or wait.",
     ("link",),
     own={("device",): lambda host: host.transfers},
     tiers={(TIER,): lambda tier: tier.figures.queued_blocks},
 )
-QUEUE_BYTES = Metric(
+QUEUE_BYTES = _gauge(
     "queue_bytes",
-    Kind.GAUGE,
     "Bytes that wait to be written to the tier.",
     ("tier",),
     tiers={(TIER,): lambda tier: tier.figures.queued_bytes},
 )
-CIRCUITS = Metric(
+CIRCUITS = _gauge(
     "circuits",
-    Kind.GAUGE,
     "Drives of the tier, or the store, whose reads or writes are in the state.",
     ("tier", "direction", "state"),
     tiers={
@@ -507,31 +482,27 @@ CIRCUITS = Metric(
         **{(TIER, "write", state.value): _writes_in(state) for state in CircuitState},
     },
 )
-LOAD_SECONDS = Metric(
+LOAD_SECONDS = _histogram(
     "load_seconds",
-    Kind.HISTOGRAM,
     "Seconds from the order of a load to the step that finds it done on all ranks.",
     counted=_SINGLE,
     bounds=SECONDS_BOUNDS,
 )
-STORE_SECONDS = Metric(
+STORE_SECONDS = _histogram(
     "store_seconds",
-    Kind.HISTOGRAM,
     "Seconds from the order of a store to the step that makes its blocks loadable.",
     counted=_SINGLE,
     bounds=SECONDS_BOUNDS,
 )
-FETCH_SECONDS = Metric(
+FETCH_SECONDS = _histogram(
     "fetch_seconds",
-    Kind.HISTOGRAM,
     "Seconds from the beginning of a fetch to the last block that the tier gave it.",
     ("tier",),
     counted=_EACH_TIER[1:],
     bounds=SECONDS_BOUNDS,
 )
-HIT_BLOCKS = Metric(
+HIT_BLOCKS = _histogram(
     "hit_blocks",
-    Kind.HISTOGRAM,
     "FlexKV blocks that were loaded for a request that had a hit.",
     counted=_SINGLE,
     bounds=BLOCKS_BOUNDS,

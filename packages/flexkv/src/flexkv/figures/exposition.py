@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from flexkv.figures.definitions import (
     COPIED_BYTES,
@@ -43,22 +43,6 @@ Make: TypeAlias = Callable[..., Any]
 histogram also takes its bounds as `buckets`."""
 
 
-class Value(NamedTuple):
-    """A new value of a metric.
-
-    Attributes:
-        metric: the metric.
-        labels: values of its labels.
-        value: growth of a counter, last value of a gauge, or a value that a histogram observes.
-        times: how often a histogram observes it.
-    """
-
-    metric: Metric
-    labels: Labels
-    value: float
-    times: int
-
-
 def _places(metric: Metric, labels: Labels) -> Iterator[tuple[str, str]]:
     """The names of a metric's samples, and of the samples with the sums of a histogram's values."""
     if metric.kind is not Kind.HISTOGRAM:
@@ -76,19 +60,19 @@ _SERIES = {
 }
 
 
-def values_of(samples: Samples) -> Iterator[Value]:
-    """The values that drained samples stand for. Samples of another version's metrics are left
-    out. Of each range of a histogram, only the number of values and their sum are known."""
+def values_of(samples: Samples) -> Iterator[tuple[Metric, Labels, float, int]]:
+    """The values that drained samples stand for: metric, labels, value, and how often a histogram
+    observes the value. Samples of another version's metrics are left out."""
     for name, value in samples.items():
         metric, labels, place, sum_name = _SERIES.get(name, (None, (), 0, ""))
         if metric is None:
             continue
         if not sum_name:
-            yield Value(metric, labels, value, 1)
+            yield metric, labels, value, 1
         elif value > 0:
             total = samples.get(sum_name, 0.0)
             mean = representative(metric.bounds, place, int(value), total)
-            yield Value(metric, labels, mean, int(value))
+            yield metric, labels, mean, int(value)
 
 
 def representative(bounds: Sequence[float], place: int, count: int, total: float) -> float:
