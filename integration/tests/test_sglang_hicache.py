@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from flexkv.tiers.disk import directory, slabs, table
-from flexkv.tiers.disk.files import open_folder
-from flexkv.tiers.disk.inspect import Record, Snapshot, read_table
+from flexkv.tiers.disk.files import OsFiles, open_folder
+from flexkv.tiers.disk.reader import Record, TableCopy
+from flexkv.tiers.envelope import checksum_of
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
 from integration.sglang.hicache import PAGE_TOKENS, hicache_config
@@ -44,12 +45,14 @@ class Folder:
 
     path: Path
 
-    def table(self) -> Snapshot:
+    def table(self) -> TableCopy:
         folder = open_folder(str(self.path))
+        copy = TableCopy(OsFiles(), folder, directory.fingerprint_of(str(self.path)))
         try:
-            return read_table(folder, directory.fingerprint_of(str(self.path)))
+            copy.update()
         finally:
             os.close(folder)
+        return copy
 
     def records(self) -> dict[bytes, Record]:
         return {record.key: record for record in self.table().records()}
@@ -65,7 +68,7 @@ class Folder:
         data = bytearray(self.block(record))
         data[3::4] = bytes(byte ^ SIGN_BIT for byte in data[3::4])
         self._write(record, bytes(data))
-        checksum = table.checksum_of(bytes(data), header.seal, record.key)
+        checksum = checksum_of(bytes(data), header.seal, record.key)
         entry = table.encode_record(
             record.slot, header.seal, record.key, checksum, record.generation
         )

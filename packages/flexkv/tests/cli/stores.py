@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.disk import table
-from flexkv.tiers.disk.files import open_folder
-from flexkv.tiers.disk.inspect import Record, Snapshot, read_table
+from flexkv.tiers.disk.files import OsFiles, open_folder
+from flexkv.tiers.disk.reader import Record, TableCopy
 from flexkv.tiers.job import Outcome, Priority
 from packages.flexkv.tests.cli import engine
 
@@ -68,12 +68,14 @@ class Cache:
     def records(self) -> list[Record]:
         return list(self.table().records())
 
-    def table(self) -> Snapshot:
+    def table(self) -> TableCopy:
         folder = open_folder(str(self.folder))
+        copy = TableCopy(OsFiles(), folder, FINGERPRINT)
         try:
-            return read_table(folder, FINGERPRINT)
+            copy.update()
         finally:
             os.close(folder)
+        return copy
 
     def damage_headers(self) -> None:
         """Change a byte in each copy of the table's header."""

@@ -91,6 +91,15 @@ def test_stat_shows_a_folder_whose_header_is_damaged(flexkv: Flexkv, cache: Cach
     assert "block size   unknown\n" in flexkv("stat", cache.root).out
 
 
+def test_blocks_of_a_reset_are_neither_counted_nor_verified(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(3)
+    (cache.folder / "reset").touch()
+    (folder,) = flexkv("stat", cache.root, "--json").json["folders"]
+    assert (folder["slots"], folder["used_slots"]) == (0, 0)
+    ended = flexkv("verify", cache.root)
+    assert (ended.code, ended.out.partition(",")[0]) == (0, f"{cache.folder}: 0 blocks")
+
+
 def test_an_engine_can_always_start_beside_stat(cache: Cache) -> None:
     cache.fill(1)
     (path,) = folders(str(cache.root))

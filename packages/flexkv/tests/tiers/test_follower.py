@@ -158,6 +158,31 @@ def test_a_table_that_is_marked_as_worthless_is_not_followed(tmp_path: Path) -> 
         assert tier.contains(names(2)) == [False, False]
 
 
+def test_a_table_that_is_replaced_is_followed(tmp_path: Path) -> None:
+    """An owner removes the table if others could write to it, and keeps the folder."""
+    with following(tmp_path) as tier:
+        with opened(tmp_path) as owner:
+            owner.write(names(2))
+            assert tier.contains(names(3)) == [True, True, False]
+        (folder_of(tmp_path) / "table").unlink()
+        with opened(tmp_path) as owner:
+            owner.write(names(1, first=2))
+            assert tier.contains(names(3)) == [False, False, True]
+            assert read(tier, names(3)[2:]) == [Outcome.DONE]
+
+
+def test_blocks_behind_the_end_of_a_table_are_not_found(tmp_path: Path) -> None:
+    keys = names(2000)
+    with following(tmp_path) as tier:
+        with opened(tmp_path, slots=2000) as owner:
+            owner.write(keys)
+            assert tier.contains(keys) == [True] * 2000
+        with opened(tmp_path, slots=500) as owner:
+            found = tier.contains([*keys, b"look"])[:2000]
+            assert found == owner.tier.contains(keys)
+            assert sum(found) == 500
+
+
 def test_all_folders_of_a_kind_are_read(tmp_path: Path) -> None:
     with (
         opened(tmp_path, share=True) as one,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.table import Header
+from flexkv.tiers.envelope import checksum_of
 
 KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 CHECKSUMS = st.binary(min_size=table.CHECKSUM_BYTES, max_size=table.CHECKSUM_BYTES)
@@ -179,14 +180,14 @@ def test_a_checksum_is_of_all_bytes_of_the_seal_and_of_the_key(
     block: bytes, seal: int, key: bytes, other: bytes, data: st.DataObject
 ) -> None:
     assume(key != other)
-    checksum = table.checksum_of(block, seal, key)
+    checksum = checksum_of(block, seal, key)
     changed = bytearray(block)
     bit = data.draw(st.integers(0, 8 * len(block) - 1))
     changed[bit // 8] ^= 1 << bit % 8
     assert len(checksum) == table.CHECKSUM_BYTES
-    assert table.checksum_of(bytes(changed), seal, key) != checksum
-    assert table.checksum_of(block, seal ^ 1, key) != checksum
-    assert table.checksum_of(block, seal, other) != checksum
+    assert checksum_of(bytes(changed), seal, key) != checksum
+    assert checksum_of(block, seal ^ 1, key) != checksum
+    assert checksum_of(block, seal, other) != checksum
 
 
 @given(HEADERS, HEADERS)
@@ -201,7 +202,7 @@ def test_the_format_is_that_of_version_3() -> None:
     """What stores on disk were written in. A change of it needs another version number."""
     header = Header(slot_bytes=1 << 20, num_slots=3, epoch=1 << 63, fingerprint="0f" * 32, serial=7)
     key = bytes(range(MAX_KEY_BYTES))
-    checksum = table.checksum_of(b"block", header.seal, key)
+    checksum = checksum_of(b"block", header.seal, key)
     record = table.encode_record(2, header.seal, key, checksum, 5)
     digest = hashlib.sha256(header.encode() + record).hexdigest()
     assert digest == "a7e9050058274a66690bbac5a954297df883ffa379d67e47a121fc33648cecd0"

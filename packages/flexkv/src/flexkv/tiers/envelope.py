@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The envelope of a block in a shared store.
+"""Checksums that bind blocks to their names, and the envelope of a block in a shared store.
 
 On a disk, FlexKV's table says which block is in which slot. A shared store has no table that FlexKV
 could trust. So each block there carries its whole name, its length, and a checksum over name,
@@ -23,6 +23,18 @@ _CHECKSUM_AT = ENVELOPE_BYTES - _CHECKSUM_BYTES
 MOST_NAME_BYTES = _CHECKSUM_AT - _HEAD.size
 
 
+def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
+    """The checksum of a block: XXH3-128 of its bytes, seeded with a seal and the key, 16 bytes.
+    Bytes of another seal or another block do not match. Releases the GIL while it computes.
+
+    Args:
+        data: the bytes of the block.
+        seal: seal of the disk's table, which stands for its epoch and the model; 0 elsewhere.
+        key: what distinguishes the block from all others under the seal.
+    """
+    return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(key, seal))
+
+
 def seal(name: bytes, block: memoryview) -> bytes:
     """Make the envelope of a block, ENVELOPE_BYTES long.
 
@@ -34,7 +46,7 @@ def seal(name: bytes, block: memoryview) -> bytes:
         ValueError: the name is longer than MOST_NAME_BYTES.
     """
     head = _head(name, len(block))
-    return head + _checksum(head, block)
+    return head + checksum_of(block, 0, head)
 
 
 def fits(envelope: bytes | memoryview, name: bytes, block: memoryview) -> bool:
@@ -44,15 +56,11 @@ def fits(envelope: bytes | memoryview, name: bytes, block: memoryview) -> bool:
     head = _head(name, len(block))
     if envelope[:_CHECKSUM_AT] != head:
         return False
-    return bytes(envelope[_CHECKSUM_AT:]) == _checksum(head, block)
+    # The head was compared byte by byte, so the checksum only has to bind it to the bytes.
+    return bytes(envelope[_CHECKSUM_AT:]) == checksum_of(block, 0, head)
 
 
 def _head(name: bytes, size: int) -> bytes:
     if len(name) > MOST_NAME_BYTES:
         raise ValueError(f"a name of {len(name)} bytes; allowed: at most {MOST_NAME_BYTES}")
     return (_HEAD.pack(_MAGIC, size, len(name)) + name).ljust(_CHECKSUM_AT, b"\0")
-
-
-def _checksum(head: bytes, block: memoryview) -> bytes:
-    # `fits` compares the head byte by byte, so its digest only has to bind it to the bytes.
-    return xxhash.xxh3_128_digest(block, xxhash.xxh3_64_intdigest(head))

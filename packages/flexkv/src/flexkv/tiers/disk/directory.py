@@ -196,7 +196,7 @@ def has_table(folder: int) -> bool:
     Raises:
         OSError: the table cannot be read.
     """
-    return table.has_magic(_first_pages(folder))
+    return table.has_magic(_first_pages_if_any(folder))
 
 
 def newer_version(folder: int) -> int | None:
@@ -205,14 +205,22 @@ def newer_version(folder: int) -> int | None:
     Raises:
         OSError: the table cannot be read.
     """
-    return table.newer_version(_first_pages(folder))
+    return table.newer_version(_first_pages_if_any(folder))
 
 
-def _first_pages(folder: int) -> bytes:
-    """The first bytes of the table of an open directory; empty if it has no regular file of this
-    name."""
+def first_pages(folder: int) -> bytes:
+    """The first bytes of the table of an open directory.
+
+    Raises:
+        OSError: the table cannot be read, is missing, or is no regular file.
+    """
+    return _first_bytes(folder, TABLE, table.HEADER_BYTES)
+
+
+def _first_pages_if_any(folder: int) -> bytes:
+    """`first_pages`; empty if the directory has no regular file of this name."""
     try:
-        return _first_bytes(folder, TABLE, table.HEADER_BYTES)
+        return first_pages(folder)
     except FileNotFoundError:
         return b""
     except OSError as error:

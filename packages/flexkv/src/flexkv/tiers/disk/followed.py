@@ -10,25 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 
 from flexkv.directories import WRITABLE, refused
-from flexkv.regular_files import open_regular
-from flexkv.tiers.disk import directory, slabs, table
-from flexkv.tiers.disk.files import (
-    Files,
-    is_regular,
-    open_data,
-    open_folder,
-    read_fully,
-)
-from flexkv.tiers.disk.inspect import Record
+from flexkv.tiers.disk.directory import fingerprint_of
+from flexkv.tiers.disk.files import Files, open_folder
+from flexkv.tiers.disk.reader import Record, SlotReader, TableCopy
 from flexkv.tiers.job import Outcome
-
-_PART_BYTES = 1 << 16
-"""Bytes of a part of a table. If any byte of a part has changed, its records are decoded again. Not
-tuned."""
-_PART_RECORDS = _PART_BYTES // table.RECORD_BYTES
 
 
 class FollowedFolder:
@@ -48,14 +35,13 @@ class FollowedFolder:
         self.path = path
         self._slot_bytes = slot_bytes
         self._files = files
-        self._opening = threading.Lock()
-        self._table = -1
+        self._fingerprint = fingerprint_of(path)
         self._folder = open_folder(path)
         status = os.fstat(self._folder)
         if status.st_uid not in {0, os.geteuid()} or status.st_mode & WRITABLE:
             self.close()
             raise refused(path, "belongs to another user or lets others write, who change blocks")
-        self._forget(None)
+        self._forget()
 
     def __len__(self) -> int:
         """The number of blocks in the table at the last `look`."""
@@ -80,19 +66,10 @@ class FollowedFolder:
             OSError: the table cannot be read.
         """
         if not self._is_there():
-            self._forget(None)
+            self._forget()
             return False
-        header = self._header()
-        if header is None:
-            self._forget(None)
-            return True
-        if self._seen is None or header.seal != self._seen.seal:
-            self._forget(header)
-        end = table.table_bytes(header.num_slots)
-        for number, start in enumerate(range(table.HEADER_BYTES, end, _PART_BYTES)):
-            part = os.pread(self._table, min(_PART_BYTES, end - start), start)
-            if part != self._parts.get(number):
-                self._take(number, part, header.seal)
+        for number in self._table.update():
+            self._take(number)
         return True
 
     def read(self, record: Record, buffer: memoryview) -> Outcome:
@@ -109,80 +86,40 @@ class FollowedFolder:
         Raises:
             OSError: a system call failed.
         """
-        seen = self._seen
+        copy = self._table
+        seen = copy.header
         if seen is None:
             return Outcome.MISSING
-        there = self._read(record.slot, buffer)
-        intact = there and table.checksum_of(buffer, seen.seal, record.key) == record.checksum
-        header = self._header()
+        # The file is closed again, because an open file keeps its room on the disk: if the folder
+        # were removed, or cut, to make room, that room would stay taken until this process ends.
+        with SlotReader(self._files, self._folder, self._slot_bytes) as reader:
+            intact = reader.read(record, seen.seal, buffer) == record.checksum
+        header = copy.read_header()
         valid = header is not None and header.seal == seen.seal
         return Outcome.DONE if intact and valid else Outcome.MISSING
 
     def close(self) -> None:
-        """Close all descriptors. No `read` may be under way. Idempotent."""
-        for fd in (self._table, self._folder):
-            if fd >= 0:
-                os.close(fd)
-        self._table = self._folder = -1
-
-    def _forget(self, header: table.Header | None) -> None:
-        self._seen = header
-        self._parts: dict[int, bytes] = {}
-        self._keys: dict[int, list[bytes]] = {}
-        self._records: dict[bytes, Record] = {}
+        """Close the folder. No `read` may be under way. Idempotent."""
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = -1
 
     def _is_there(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.lstat(self.path), os.fstat(self._folder))
         return False
 
-    def _header(self) -> table.Header | None:
-        """The header of the table; None if the table is missing, marked as reset, damaged, or of
-        other blocks."""
-        with self._opening:
-            if self._table < 0:
-                try:
-                    self._table = open_regular(self._folder, directory.TABLE, os.O_RDONLY)
-                except FileNotFoundError:
-                    return None
-        header = table.Header.decode(os.pread(self._table, table.HEADER_BYTES, 0))
-        if header is None or is_regular(self._folder, directory.RESET):
-            return None
-        fits = header.slot_bytes == self._slot_bytes
-        return (
-            header if fits and header.fingerprint == directory.fingerprint_of(self.path) else None
-        )
+    def _forget(self) -> None:
+        self._table = TableCopy(self._files, self._folder, self._fingerprint, self._slot_bytes)
+        self._parts: dict[int, list[Record]] = {}
+        self._records: dict[bytes, Record] = {}
 
-    def _take(self, number: int, part: bytes, seal: int) -> None:
-        """Replace the records of a part of the table.
-
-        Args:
-            number: number of the part.
-            part: bytes of the part.
-            seal: seal of the table.
-        """
-        first = number * _PART_RECORDS
-        for key in self._keys.get(number, ()):
-            known = self._records.get(key)
-            if known is not None and first <= known.slot < first + _PART_RECORDS:
-                del self._records[key]
-        records = [Record._make(fields) for fields in table.decode_records(part, seal, first)]
-        for record in records:
+    def _take(self, number: int) -> None:
+        """Replace the records of a part of the table."""
+        for record in self._parts.get(number, ()):
+            self.drop(record)
+        self._parts[number] = list(self._table.records_of(number))
+        for record in self._parts[number]:
             known = self._records.get(record.key)
             if known is None or known.generation < record.generation:
                 self._records[record.key] = record
-        self._keys[number] = [record.key for record in records]
-        self._parts[number] = part
-
-    def _read(self, slot: int, buffer: memoryview) -> bool:
-        """Read a slot. False if its file is too short.
-
-        The file is closed again, because an open file keeps its room on the disk: if the folder
-        were removed, or cut, to make room, that room would stay taken until this process ends.
-        """
-        slab, place = divmod(slot, slabs.slots_per_slab(self._slot_bytes))
-        fd, _ = open_data(self._files, self._folder, slabs.slab_name(slab), os.O_RDONLY)
-        try:
-            return read_fully(self._files, fd, buffer, place * self._slot_bytes)
-        finally:
-            self._files.close(fd)

@@ -16,7 +16,7 @@ from flexkv.tiers.disk import directory
 from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
 from flexkv.tiers.disk.followed import FollowedFolder
-from flexkv.tiers.disk.inspect import Record
+from flexkv.tiers.disk.reader import Record
 from flexkv.tiers.failures import FailureLog
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link

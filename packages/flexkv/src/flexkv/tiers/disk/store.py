@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flexkv.errors import DiskError
-from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import directory, table
 from flexkv.tiers.disk.files import (
     Files,
     is_regular,
-    read_fully,
     reason_of,
     write_fully,
 )
 from flexkv.tiers.disk.index import SlotIndex
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
+from flexkv.tiers.disk.reader import header_in, read_pages, read_records
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
+from flexkv.tiers.envelope import checksum_of
 from flexkv.tiers.job import Outcome, Result
 
 logger = logging.getLogger(__name__)
@@ -63,11 +63,7 @@ def check_table(folder: directory.Folder) -> None:
     """
     path = os.path.join(folder.path, directory.TABLE)
     try:
-        fd = open_regular(folder.fd, directory.TABLE, os.O_RDONLY)
-        try:
-            pages = os.pread(fd, table.HEADER_BYTES, 0)
-        finally:
-            os.close(fd)
+        pages = directory.first_pages(folder.fd)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -159,7 +155,7 @@ class DiskStore:
         """
         files, folder = self._files, self._folder.fd
         self._table = files.open(folder, directory.TABLE, os.O_RDWR | os.O_CREAT)
-        pages = self._read_pages()
+        pages = read_pages(files, self._table)
         header = self._header_in(pages)
         reset = is_regular(folder, directory.RESET)
         if header is None or header.slot_bytes != self.slot_bytes or reset:
@@ -179,7 +175,7 @@ class DiskStore:
         self.direct = self._slabs.direct
         self.index = SlotIndex(self._num_slots)
         self.generation, outdated = self.index.restore(
-            table.decode_records(self._read_records(), self.seal)
+            read_records(files, self._table, self._header)
         )
         for slot in outdated:
             self.erase(slot)
@@ -208,7 +204,7 @@ class DiskStore:
             except OSError as error:
                 outcomes.append(_kept(error))
                 continue
-            intact = there and table.checksum_of(buffer, seal, key) == checksum
+            intact = there and checksum_of(buffer, seal, key) == checksum
             outcomes.append(Outcome.DONE if intact else Outcome.DAMAGED)
         return outcomes
 
@@ -226,7 +222,7 @@ class DiskStore:
         of the slot are undefined, and its record may be the old one, whose checksum no longer fits.
         """
         checksums = [
-            table.checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
+            checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
         ]
         written = self._write_data(slot, buffers)
         fields = zip(keys, checksums, generations, strict=True)
@@ -359,36 +355,22 @@ class DiskStore:
             return _kept(error)
         return None
 
-    def _read_pages(self) -> bytes:
-        """The copies of the header; zeros where the table is shorter."""
-        pages = bytearray(table.HEADER_BYTES)
-        read_fully(self._files, self._table, memoryview(pages), 0)
-        return bytes(pages)
-
     def _header_in(self, pages: bytes) -> table.Header | None:
         """The header of our blocks in `pages`; None if the table is to be made anew."""
-        header = table.Header.decode(pages)
-        if header is not None and header.fingerprint == self._fingerprint:
-            return header
-        if any(pages):
+        header = header_in(pages, self._fingerprint)
+        if header is None and any(pages):
             logger.warning(
                 "both headers of %s are damaged, or of other blocks or an older FlexKV; its blocks "
                 "are discarded, and the cache begins empty",
                 os.path.join(self.path, directory.TABLE),
             )
-        return None
+        return header
 
     def _resize_table(self, num_slots: int) -> None:
         length = table.table_bytes(num_slots)
         if os.fstat(self._table).st_size > length:
             self._files.truncate(self._table, length)
         self._files.allocate(self._table, length)
-
-    def _read_records(self) -> memoryview:
-        records = memoryview(bytearray(self._num_slots * table.RECORD_BYTES))
-        # Shorter than it was made: what is missing reads as empty slots.
-        read_fully(self._files, self._table, records, table.HEADER_BYTES)
-        return records
 
 
 def _kept(error: OSError) -> OSError:

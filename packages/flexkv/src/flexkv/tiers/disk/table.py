@@ -135,7 +135,7 @@ def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation:
         slot: the slot of the block.
         seal: the header's seal.
         key: the block's key, at most `MAX_KEY_BYTES` long.
-        checksum: checksum of the block's bytes, `CHECKSUM_BYTES` long (see `checksum_of`).
+        checksum: checksum of the block's bytes, `CHECKSUM_BYTES` long.
         generation: 1 or more. It grows with every write to the store, over restarts too, so of two
             records of one key the greater is the later.
     """
@@ -144,7 +144,7 @@ def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation:
 
 
 def decode_records(
-    table: bytes | memoryview, seal: int, first: int = 0
+    table: bytes | bytearray | memoryview, seal: int, first: int = 0
 ) -> Iterator[tuple[int, bytes, bytes, int]]:
     """Read records. Yields slot, key, checksum and generation of each intact one.
 
@@ -176,19 +176,6 @@ def table_bytes(num_slots: int) -> int:
 def record_offset(slot: int) -> int:
     """Where the record of `slot` begins in the table, in bytes."""
     return HEADER_BYTES + slot * RECORD_BYTES
-
-
-def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
-    """The checksum of a block: XXH3-128 of its bytes, seeded with the table's seal and the key, 16
-    bytes. Bytes of an earlier epoch, another model or another block do not match. Releases the GIL
-    while it computes.
-
-    Args:
-        data: the bytes of the block.
-        seal: the header's seal.
-        key: the block's key.
-    """
-    return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(key, seal))
 
 
 def _seed(seal: int) -> int:

@@ -9,6 +9,7 @@ the owner runs in another container.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -18,14 +19,8 @@ from dataclasses import dataclass, field
 
 from flexkv.tiers.disk.directory import fingerprint_of
 from flexkv.tiers.disk.files import Files, open_folder
-from flexkv.tiers.disk.inspect import (
-    Record,
-    SlotReader,
-    Snapshot,
-    read_table,
-    unreadable,
-)
-from flexkv.tiers.disk.table import checksum_of
+from flexkv.tiers.disk.inspect import unreadable
+from flexkv.tiers.disk.reader import Record, SlotReader, TableCopy
 
 THREADS = 8
 """The number of parallel reads, as many as in an engine."""
@@ -85,8 +80,8 @@ class _Finding:
 
     seal: int
     record: Record
-    found: bytes
-    """The checksum of the bytes that were read; empty if the read failed."""
+    found: bytes | None
+    """The checksum of the bytes that were read; None if the read failed."""
     reason: str
 
 
@@ -132,6 +127,7 @@ class _Verification:
         self._files = files
         self._path = path
         self._folder = folder
+        self._table = TableCopy(files, folder, fingerprint_of(path))
 
     def run(self, begin: Callable[[int], None], advance: Callable[[int], None]) -> Report:
         """See `verify_folder`.
@@ -139,24 +135,25 @@ class _Verification:
         Raises:
             OSError: the table cannot be read.
         """
-        snapshot = self._read_table()
+        table = self._table
+        table.update()
         report = Report(self._path)
-        if snapshot.damaged:
+        if table.damaged:
             reason = "the header of the table is damaged or of another cache: all blocks are lost"
             report.bad.append(BadBlock(self._path, None, "", reason))
-        if snapshot.header is None:
+        if table.header is None:
             return report
-        report.blocks = sum(1 for _ in snapshot.records())
-        report.bytes = report.blocks * snapshot.header.slot_bytes
+        report.blocks = sum(1 for _ in table.records())
+        report.bytes = report.blocks * table.header.slot_bytes
         begin(report.bytes)
-        seen = self._look(snapshot, snapshot.records(), advance)
+        seen = self._look(table.records(), advance)
         report.replaced_blocks = len(seen)
         for _ in range(LOOKS):
             if not seen:
                 break
             time.sleep(SETTLE_SECONDS)
-            snapshot = self._read_table()
-            now = self._look(snapshot, _current(snapshot, seen), lambda _: None)
+            table.update()
+            now = self._look(_current(table, seen), lambda _: None)
             bad = {slot: finding for slot, finding in now.items() if seen[slot] == finding}
             report.bad += [_bad_block(self._path, finding) for finding in bad.values()]
             seen = {slot: finding for slot, finding in now.items() if slot not in bad}
@@ -164,30 +161,26 @@ class _Verification:
         report.bad.sort(key=lambda block: block.slot or 0)
         return report
 
-    def _read_table(self) -> Snapshot:
-        return read_table(self._folder, fingerprint_of(self._path))
-
     def _look(
-        self, snapshot: Snapshot, records: Iterable[Record], advance: Callable[[int], None]
+        self, records: Iterable[Record], advance: Callable[[int], None]
     ) -> dict[int, _Finding]:
-        """Check `records` of `snapshot` in several threads. Returns the suspect blocks by slot."""
-        header = snapshot.header
+        """Check `records` of the table in several threads. Returns the suspect blocks by slot."""
+        header = self._table.header
         if header is None:
             return {}
         seal, slot_bytes = header.seal, header.slot_bytes
         feed = _Feed(iter(records))
 
         def work() -> list[_Finding]:
-            reader = SlotReader(self._files, self._folder, slot_bytes)
+            # Anonymous memory begins at a page boundary, which direct I/O requires.
+            buffer = memoryview(mmap.mmap(-1, slot_bytes))
             findings = []
-            try:
+            with SlotReader(self._files, self._folder, slot_bytes) as reader:
                 while (record := feed.take()) is not None:
-                    finding = _examine(reader, record, seal)
+                    finding = _examine(reader, record, seal, buffer)
                     if finding is not None:
                         findings.append(finding)
                     advance(slot_bytes)
-            finally:
-                reader.close()
             return findings
 
         threads = max(1, min(THREADS, MEMORY // slot_bytes))
@@ -199,12 +192,12 @@ class _Verification:
                 feed.stop()
 
 
-def _current(snapshot: Snapshot, seen: dict[int, _Finding]) -> list[Record]:
+def _current(table: TableCopy, seen: dict[int, _Finding]) -> list[Record]:
     """The valid records of the slots in `seen`. If several records have one key, the latest is
     valid."""
-    records = [record for record in snapshot.records() if record.slot in seen]
+    records = [record for record in table.records() if record.slot in seen]
     latest = dict.fromkeys((record.key for record in records), 0)
-    for record in snapshot.records():
+    for record in table.records():
         if record.key in latest:
             latest[record.key] = max(latest[record.key], record.generation)
     return [record for record in records if record.generation == latest[record.key]]
@@ -227,17 +220,15 @@ class _Feed:
         self._stopped = True
 
 
-def _examine(reader: SlotReader, record: Record, seal: int) -> _Finding | None:
+def _examine(reader: SlotReader, record: Record, seal: int, buffer: memoryview) -> _Finding | None:
     """Check the block of `record`. None if it is intact."""
-    found = b""
+    found = None
     name = reader.file_of(record.slot)
     try:
-        data = reader.read(record.slot)
-        if data is None:
+        found = reader.read(record, seal, buffer)
+        reason = "its bytes do not match its checksum"
+        if found is None:
             reason = f"{name} ends before this block"
-        else:
-            found = checksum_of(data, seal, record.key)
-            reason = "its bytes do not match its checksum"
     except FileNotFoundError:
         reason = f"{name} is missing"
     except OSError as error:
