@@ -13,8 +13,7 @@ from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, block_index
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BLOCKS, Demoter
-from flexkv.transfer.leaving import _LEAVING_SHARE, Leaving
+from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, Leaving
 from flexkv.transfer.sources import AskedSource, IndexedSource
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 

@@ -12,8 +12,7 @@ from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.index import block_index
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BLOCKS, Demoter
-from flexkv.transfer.leaving import _LEAVING_SHARE
+from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter
 from flexkv.transfer.sources import AskedSource
 from packages.tier_blocks import ready_blocks
 

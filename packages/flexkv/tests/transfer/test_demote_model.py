@@ -17,9 +17,8 @@ from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, block_index
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
-from flexkv.transfer import demote, leaving
-from flexkv.transfer.demote import Demoter
-from flexkv.transfer.leaving import Leaving
+from flexkv.transfer import demote
+from flexkv.transfer.demote import Demoter, Leaving
 from flexkv.transfer.sources import IndexedSource
 from packages.conftest import StillClock
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
@@ -65,7 +64,7 @@ class LeavingModel(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(demote, "time", self.clock)
         self.patch.setattr(demote, "_BLOCKS", 2)  # a chain takes several polls
-        self.patch.setattr(leaving, "_LEAVING_SHARE", 2)  # something leaves nearly always
+        self.patch.setattr(demote, "_LEAVING_SHARE", 2)  # something leaves nearly always
         self.index = block_index(SLOTS, LRUPolicy())
         memory = memoryview(bytearray(SLOTS))
         self.tiers = [CheckedTier(), CheckedTier()]

@@ -4,13 +4,15 @@
 A block is useful only behind its predecessor. So a block is written only if the tier has its parent
 or is writing the parent. Stores need not end in the order in which they began, so a block waits for
 a parent that is still being stored.
+
+With admission on eviction, a block is written shortly before the arena evicts it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,6 +45,11 @@ evicted. Not tuned."""
 _PAUSE_SECONDS = 1.0
 """After a tier has dropped a block, FlexKV offers it only newly stored blocks for this time. Else a
 tier whose budget is spent would be offered blocks, and drop them, in every step. Not tuned."""
+
+_LEAVING_SHARE = 8
+"""With admission on eviction, an eighth of the arena is free or being written: 2 of 16 GiB, which
+some long prompts fill before a disk has written as much. If stores need more, blocks are evicted
+unwritten. Not tuned."""
 
 
 class Demoter:
@@ -166,7 +173,7 @@ class Demoter:
         ended = self._follow_leaving(all_blocks)
         waiting = self._waiting
         beyond = len(waiting) - self._index.num_slots // _WAITING_SHARE
-        most = len(waiting) if all_blocks else max(share_of(len(waiting)), beyond)
+        most = len(waiting) if all_blocks else max(_share_of(len(waiting)), beyond)
         blocks = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         keys = [block.key for block in blocks]
         batch: dict[bytes, Block] = {}
@@ -285,7 +292,7 @@ class Demoter:
         one that the tier has or gets. Then these blocks wait in the order of their prefix. Returns
         blocks that leave and are not written."""
         chain, ended = self._chain, []
-        steps = share_of(len(self._leaving) + len(chain))
+        steps = _share_of(len(self._leaving) + len(chain))
         while self._leaving and (steps > 0 or all_blocks):
             steps -= 1
             victim = self._leaving[0]
@@ -352,6 +359,65 @@ class Demoter:
         self._writing.update((block.key, block) for block in blocks)
 
 
-def share_of(backlog: int) -> int:
+class Leaving:
+    """Leases the blocks that would be evicted next, and evicts each once every tier that admits it
+    has written it, the end of a prefix first: a block may be used meanwhile, and then all that it
+    builds on stays. Single-threaded.
+
+    Args:
+        index: index of the arena; the caller's.
+        demoters: the writers of the tiers whose admission is on eviction.
+    """
+
+    def __init__(self, index: BlockIndex, demoters: Sequence[Demoter]) -> None:
+        self._index = index
+        self._demoters = demoters
+        self._leaving: dict[Block, set[Demoter]] = {}
+        self._behind: Counter[Block] = Counter()  # how many of these build on a block
+
+    def make_room(self) -> None:
+        """Choose some of the blocks that would be evicted next, and let demoters write them. Once
+        each poll."""
+        demoters = [demoter for demoter in self._demoters if not demoter.paused]
+        if not demoters:
+            return
+        goal = -(-self._index.num_slots // _LEAVING_SHARE)
+        lacking = goal - self._index.free_slots - len(self._leaving)
+        victims: list[Block] = []
+        for _ in range(min(lacking, _share_of(lacking))):
+            victim = self._index.lease_victim()
+            if victim is None:
+                break
+            self._leaving[victim] = set(demoters)
+            if victim.parent is not None:
+                self._behind[victim.parent] += 1
+            victims.append(victim)
+        for demoter in demoters:
+            demoter.write_leaving(victims)
+
+    def forget(self) -> None:
+        """No block leaves, because the index has ended all leases."""
+        self._leaving.clear()
+        self._behind.clear()
+
+    def wrote(self, demoter: Demoter, block: Block) -> None:
+        """Note that `demoter` has written `block` or does not write it, and evict the block if no
+        other demoter is to write it, and none is to write a block that builds on it."""
+        writers = self._leaving.get(block)
+        if writers is None:
+            return
+        writers.discard(demoter)
+        last: Block | None = block
+        while last is not None and self._leaving.get(last) == set() and last not in self._behind:
+            del self._leaving[last]
+            self._index.retire(last)
+            last = last.parent
+            if last is not None:
+                self._behind[last] -= 1
+                if not self._behind[last]:
+                    del self._behind[last]
+
+
+def _share_of(backlog: int) -> int:
     """The most blocks that one poll takes of a backlog."""
     return max(_BLOCKS, backlog // _BACKLOG_SHARE)

@@ -18,9 +18,8 @@ from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
-from flexkv.transfer.demote import Demoter
+from flexkv.transfer.demote import Demoter, Leaving
 from flexkv.transfer.fetcher import Fetcher
-from flexkv.transfer.leaving import Leaving
 from flexkv.transfer.room import Room
 from flexkv.transfer.sources import sources_of
 from flexkv.transfer.uses import UseLog

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from flexkv.index import BlockIndex
 from flexkv.tiers.base import AskedTier, BlockResult
-from flexkv.transfer.demote import Demoter
-from flexkv.transfer.leaving import Leaving
+from flexkv.transfer.demote import Demoter, Leaving
 
 
 class Room:
