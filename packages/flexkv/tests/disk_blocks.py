@@ -102,6 +102,14 @@ class Client:
         """Those of `keys` that the tier says it has."""
         return [key for key, has in zip(keys, self.tier.contains(keys), strict=True) if has]
 
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget those of `keys` that the tier has, as if a read had found each damaged."""
+        for key in keys:
+            for drive in self.tier.drives:
+                slot = drive.index.lease(key)
+                if slot is not None:
+                    drive._erase(slot)
+
     def slots_of(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Where the blocks of `keys`, all there, lie in the only directory."""
         (drive,) = self.tier.drives

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_blocks import Client
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -162,7 +163,7 @@ def test_the_end_of_a_prefix_leaves_the_disk_first(make: Callable[..., Engine]) 
 def test_a_hit_brings_back_what_the_disk_has_lost(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.store("a", "b", "c")
-    engine.disk.delete(keys("b"))
+    Client(engine.disk).delete(keys("b"))
     engine.cache.touch(keys("a", "b", "c"))
     engine.settle()
     assert on_disk(engine, "a", "b", "c") == ["a", "c"]

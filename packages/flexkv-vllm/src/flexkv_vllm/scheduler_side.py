@@ -90,10 +90,6 @@ class SchedulerSide:
         self._has_wrong_blocks = False
 
     @property
-    def tracked_requests(self) -> int:
-        return len(self._requests.by_id)
-
-    @property
     def loaded_groups(self) -> tuple[int, ...]:
         """vLLM's numbers of the KV cache groups whose blocks are cached."""
         return tuple(group.index for group in self._groups.members)

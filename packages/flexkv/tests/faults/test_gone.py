@@ -52,7 +52,7 @@ def test_a_directory_removed_while_in_use_is_used_to_the_end(
         assert client.read(KEYS) == [DONE] * SLOTS
         client.settle()  # slots whose records are written again are in use
         assert client.write(names(20, first=100)) == [DONE] * 20
-        client.tier.delete(KEYS[:5])
+        client.delete(KEYS[:5])
         client.tier.clear()
         client.settle()
         assert client.write(KEYS) == [DONE] * SLOTS

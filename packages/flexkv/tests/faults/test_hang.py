@@ -50,7 +50,7 @@ def test_the_other_directories_go_on_while_one_hangs(
         more = names(10, first=100)
         assert client.write(more) == [DONE] * 10
         assert client.read(more) == [DONE] * 10
-        client.tier.delete(lost[:1])
+        client.delete(lost[:1])
         for ticket in tickets:
             client.tier.cancel(ticket)
             assert client.pump().get(ticket, {}) in ({}, {0: Outcome.DROPPED})

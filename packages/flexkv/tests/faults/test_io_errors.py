@@ -30,7 +30,7 @@ def history(client: Client, chance: random.Random) -> Counter[Outcome]:
     written = chance.sample(KEYS, 20)
     client.write(written)
     if chance.random() < 0.3:
-        client.tier.delete(chance.sample(KEYS, 3))
+        client.delete(chance.sample(KEYS, 3))
     # In the order in which they were written, or in none.
     return Counter(client.read(chance.choice([written, chance.sample(KEYS, 20)])))
 

@@ -29,7 +29,7 @@ def work(root: str, slots: int, seed: int) -> None:
             client.write(chance.sample(keys, chance.randint(1, BATCH)))
             client.read(chance.sample(keys, 5))
             if chance.random() < 0.1:
-                client.tier.delete(chance.sample(keys, 3))
+                client.delete(chance.sample(keys, 3))
 
 
 def main() -> None:

@@ -23,29 +23,17 @@ DONE = Outcome.DONE
 def test_deleted_blocks_are_not_found_after_a_restart(tmp_path: Path) -> None:
     with opened(tmp_path) as client:
         client.write(names(60))
-        client.tier.delete(names(50))
+        client.delete(names(50))
         assert client.found(names(60)) == names(10, first=50)
         # Closed at once: most of the erasing is still to be done.
     with opened(tmp_path) as client:
         assert client.found(names(60)) == names(10, first=50)
-        client.tier.delete([*names(3, first=50), b"absent"])
+        client.delete([*names(3, first=50), b"absent"])
         client.settle()
         assert client.write(names(50)) == [DONE] * 50
     with opened(tmp_path) as client:
         assert client.found(names(60)) == [*names(50), *names(7, first=53)]
         assert set(client.read(client.found(names(60)))) == {DONE}
-
-
-def test_a_block_deleted_while_it_is_written_is_not_found(tmp_path: Path) -> None:
-    with opened(tmp_path) as client:
-        ticket = client.begin_write(names(40))
-        client.tier.delete(names(30))
-        client.wait(ticket, 40)
-        assert client.found(names(40)) == names(10, first=30)
-        client.settle()
-        assert client.tier.drives[0].index.free_slots == 54
-    with opened(tmp_path) as client:
-        assert client.found(names(40)) == names(10, first=30)
 
 
 def test_a_block_that_was_evicted_for_nothing_does_not_return(tmp_path: Path) -> None:
@@ -55,7 +43,7 @@ def test_a_block_that_was_evicted_for_nothing_does_not_return(tmp_path: Path) ->
         client.tier.cancel(client.begin_write(names(8, first=100)))
         client.settle()
         left = client.found(names(108))
-        client.tier.delete(names(108))
+        client.delete(names(108))
         assert client.found(names(108)) == []
     with opened(tmp_path, slots=8) as client:
         assert client.found(names(108)) == [], left
@@ -66,7 +54,7 @@ def test_a_failed_erasure_is_made_up_for(tmp_path: Path) -> None:
     with opened(tmp_path, files=files) as client:
         client.write(names(20))
         files.rate = 1.0
-        client.tier.delete(names(10))
+        client.delete(names(10))
         client.settle()
         files.rate = 0.0
         assert files.counts[Fault.EIO] == 10
@@ -89,7 +77,7 @@ def test_of_two_records_of_one_block_the_older_does_not_return(tmp_path: Path) -
     with opened(tmp_path, slots=8) as client:
         assert client.read(names(1)) == [DONE]
         assert len(client.found(names(8))) == 7
-        client.tier.delete(names(1))
+        client.delete(names(1))
     with opened(tmp_path, slots=8) as client:
         assert client.found(names(1)) == []
 
@@ -154,7 +142,7 @@ def test_no_history_yields_what_was_forgotten(
                 elif action == "read":
                     client.read(client.found(keys))
                 elif action == "delete":
-                    client.tier.delete(keys)
+                    client.delete(keys)
                     allowed -= set(keys)
                 elif action == "clear":
                     client.tier.clear()

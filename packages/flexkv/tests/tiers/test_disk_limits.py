@@ -84,7 +84,7 @@ def test_a_cancelled_batch_has_a_result_for_every_block(
         monkeypatch.setattr(drive, name, blocks * SLOT)
     with opened(tmp_path) as client:
         ticket = client.begin_write(names(60))
-        client.tier.hasten(ticket, Priority.STORE)
+        client.tier.hasten(ticket, Priority.PREFETCH)
         client.tier.cancel(ticket)
         written = client.wait(ticket, 60)
         assert set(written) <= {DONE, Outcome.DROPPED}

@@ -92,7 +92,7 @@ def test_what_is_forgotten_while_its_record_is_renewed_does_not_return(tmp_path:
         client.write(keys[:4])
         client.write(keys[4:])
         client.tier.touch(keys[:4])
-        client.tier.delete(keys[:2])
+        client.delete(keys[:2])
     with opened(tmp_path, slots=16) as client:
         assert client.found(keys) == keys[2:]
 
@@ -131,7 +131,7 @@ def test_the_end_of_a_prefix_leaves_first_after_a_restart_too(tmp_path: Path, st
     with opened(tmp_path, slots=8) as client:
         client.write(names(8, first=100))
         for key in names(8, first=100)[::step]:
-            client.tier.delete([key])
+            client.delete([key])
             client.settle()
         client.write(names(8))
     with opened(tmp_path, slots=8) as client:

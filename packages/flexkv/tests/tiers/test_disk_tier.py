@@ -103,7 +103,7 @@ def test_keys_of_any_length_are_kept_apart(tmp_path: Path) -> None:
     with opened(tmp_path) as client:
         assert client.read(keys) == [DONE] * 6
         client.tier.touch(keys)
-        client.tier.delete(keys)
+        client.delete(keys)
         assert client.found(keys) == []
 
 
@@ -397,21 +397,8 @@ def test_blocks_are_spread_over_the_directories(tmp_path: Path) -> None:
             assert disk_use(root) <= capacity_of(40)
     with opened(*reversed(roots), slots=40) as client:
         assert client.read(names(60)) == [DONE] * 60
-        client.tier.delete(names(60))
+        client.delete(names(60))
         assert client.found(names(60)) == []
-
-
-def test_a_block_that_two_directories_have_is_deleted_from_both(tmp_path: Path) -> None:
-    roots = tmp_path / "a", tmp_path / "b"
-    for root in roots:
-        with opened(root) as client:
-            client.write(names(10))
-    with opened(*roots) as client:
-        client.tier.delete(names(5))
-        assert client.found(names(10)) == names(5, first=5)
-    with opened(*roots) as client:
-        assert client.found(names(10)) == names(5, first=5)
-        assert client.read(names(5, first=5)) == [DONE] * 5
 
 
 def test_a_block_is_read_from_the_directory_that_does_not_hang(

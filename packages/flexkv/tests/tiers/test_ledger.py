@@ -160,7 +160,7 @@ def test_a_clock_that_was_put_back_between_processes_does_not_use_up_the_budget_
 
 @settings(suppress_health_check=SHARED)
 @given(
-    st.builds(Ledger, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.just({})),
+    st.builds(Ledger, COUNTS, COUNTS, COUNTS, st.just({})),
     st.lists(st.integers(0, 1 << 50), max_size=24),
 )
 def test_counters_survive(
@@ -177,9 +177,7 @@ GOOD = json.dumps(
     {
         "hit_blocks": 1,
         "damaged_blocks": 2,
-        "failed_reads": 3,
         "written_blocks": 4,
-        "failed_writes": 5,
         "written_bytes": {"400000": 6},
     }
 ).encode()
@@ -211,7 +209,7 @@ def test_a_malformed_ledger_is_an_empty_one(tmp_path: Path, folder: int, content
 
 def test_a_good_ledger_is_none_of_those(tmp_path: Path, folder: int) -> None:
     (tmp_path / FILE).write_bytes(GOOD)
-    assert load_ledger(folder) == Ledger(1, 2, 3, 4, 5, {400000: 6})
+    assert load_ledger(folder) == Ledger(1, 2, 4, {400000: 6})
 
 
 def test_no_ledger_is_an_empty_one(tmp_path: Path, folder: int) -> None:

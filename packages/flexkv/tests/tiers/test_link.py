@@ -239,7 +239,7 @@ def test_a_hastened_job_overtakes_and_runs_though_writes_may_not() -> None:
         link.submit(read)
         assert gate.began.wait(PATIENCE)
         link.submit(write)
-        link.hasten([write, read], Priority.STORE)
+        link.hasten([write, read], Priority.PREFETCH)
         assert writing.began.wait(PATIENCE)
         writing.go.set()
         gate.go.set()
@@ -439,7 +439,7 @@ def test_every_job_of_a_crowd_ends_once() -> None:
                 begun.append(None)
             return [Outcome.DONE]
 
-        jobs = [Job(list(Priority)[i % 4], i % 7, work) for i in range(4000)]
+        jobs = [Job(list(Priority)[i % len(Priority)], i % 7, work) for i in range(4000)]
         seen: list[Job] = []
         for i, job in enumerate(jobs):
             link.submit(job)

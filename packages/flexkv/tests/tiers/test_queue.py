@@ -27,7 +27,7 @@ def test_the_highest_priority_goes_first_then_the_first_come() -> None:
 
 def test_what_comes_last_of_the_lowest_priority_is_dropped() -> None:
     queue = LinkQueue(3)
-    first, second, third = job(Priority.WRITE), job(Priority.WRITE), job(Priority.STORE)
+    first, second, third = job(Priority.WRITE), job(Priority.WRITE), job(Priority.PREFETCH)
     assert [queue.push(one) for one in (first, second, third)] == [[], [], []]
     late = job(Priority.WRITE)
     assert queue.push(late) == [late]

@@ -73,19 +73,6 @@ def test_slots_in_use_are_not_evicted() -> None:
     assert index.reserve(b"x") == slots[1]
 
 
-def test_a_block_removed_while_it_is_written_is_not_found() -> None:
-    index = SlotIndex(1)
-    slot = index.reserve(b"a")
-    assert slot is not None
-    index.cancel(b"a")
-    assert index.has_all([b"a"]) == [False]
-    assert not index.publish(slot, bytes(16))
-    assert b"a" not in index
-    assert index.free_slots == 0
-    index.release(slot)
-    assert index.free_slots == 1
-
-
 def test_the_same_key_may_be_written_anew_while_its_old_slot_is_read() -> None:
     index = filled(2, [b"a"])
     old = index.lease(b"a")
@@ -265,12 +252,6 @@ class SlotIndexModel(RuleBasedStateMachine):
             self.index.release(slot)
             self.forget(slot)
         del self.writing[slot]
-
-    @rule(key=KEYS)
-    def cancel(self, key: bytes) -> None:
-        self.index.cancel(key)
-        for slot in [slot for slot, name in self.writing.items() if name == key]:
-            self.forget(slot)
 
     @rule(key=KEYS)
     def lease(self, key: bytes) -> None:

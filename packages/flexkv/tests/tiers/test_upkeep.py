@@ -279,7 +279,7 @@ def test_a_slot_whose_erasure_hangs_is_not_used_and_all_others_are(
     with opened(tmp_path, slots=8, files=Files()) as client:
         client.write(names(8))
         slot = client.slots_of(names(1))[names(1)[0]]
-        client.tier.delete(names(1))
+        client.delete(names(1))
         assert hangs.wait(DEADLINE)
         clock.skip(10 * DEADLINE)
         more = names(20, first=100)
@@ -306,7 +306,7 @@ def test_an_erasure_that_raises_anything_gives_its_slot_back(
             raise MemoryError
 
         monkeypatch.setattr(one._store, "write_record", erase)
-        client.tier.delete(names(2))
+        client.delete(names(2))
         client.settle()
         assert one.index.free_slots == 2
     with opened(tmp_path, slots=8) as client:

@@ -20,9 +20,7 @@ class Priority(enum.IntEnum):
     """A read for a request that waits. It is never dropped."""
     PREFETCH = 1
     """A read for a queued request."""
-    STORE = 2
-    """A copy from the engine into host memory."""
-    WRITE = 3
+    WRITE = 2
     """A write from host memory into a lower tier."""
 
 

@@ -201,14 +201,6 @@ class Drive:
                 record = encode_record(slot, self._seal, key, checksum, self._generation)
                 self._upkeep.renew(slot, record)
 
-    def delete(self, key: bytes) -> None:
-        """Remove a block from the index and from disk, if it is there."""
-        slot = self.index.lease(key)
-        if slot is not None:
-            self._erase(slot)
-        else:
-            self.index.cancel(key)
-
     def clear(self) -> None:
         """Remove all blocks; see `LowerTier.clear`."""
         self.index.clear()
@@ -355,13 +347,10 @@ class Drive:
             self._erase(slot)
         if outcome is Outcome.DROPPED:
             ledger.book_write(-self._store.slot_bytes)
-            return
-        ledger.failed_writes += outcome is Outcome.FAILED
 
     def _settle_read(self, slot: int, outcome: Outcome) -> None:
         ledger = self._store.ledger
         ledger.hit_blocks += outcome is Outcome.DONE
-        ledger.failed_reads += outcome is Outcome.FAILED
         if outcome is Outcome.DAMAGED:
             ledger.damaged_blocks += 1
             if not self._told_damage:

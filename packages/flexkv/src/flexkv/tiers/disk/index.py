@@ -198,12 +198,6 @@ class SlotIndex:
         self.release(slot)
         return True
 
-    def cancel(self, key: bytes) -> None:
-        """If the block of `key` is being written, forget it. Its slot stays in use."""
-        slot = self._slots.get(key)
-        if slot != NO_SLOT and self._states[slot] == self._writing:
-            self._forget(slot)
-
     def lease(self, key: bytes) -> int | None:
         """Protect a ready block from eviction until `release`. Returns its slot; None if the block
         is not ready."""

@@ -41,9 +41,7 @@ class Ledger:
     Attributes:
         hit_blocks: blocks that were read and intact.
         damaged_blocks: blocks that were read and did not match their checksum.
-        failed_reads: reads whose system call failed.
         written_blocks: blocks that were written.
-        failed_writes: writes whose system call failed.
         written_bytes: bytes written in each of the last 24 hours. The key counts hours since the
             epoch: the clock at the start of this process plus the time that has passed since. If
             the clock is set meanwhile, no entry becomes older or younger.
@@ -55,9 +53,7 @@ class Ledger:
 
     hit_blocks: int = 0
     damaged_blocks: int = 0
-    failed_reads: int = 0
     written_blocks: int = 0
-    failed_writes: int = 0
     written_bytes: dict[int, int] = field(default_factory=dict)
     circuits: Mapping[str, Circuit] = field(default_factory=dict, repr=False, compare=False)
     open_until: dict[str, float] = field(default_factory=dict, compare=False)
@@ -119,7 +115,7 @@ class Ledger:
         return int(self._zero + time.monotonic()) // _HOUR
 
 
-_COUNTS = ("hit_blocks", "damaged_blocks", "failed_reads", "written_blocks", "failed_writes")
+_COUNTS = ("hit_blocks", "damaged_blocks", "written_blocks")
 
 
 def load_ledger(folder: int) -> Ledger:

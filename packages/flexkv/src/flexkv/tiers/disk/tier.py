@@ -133,11 +133,6 @@ class DiskTier:
         for drive in self._drives:
             drive.touch(keys)
 
-    def delete(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            for drive in self._drives:
-                drive.delete(key)
-
     def clear(self) -> None:
         for drive in self._drives:
             drive.clear()
