@@ -8,7 +8,7 @@ from demote_arena import arena, keys, long_prefix
 
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS, _LEAVING_SHARE
-from flexkv.transfer.room import Room
+from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from packages.conftest import Clock
 from packages.tier_blocks import ready_blocks
 
@@ -366,9 +366,9 @@ def test_a_block_that_gives_way_makes_room() -> None:
         others = node.index.lease(
             [key for key in ready_blocks(node.index) if ord(key.decode()) > 256]
         )
-        room = Room(node.index, [node.demoter], node.leaving)
+        reclaimer = SlotReclaimer(node.index, [node.demoter], node.leaving)
         assert not node.index.has_room
-        assert room.make_for_store()
+        assert reclaimer.make_for_store()
         assert node.index.free_slots == node.index.evictions == 1
-        assert not room.make_for_store()
+        assert not reclaimer.make_for_store()
         node.index.release(others or [])

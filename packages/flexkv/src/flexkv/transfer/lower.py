@@ -20,7 +20,7 @@ from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 from flexkv.transfer.demote import Demoter, Leaving
 from flexkv.transfer.fetcher import Fetcher
-from flexkv.transfer.room import Room
+from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from flexkv.transfer.sources import sources_of
 from flexkv.transfer.uses import UseLog
 
@@ -60,11 +60,11 @@ class LowerTiers:
         on_hit = [each for each in self._demoters if each.admission.on_hit]
         on_evict = [each for each in self._demoters if each.admission.on_evict]
         self._leaving = Leaving(index, on_evict)
-        self._room = Room(index, self._demoters, self._leaving)
+        self._reclaimer = SlotReclaimer(index, self._demoters, self._leaving)
         seconds = {
             each.medium: meter.histogram(FETCH_SECONDS, each.medium.value) for each in self._sources
         }
-        self.fetcher = Fetcher(index, slot_view, self._sources, seconds, self._room.make_for_fetch)
+        self.fetcher = Fetcher(index, slot_view, self._sources, seconds, self._reclaimer.make_for_fetch)
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
@@ -157,7 +157,7 @@ class LowerTiers:
             undo.callback(index.abandon, blocks)
             absent = set(index.missing(keys))
             refused = [i for i in positions if i in absent]
-            while refused and self._room.make_for_store():
+            while refused and self._reclaimer.make_for_store():
                 blocks += index.reserve_all(keys, refused, begins)
                 refused = [i for i in refused if keys[i] not in index]
             passing = max((each.count_passing(keys, refused) for each in self._on_store), default=0)
@@ -198,7 +198,7 @@ class LowerTiers:
             self._promote(keys, place)
         reads = self.fetcher.reads
         for source, demoter in zip(self._sources, self._demoters, strict=True):
-            for result in self._room.poll(demoter):
+            for result in self._reclaimer.poll(demoter):
                 reads.take(source, result)
         self.fetcher.poll()
         self._uses.count()
@@ -241,7 +241,7 @@ class LowerTiers:
         self.fetcher.forget()
         self._uses.clear()
         self._leaving.forget()
-        self._room.forget()
+        self._reclaimer.forget()
         for demoter in self._demoters:
             demoter.forget()
         for source in self._sources:

@@ -17,7 +17,7 @@ from flexkv.tiers.base import AskedTier, BlockResult
 from flexkv.transfer.demote import Demoter, Leaving
 
 
-class Room:
+class SlotReclaimer:
     """Makes room in the arena. Single-threaded.
 
     Args:
