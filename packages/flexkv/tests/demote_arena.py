@@ -13,7 +13,7 @@ from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.index import Block, block_index
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, Leaving
+from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, EvictionWriteback
 from flexkv.transfer.sources import AskedSource, IndexedSource
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
@@ -42,7 +42,7 @@ class Arena:
         self.counters = source.counters
         on_evict = ADMISSIONS["on_evict"]
         self.demoter = Demoter(self.index, lambda slot: memory[slot : slot + 1], source, on_evict)
-        self.leaving = Leaving(self.index, [self.demoter])
+        self.leaving = EvictionWriteback(self.index, [self.demoter])
 
     def add(self, names: str, parent: str = "") -> list[Block]:
         """Blocks of a prefix become ready, behind the block `parent`."""

@@ -246,7 +246,7 @@ class FaultModel(RuleBasedStateMachine):
         for demoter in below._demoters:
             assert not demoter.busy
             assert not any((demoter._held, demoter._writing, demoter._chain))
-        assert not below._leaving._leaving
+        assert not below._writeback._leaving
         assert self.cache.transfers_under_way == 0
         assert len(self.arena.board._free) == CELLS
         assert not writing_blocks(index)

@@ -134,7 +134,7 @@ class Node:
         assert not reads
         assert not reads._read_of
         assert not self.cache._below.fetcher._waiting
-        assert not self.cache._below._leaving._leaving
+        assert not self.cache._below._writeback._leaving
         assert not writing_blocks(index)
         assert [block.key for block in ready_blocks(index).values() if block.leases] == []
         assert index.free_slots + len(index) == index.num_slots

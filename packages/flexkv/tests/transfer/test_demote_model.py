@@ -18,7 +18,7 @@ from flexkv.index import Block, block_index
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer import demote
-from flexkv.transfer.demote import Demoter, Leaving
+from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.sources import IndexedSource
 from packages.conftest import StillClock
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
@@ -77,7 +77,7 @@ class LeavingModel(RuleBasedStateMachine):
             )
             for place, tier in enumerate(self.tiers)
         ]
-        self.leaving = Leaving(self.index, self.demoters[: 1 + both])
+        self.leaving = EvictionWriteback(self.index, self.demoters[: 1 + both])
         self.storing: list[Block] = []
 
     def teardown(self) -> None:

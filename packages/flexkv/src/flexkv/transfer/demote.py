@@ -359,7 +359,7 @@ class Demoter:
         self._writing.update((block.key, block) for block in blocks)
 
 
-class Leaving:
+class EvictionWriteback:
     """Leases the blocks that would be evicted next, and evicts each once every tier that admits it
     has written it, the end of a prefix first: a block may be used meanwhile, and then all that it
     builds on stays. Single-threaded.

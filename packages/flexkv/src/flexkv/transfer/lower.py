@@ -18,7 +18,7 @@ from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
-from flexkv.transfer.demote import Demoter, Leaving
+from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from flexkv.transfer.sources import sources_of
@@ -59,8 +59,8 @@ class LowerTiers:
         self._on_store = [each for each in self._demoters if each.admission.on_store]
         on_hit = [each for each in self._demoters if each.admission.on_hit]
         on_evict = [each for each in self._demoters if each.admission.on_evict]
-        self._leaving = Leaving(index, on_evict)
-        self._reclaimer = SlotReclaimer(index, self._demoters, self._leaving)
+        self._writeback = EvictionWriteback(index, on_evict)
+        self._reclaimer = SlotReclaimer(index, self._demoters, self._writeback)
         seconds = {
             each.medium: meter.histogram(FETCH_SECONDS, each.medium.value) for each in self._sources
         }
@@ -202,10 +202,10 @@ class LowerTiers:
                 reads.take(source, result)
         self.fetcher.poll()
         self._uses.count()
-        self._leaving.make_room()
+        self._writeback.make_room()
         for demoter in self._demoters:
             for block in demoter.write_waiting():
-                self._leaving.wrote(demoter, block)
+                self._writeback.wrote(demoter, block)
 
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
@@ -227,7 +227,7 @@ class LowerTiers:
         self._uses.clear()
         for demoter in self._demoters:
             for block in demoter.clear():
-                self._leaving.wrote(demoter, block)
+                self._writeback.wrote(demoter, block)
         for source in self._sources:
             source.tier.clear()
             source.clear()
@@ -240,7 +240,7 @@ class LowerTiers:
             return False
         self.fetcher.forget()
         self._uses.clear()
-        self._leaving.forget()
+        self._writeback.forget()
         self._reclaimer.forget()
         for demoter in self._demoters:
             demoter.forget()

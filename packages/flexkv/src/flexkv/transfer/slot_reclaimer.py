@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from flexkv.index import BlockIndex
 from flexkv.tiers.base import AskedTier, BlockResult
-from flexkv.transfer.demote import Demoter, Leaving
+from flexkv.transfer.demote import Demoter, EvictionWriteback
 
 
 class SlotReclaimer:
@@ -23,13 +23,15 @@ class SlotReclaimer:
     Args:
         index: index of the arena; the caller's.
         demoters: the writers of all tiers, those of the fastest first.
-        leaving: learns of each write that has ended.
+        writeback: learns of each write that has ended.
     """
 
-    def __init__(self, index: BlockIndex, demoters: Sequence[Demoter], leaving: Leaving) -> None:
+    def __init__(
+        self, index: BlockIndex, demoters: Sequence[Demoter], writeback: EvictionWriteback
+    ) -> None:
         self._index = index
         self._demoters = demoters
-        self._leaving = leaving
+        self._writeback = writeback
         self._reads: dict[Demoter, list[BlockResult]] = {each: [] for each in demoters}
 
     def poll(self, demoter: Demoter) -> list[BlockResult]:
@@ -60,7 +62,7 @@ class SlotReclaimer:
     def _take_back(self, demoter: Demoter) -> bool:
         newest = demoter.drop_newest()
         for block in newest:
-            self._leaving.wrote(demoter, block)
+            self._writeback.wrote(demoter, block)
         if newest:
             return True
         for ticket in demoter.tickets:
@@ -75,7 +77,7 @@ class SlotReclaimer:
         ended = False
         for result in demoter.source.tier.poll():
             if demoter.is_write(result.ticket):
-                self._leaving.wrote(demoter, demoter.take(result))
+                self._writeback.wrote(demoter, demoter.take(result))
                 ended = True
             else:
                 self._reads[demoter].append(result)
