@@ -151,7 +151,7 @@ class Hang:
         drive = drive_of(world)
         read = type(drive._store).read.__get__(drive._store)
         reading = type(drive)._reading.__get__(drive)
-        hasten = type(drive.link).hasten.__get__(drive.link)
+        raise_priority = type(drive.link).raise_priority.__get__(drive.link)
         numbers = itertools.count()
 
         def late(*args: Any) -> Any:
@@ -171,12 +171,12 @@ class Hang:
             self._want(priority)
             return reading(slots, keys, buffers, priority)
 
-        def hastened(jobs: Any, priority: Priority) -> None:
+        def raised(jobs: Any, priority: Priority) -> None:
             self._want(priority)
-            hasten(jobs, priority)
+            raise_priority(jobs, priority)
 
         drive._reading = asked
-        drive.link.hasten = hastened
+        drive.link.raise_priority = raised
         read_block_by_block(world)
         world.closing.callback(self.end)
 

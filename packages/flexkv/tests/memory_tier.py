@@ -148,7 +148,7 @@ class MemoryTier:
             if task.ticket == ticket and task.key in self.hanging
         }
 
-    def hasten(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, priority: Priority) -> None:
         for task in self.tasks:
             if task.ticket == ticket and not task.begun:
                 task.priority = min(task.priority, priority)
@@ -188,7 +188,11 @@ class AskedMemoryTier:
         self._answers: list[Answer] = []
         self._asking: set[bytes] = set()  # since the last clear
         self.read, self.write, self.poll = memory.read, memory.write, memory.poll
-        self.cancel, self.hasten, self.hung = memory.cancel, memory.hasten, memory.hung
+        self.cancel, self.raise_priority, self.hung = (
+            memory.cancel,
+            memory.raise_priority,
+            memory.hung,
+        )
         self.begin_close, self.close = memory.begin_close, memory.close
 
     @property

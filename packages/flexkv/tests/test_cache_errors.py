@@ -145,7 +145,7 @@ class Story:
         self.poll()
         self.begin_fetch(others, Priority.PREFETCH)
         for fetch in self.fetches:
-            self.attempt(lambda each=fetch: cache.hasten(each))  # type: ignore[misc]
+            self.attempt(lambda each=fetch: cache.raise_priority(each))  # type: ignore[misc]
         self.begin_fetch(others[:2], Priority.LOAD)
         self.poll()
         self.end_fetches()

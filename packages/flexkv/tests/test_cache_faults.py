@@ -155,11 +155,11 @@ class FaultModel(RuleBasedStateMachine):
             self.fetches.append(begun)
 
     @precondition(lambda self: self.fetches)
-    @rule(data=st.data(), hasten=st.booleans())
-    def end_fetch(self, data: st.DataObject, hasten: bool) -> None:
+    @rule(data=st.data(), raise_priority=st.booleans())
+    def end_fetch(self, data: st.DataObject, raise_priority: bool) -> None:
         chosen = data.draw(st.sampled_from(self.fetches))
-        if hasten:
-            self.cache.hasten(chosen)
+        if raise_priority:
+            self.cache.raise_priority(chosen)
             return
         self.cache.end_fetch(chosen)
         self.fetches.remove(chosen)

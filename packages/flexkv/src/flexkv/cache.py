@@ -298,9 +298,9 @@ class KVCache:
         return self._below.fetcher.extend(fetch, keys)
 
     @_sound
-    def hasten(self, fetch: Fetch) -> None:
+    def raise_priority(self, fetch: Fetch) -> None:
         """Raise the priority of a prefetch, because a request now waits for it."""
-        self._below.fetcher.hasten(fetch)
+        self._below.fetcher.raise_priority(fetch)
 
     @_sound
     def end_fetch(self, fetch: Fetch) -> None:

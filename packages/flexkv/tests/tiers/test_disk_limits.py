@@ -84,19 +84,19 @@ def test_a_cancelled_batch_has_a_result_for_every_block(
         monkeypatch.setattr(drive, name, blocks * SLOT)
     with opened(tmp_path) as client:
         ticket = client.begin_write(names(60))
-        client.tier.hasten(ticket, Priority.PREFETCH)
+        client.tier.raise_priority(ticket, Priority.PREFETCH)
         client.tier.cancel(ticket)
         written = client.wait(ticket, 60)
         assert set(written) <= {DONE, Outcome.DROPPED}
         client.settle()
         assert client.write(names(60)) == [DONE] * 60
         ticket = client.tier.read(names(60), client.buffers[:60], Priority.PREFETCH)
-        client.tier.hasten(ticket, Priority.LOAD)
+        client.tier.raise_priority(ticket, Priority.LOAD)
         client.tier.cancel(ticket)
         outcomes = client.check(names(60), client.wait(ticket, 60))
         assert set(outcomes) <= {DONE, Outcome.DROPPED}
         client.tier.cancel(ticket)
-        client.tier.hasten(12345, Priority.LOAD)
+        client.tier.raise_priority(12345, Priority.LOAD)
 
 
 def test_cancel_drops_whole_runs_and_only_those_that_have_not_begun(

@@ -83,7 +83,7 @@ def test_an_empty_batch_has_no_results(tmp_path: Path) -> None:
         assert client.results == {}
         for ticket in tickets:
             client.tier.cancel(ticket)
-            client.tier.hasten(ticket, Priority.LOAD)
+            client.tier.raise_priority(ticket, Priority.LOAD)
 
 
 def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:

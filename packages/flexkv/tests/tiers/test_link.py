@@ -239,7 +239,7 @@ def test_a_hastened_job_overtakes_and_runs_though_writes_may_not() -> None:
         link.submit(read)
         assert gate.began.wait(PATIENCE)
         link.submit(write)
-        link.hasten([write, read], Priority.PREFETCH)
+        link.raise_priority([write, read], Priority.PREFETCH)
         assert writing.began.wait(PATIENCE)
         writing.go.set()
         gate.go.set()
@@ -430,7 +430,7 @@ def test_close_lets_what_runs_end_and_drops_what_waits() -> None:
 
 
 def test_every_job_of_a_crowd_ends_once() -> None:
-    """No wake-up is lost: all sizes and priorities at once, hastened and cancelled meanwhile."""
+    """No wake-up is lost: all sizes and priorities at once, raised and cancelled meanwhile."""
     with running(threads=6, write_bytes=4, queue_bytes=1 << 20) as link:
         lock, begun = threading.Lock(), []
 
@@ -444,7 +444,7 @@ def test_every_job_of_a_crowd_ends_once() -> None:
         for i, job in enumerate(jobs):
             link.submit(job)
             if i % 10 == 0:
-                link.hasten(jobs[i - 20 : i], Priority.PREFETCH)
+                link.raise_priority(jobs[i - 20 : i], Priority.PREFETCH)
             if i % 15 == 0:
                 link.cancel(jobs[max(0, i - 5) : i])
             seen += link.poll()

@@ -228,7 +228,7 @@ def test_what_was_cancelled_before_it_began_is_dropped(make: Callable[..., Clien
     assert client.outcomes(ticket, 2) == [DONE, Outcome.DROPPED]
 
 
-def test_a_prefetch_that_is_hastened_goes_first(make: Callable[..., Client]) -> None:
+def test_a_prefetch_that_is_raised_goes_first(make: Callable[..., Client]) -> None:
     client = make(threads=1, batch_bytes=SLOT)
     client.write("abc")
     client.store.hanging = {"get"}
@@ -236,7 +236,7 @@ def test_a_prefetch_that_is_hastened_goes_first(make: Callable[..., Client]) -> 
     client.until(lambda: client.tier.figures.queued_bytes == 0)
     early = client.begin_read("b", Priority.PREFETCH)
     late = client.begin_read("c", Priority.PREFETCH)
-    client.tier.hasten(late, Priority.LOAD)
+    client.tier.raise_priority(late, Priority.LOAD)
     client.store.release()
     for ticket in (busy, early, late):
         client.outcomes(ticket, 1)

@@ -235,12 +235,12 @@ def test_a_dropped_read_is_not_asked_for_again(make: Callable[..., Node]) -> Non
     node.assert_at_rest()
 
 
-def test_a_load_hastens_the_prefetch_that_it_joins(make: Callable[..., Node]) -> None:
+def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> None:
     node = make("abc", slots=16)
     (tier,) = node.tiers
     early = node.fetch("ab", Priority.PREFETCH)
     late = node.fetch("abc", Priority.PREFETCH)
-    node.cache.hasten(late)
+    node.cache.raise_priority(late)
     assert {task.key: task.priority for task in tier.tasks} == dict.fromkeys(
         keys("abc"), Priority.LOAD
     )
@@ -263,7 +263,7 @@ def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., No
     first.end_all(Outcome.FAILED)
     node.cache.poll()
     assert {task.priority for task in second.tasks} == {Priority.PREFETCH}
-    node.cache.hasten(early)
+    node.cache.raise_priority(early)
     assert {task.priority for task in second.tasks} == {Priority.LOAD}
     node.cache.end_fetch(early)
     node.cache.poll()

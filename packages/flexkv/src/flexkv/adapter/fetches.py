@@ -83,7 +83,7 @@ class Fetches:
 
     def _begin(self, tracked: TrackedRequest, keys: Sequence[bytes], start: int) -> Fetch | None:
         if tracked.early is not None:
-            self._cache.hasten(tracked.early)
+            self._cache.raise_priority(tracked.early)
         fetch = self._cache.fetch(keys)
         if fetch is not None:
             tracked.awaited |= dict.fromkeys(fetch.awaited, fetch)

@@ -77,7 +77,7 @@ class ModelTier:
     def hung(self, ticket: int) -> Collection[int]:
         return ()
 
-    def hasten(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, priority: Priority) -> None:
         """Nothing waits."""
 
     def clear(self) -> None:

@@ -159,7 +159,7 @@ class LowerTier(Protocol):
         results, too."""
         ...
 
-    def hasten(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, priority: Priority) -> None:
         """Raise the reads or writes of a batch that have not begun to `priority`."""
         ...
 

@@ -151,7 +151,7 @@ class Link:
                 self._done.append(job)
             self._wake_next()
 
-    def hasten(self, jobs: Iterable[Job], priority: Priority) -> None:
+    def raise_priority(self, jobs: Iterable[Job], priority: Priority) -> None:
         """Raise those of `jobs` that have not begun to `priority`."""
         with self._work:
             self._queue.raise_to(jobs, priority)
@@ -302,7 +302,7 @@ class Link:
         return self._reads == 0 and self._writing < self._write_bytes
 
     def _account(self, job: Job, sign: int) -> None:
-        # A job that runs keeps its priority: only waiting ones are hastened.
+        # A job that runs keeps its priority: only waiting ones are raised.
         if job.priority is Priority.WRITE:
             self._writing += sign * job.size
         else:

@@ -323,9 +323,9 @@ class RemoteTier:
         if ticket in self._batches:
             self._link.cancel(list(self._batches[ticket].jobs))
 
-    def hasten(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, priority: Priority) -> None:
         if ticket in self._batches:
-            self._link.hasten(list(self._batches[ticket].jobs), priority)
+            self._link.raise_priority(list(self._batches[ticket].jobs), priority)
 
     def hung(self, ticket: int) -> Collection[int]:
         if ticket not in self._batches:

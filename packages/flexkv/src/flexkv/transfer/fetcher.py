@@ -130,10 +130,10 @@ class Fetcher:
             source.ask((), unknown)
         return bool(questions or others)
 
-    def hasten(self, fetch: Fetch) -> None:
+    def raise_priority(self, fetch: Fetch) -> None:
         """Raise a prefetch to the priority of a load, because a request waits for it now."""
         fetch.priority = Priority.LOAD
-        self._reads.hasten(self._missing(fetch), fetch.priority)
+        self._reads.raise_priority(self._missing(fetch), fetch.priority)
 
     def end(self, fetch: Fetch) -> None:
         """Release the fetch's leases, and cancel the reads that no other fetch waits for.
@@ -349,7 +349,7 @@ class Fetcher:
             fetch.blocks.append(found[0] if found else None)
         unused = there[len(fetch.blocks) - first :]
         index.release([found[0] for found in unused if found is not None])
-        self._reads.hasten(joined, fetch.priority)
+        self._reads.raise_priority(joined, fetch.priority)
         for source, blocks in reads.items():
             self._reads.begin(source, blocks, fetch.priority)
 

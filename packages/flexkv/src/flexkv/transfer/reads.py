@@ -113,12 +113,12 @@ class Reads:
         """The batch that reads the block of `key`; None if none does."""
         return self._read_of.get(key)
 
-    def hasten(self, keys: Iterable[bytes], priority: Priority) -> None:
+    def raise_priority(self, keys: Iterable[bytes], priority: Priority) -> None:
         """Raise the batches that read blocks of `keys` to `priority`."""
         reads = {read: None for key in keys if (read := self._read_of.get(key)) is not None}
         for read in reads:
             read.priority = min(read.priority, priority)
-            read.source.tier.hasten(read.ticket, priority)
+            read.source.tier.raise_priority(read.ticket, priority)
 
     def cancel_unwanted(self, keys: Iterable[bytes]) -> None:
         """Cancel the batches that read blocks of `keys` and none that a fetch waits for."""

@@ -141,9 +141,9 @@ class DiskTier:
         for drive, jobs in self._jobs_of(ticket).items():
             drive.link.cancel(jobs)
 
-    def hasten(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, priority: Priority) -> None:
         for drive, jobs in self._jobs_of(ticket).items():
-            drive.link.hasten(jobs, priority)
+            drive.link.raise_priority(jobs, priority)
 
     def hung(self, ticket: int) -> Collection[int]:
         hung = [job for job in self._batches.get(ticket, ()) if job.hangs]
