@@ -29,7 +29,7 @@ def check(cache: Cache, files: OsFiles | None = None) -> verify.Report:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What seems bad is looked at again at once: nothing changes but by the test."""
-    monkeypatch.setattr(verify, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(verify, "RECHECK_SECONDS", 0.0)
 
 
 def test_intact_blocks_pass(flexkv: Flexkv, cache: Cache) -> None:

@@ -230,10 +230,10 @@ class Drive:
                 for slot, outcome, checksum in zip(
                     running.slots, job.outcomes, checksums, strict=True
                 ):
-                    self._settle_write(slot, outcome, checksum)
+                    self._complete_write(slot, outcome, checksum)
             else:
                 for slot, outcome in zip(running.slots, job.outcomes, strict=True):
-                    self._settle_read(slot, outcome)
+                    self._complete_read(slot, outcome)
             self._note_end(job, running.writes)
         if ended:
             # Only now, or the upkeep could save the counters before they count these jobs.
@@ -246,7 +246,7 @@ class Drive:
             return False
         self._ended = EndedJobs(self.link)
         self._running.clear()
-        for slot in self.index.settle(self._upkeep.slots):
+        for slot in self.index.end_uses(self._upkeep.slots):
             self._upkeep.erase(slot)
         for device in (self.reads, self.writes):
             device.drop_all()
@@ -337,7 +337,7 @@ class Drive:
             self._write_rate += weight * (rate - self._write_rate)
             self._measures = False
 
-    def _settle_write(self, slot: int, outcome: Outcome, checksum: bytes | None) -> None:
+    def _complete_write(self, slot: int, outcome: Outcome, checksum: bytes | None) -> None:
         ledger = self._store.ledger
         if outcome is Outcome.DONE:
             ledger.written_blocks += 1
@@ -348,7 +348,7 @@ class Drive:
         if outcome is Outcome.DROPPED:
             ledger.book_write(-self._store.slot_bytes)
 
-    def _settle_read(self, slot: int, outcome: Outcome) -> None:
+    def _complete_read(self, slot: int, outcome: Outcome) -> None:
         ledger = self._store.ledger
         ledger.hit_blocks += outcome is Outcome.DONE
         if outcome is Outcome.DAMAGED:

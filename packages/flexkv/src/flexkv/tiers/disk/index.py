@@ -248,7 +248,7 @@ class SlotIndex:
         """Forget the block in a slot in use."""
         self._forget(slot)
 
-    def settle(self, used: Iterable[int]) -> list[int]:
+    def end_uses(self, used: Iterable[int]) -> list[int]:
         """End all uses of slots but those in `used`, each of which is one, after an error that may
         have lost some.
 

@@ -28,7 +28,7 @@ THREADS = 8
 MEMORY = 256 << 20
 """The most bytes of the buffers of all threads. One thread always has its buffer. Not tuned."""
 
-SETTLE_SECONDS = 2.0
+RECHECK_SECONDS = 2.0
 """Seconds between two checks of a suspect block. A write that takes longer also counts as stalled
 in the engine, whose default limit is 1 s."""
 
@@ -151,7 +151,7 @@ class _Verification:
         for _ in range(LOOKS):
             if not seen:
                 break
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(RECHECK_SECONDS)
             table.update()
             now = self._look(_current(table, seen), lambda _: None)
             bad = {slot: finding for slot, finding in now.items() if seen[slot] == finding}
