@@ -75,7 +75,7 @@ class Link:
         self._writing = 0
         self._closing = False
         self._write_until = 0.0
-        self._told_error = False
+        self._reported_error = False
         self._numbers = itertools.count()
         self._work = threading.Condition()
         self._done: deque[Job] = deque()
@@ -211,9 +211,9 @@ class Link:
             job = self._exchange(job)
 
     def _report(self, error: Exception) -> None:
-        if self._told_error:
+        if self._reported_error:
             return
-        self._told_error = True
+        self._reported_error = True
         name = threading.current_thread().name
         with contextlib.suppress(Exception):  # there may be no memory for a message either
             logger.error(

@@ -110,7 +110,7 @@ class Drive:
         self._write_rate = _FIRST_RATE
         self._last_write = time.monotonic()
         self._measures = False
-        self._told_damage = False
+        self._reported_damage = False
         self._failures = FailureLog(store.path)
 
     @property
@@ -353,11 +353,11 @@ class Drive:
         ledger.hit_blocks += outcome is Outcome.DONE
         if outcome is Outcome.DAMAGED:
             ledger.damaged_blocks += 1
-            if not self._told_damage:
+            if not self._reported_damage:
                 logger.warning(
                     "the checksum of a block in %s is wrong; it is a miss (logged once)", self.path
                 )
-            self._told_damage = True
+            self._reported_damage = True
         if outcome in (Outcome.DAMAGED, Outcome.FAILED):
             self._erase(slot)
         else:

@@ -34,7 +34,7 @@ class DiskTier:
         self._queued_blocks = 0
         self._results: list[BlockResult] = []
         self._closing = 0.0
-        self._told_long_key = False
+        self._reported_long_key = False
 
     @property
     def drives(self) -> Sequence[Drive]:
@@ -212,14 +212,14 @@ class DiskTier:
         """Whether no record can hold `key`; logs it, once."""
         if len(key) <= MAX_KEY_BYTES:
             return False
-        if not self._told_long_key:
+        if not self._reported_long_key:
             logger.error(
                 "a block's key has %d bytes; neither it nor the blocks behind it are written to "
                 "disk (logged once); allowed: keys of up to %d bytes",
                 len(key),
                 MAX_KEY_BYTES,
             )
-        self._told_long_key = True
+        self._reported_long_key = True
         return True
 
     def _drives_for_next(self) -> Iterator[Drive]:
