@@ -242,7 +242,7 @@ def test_nobody_listens_and_nothing_is_kept(make_world: MakeWorld) -> None:
     world.generate(random_prompt(random.Random(7), 101))
     world.settle()
     assert world.recorder.events == []
-    assert world.cache.take_changes() == []
+    assert world.cache.drain_changes() == []
 
 
 def live_and_compare(

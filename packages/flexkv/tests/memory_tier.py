@@ -97,7 +97,7 @@ class MemoryTier:
     def has_changes(self) -> bool:
         return False
 
-    def take_changes(self, limit: int) -> list[Change]:
+    def drain_changes(self, limit: int) -> list[Change]:
         return []
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
@@ -227,6 +227,6 @@ class AskedMemoryTier:
         self._asking.clear()
         return self.memory.drain()
 
-    def take_answers(self) -> list[Answer]:
+    def drain_answers(self) -> list[Answer]:
         answers, self._answers = self._answers, []
         return answers

@@ -94,7 +94,7 @@ class Client:
         answers: list[Answer] = []
 
         def came() -> bool:
-            answers.extend(self.tier.take_answers())
+            answers.extend(self.tier.drain_answers())
             return len(answers) >= count
 
         self.until(came)

@@ -224,7 +224,7 @@ def test_polls_report_and_free_all_blocks_of_before_a_reset() -> None:
 
 
 def all_changes(cache: KVCache) -> list[Change]:
-    return list(itertools.chain.from_iterable(iter(cache.take_changes, [])))
+    return list(itertools.chain.from_iterable(iter(cache.drain_changes, [])))
 
 
 class FailingTier(MemoryTier):

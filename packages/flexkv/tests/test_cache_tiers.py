@@ -329,15 +329,15 @@ def test_admission_on_evict_writes_only_what_leaves(make: Callable[..., Engine])
 def test_what_the_disk_holds_at_the_start_is_a_change(make: Callable[..., Engine]) -> None:
     first = make(slots=4)
     first.store("a", "b")
-    assert first.cache.take_changes() == []  # nobody watches
+    assert first.cache.drain_changes() == []  # nobody watches
     first.close()
     second = make(slots=4)
     second.cache.watch()
-    assert sorted(second.cache.take_changes()) == [
+    assert sorted(second.cache.drain_changes()) == [
         Change(Medium.DISK, b"a", True),
         Change(Medium.DISK, b"b", True),
     ]
-    assert second.cache.take_changes() == []
+    assert second.cache.drain_changes() == []
 
 
 def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
@@ -470,8 +470,8 @@ class TierModel(RuleBasedStateMachine):
         self.engine.cache.pin(self.prefix(chain, length))
 
     @rule()
-    def take_changes(self) -> None:
-        for medium, name, loadable in self.engine.cache.take_changes():
+    def drain_changes(self) -> None:
+        for medium, name, loadable in self.engine.cache.drain_changes():
             (self.told[medium].add if loadable else self.told[medium].discard)(name)
         every = [bytes([chain, i]) for chain in range(4) for i in range(5)]
         host = {key for key in every if self.engine.cache.lookup([key])}

@@ -87,7 +87,7 @@ class TierEvents:
     def take(self) -> list[Told]:
         """The events since the last call: removals first, then stored pages in the order of
         SGLang's own events."""
-        for change in self._cache.take_changes():
+        for change in self._cache.drain_changes():
             self._note(change)
         changed, self._changed = self._changed, {}
         removed: list[Told] = []

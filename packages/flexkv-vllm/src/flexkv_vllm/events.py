@@ -126,7 +126,7 @@ class BlockEvents:
         return events
 
     def _take(self) -> list[KVCacheEvent]:
-        changes = self._cache.take_changes()
+        changes = self._cache.drain_changes()
         if not (changes or self._again or self._leaving):
             return []
         again, self._again = self._again, []

@@ -412,18 +412,18 @@ class KVCache:
         self._pins.unpin(owner)
 
     def watch(self) -> None:
-        """Record changes for `take_changes` from now on. All present blocks count as changes."""
+        """Record changes for `drain_changes` from now on. All present blocks count as changes."""
         self._index.watch()
         self._below.watch()
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` may return any."""
+        """Whether `drain_changes` may return any."""
         index = self._index
         is_left = index.changed is not None and bool(index.changed or index.stale_blocks)
         return is_left or self._below.has_changes
 
-    def take_changes(self) -> list[Change]:
+    def drain_changes(self) -> list[Change]:
         """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
         without `watch`. Many changes take several calls, the latest first; see `has_changes`."""
         self._index.sweep(_CHANGES)
@@ -431,7 +431,7 @@ class KVCache:
             Change(Medium.HOST, key, self._index.lookup((key,)) == 1)
             for key in take_newest(self._index.changed, _CHANGES)
         ]
-        changes += self._below.take_changes(_CHANGES)
+        changes += self._below.drain_changes(_CHANGES)
         return changes
 
     def suspend(self) -> None:

@@ -148,7 +148,7 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
     for _ in range(circuit.FAILURES):
         attached.tier.ask([b"key"])
     while not attached.tier.figures.openings:
-        attached.tier.take_answers()
+        attached.tier.drain_answers()
         assert time.monotonic() < late
     while (store := flexkv("stat", "--json").json["stores"][0])["reads"] == "closed":
         assert time.monotonic() < late

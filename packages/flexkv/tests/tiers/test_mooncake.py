@@ -289,7 +289,7 @@ def test_a_master_that_hangs_fails_questions_and_reads(monkeypatch: pytest.Monke
         answers: list[Answer] = []
         results: list[BlockResult] = []
         while not answers or not results:
-            answers += tier.take_answers()
+            answers += tier.drain_answers()
             results += tier.poll()
             time.sleep(0.001)
         assert answers == [Answer(ticket, None, late=False)]

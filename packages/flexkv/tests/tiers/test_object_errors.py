@@ -217,7 +217,7 @@ def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
     answers: list[Answer] = []
     while not answers:
         assert time.monotonic() < late
-        answers = tier.take_answers()
+        answers = tier.drain_answers()
     assert [each.has for each in answers] == [[True] * 3]
     tier.write(others, buffers(memory))
     assert tier.close(PATIENCE_SECONDS)

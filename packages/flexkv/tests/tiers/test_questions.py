@@ -36,7 +36,7 @@ def test_questions_that_are_always_late_are_asked_no_more(
         client.tier.ask(names("a"))
         client.until(lambda: client.store.waiting == ["find"])
         clock.skip(LONG)
-        assert not polled or client.tier.take_answers() == []
+        assert not polled or client.tier.drain_answers() == []
         client.store.release_running()
         client.store.hanging = set()
         client.until(lambda: not client.tier._questions._link._running)
@@ -53,11 +53,11 @@ def test_the_wait_for_a_thread_makes_a_question_late(
     client = make(question_seconds=LONG, timeout_seconds=10 * LONG)
     client.occupy_calls()
     tickets = [client.tier.ask(names("a")) for _ in range(FAILURES)]
-    assert client.tier.take_answers() == []
+    assert client.tier.drain_answers() == []
     clock.skip(LONG)
     failed = [Answer(ticket, None, late=True) for ticket in tickets]
     if polled:
-        assert client.tier.take_answers() == failed
+        assert client.tier.drain_answers() == failed
         assert not client.tier._questions._waiting
         assert client.tier.figures.openings == 1
         assert not client.tier.readable
@@ -108,7 +108,7 @@ def test_a_question_beyond_the_bound_fails_at_once(
     waiting = [client.tier.ask(names("a")) for _ in range(2)]
     for _ in range(FAILURES + 1):
         refused = client.tier.ask(names("b"))
-        assert client.tier.take_answers() == [Answer(refused, None, late=True)]
+        assert client.tier.drain_answers() == [Answer(refused, None, late=True)]
     assert client.tier.readable  # the store had no part in it
     client.store.release()
     answers = {each.ticket: each.has for each in client.answers(questions.CALLS + 2)}
@@ -124,12 +124,12 @@ def test_a_question_whose_call_hangs_fails_at_the_timeout_and_has_no_second_answ
     ticket = client.tier.ask(names("a"))
     client.until(lambda: client.store.waiting == ["find"])
     clock.skip(LONG)
-    assert client.tier.take_answers() == []
+    assert client.tier.drain_answers() == []
     clock.skip(LONG)
-    assert client.tier.take_answers() == [Answer(ticket, None, late=True)]
+    assert client.tier.drain_answers() == [Answer(ticket, None, late=True)]
     client.store.release()
     client.until(lambda: not client.tier._questions._link._hung)
-    assert client.tier.take_answers() == []
+    assert client.tier.drain_answers() == []
     assert client.ask("a") == [False]
 
 
@@ -142,7 +142,7 @@ def test_a_drained_tier_answers_nothing_of_before(make: Callable[..., Client]) -
     client.store.release()
     link = client.tier._questions._link
     client.until(lambda: not link._running and not link._queue)
-    assert client.tier.take_answers() == []
+    assert client.tier.drain_answers() == []
     assert client.ask("a") == [True]
     assert client.store.finds.count(names("a")) == 1
 
@@ -183,7 +183,7 @@ def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock)
     client.occupy_calls()
     assert client.tier.readable
     clock.skip(10 * LONG + 1)
-    assert len(client.tier.take_answers()) == questions.CALLS
+    assert len(client.tier.drain_answers()) == questions.CALLS
     assert not client.tier.readable
     figures = client.tier.figures
     assert (figures.reads, figures.writes) == ({CircuitState.OPEN: 1}, {CircuitState.CLOSED: 1})
@@ -203,7 +203,7 @@ def test_one_hung_question_leaves_the_store_readable(
     client.until(lambda: client.store.waiting == ["find"])
     client.store.hanging.clear()
     clock.skip(10 * LONG + 1)
-    assert [answer.has for answer in client.tier.take_answers()] == [None]
+    assert [answer.has for answer in client.tier.drain_answers()] == [None]
     assert client.tier.readable
     assert client.ask("b") == [False]
 

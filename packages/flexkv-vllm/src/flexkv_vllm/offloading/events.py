@@ -36,7 +36,7 @@ class OffloadedBlocks:
         self._failed = True
         came: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
         left: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
-        for medium, key, loadable in self._cache.take_changes():
+        for medium, key, loadable in self._cache.drain_changes():
             told = self._told[medium]
             if loadable == (key in told):
                 continue

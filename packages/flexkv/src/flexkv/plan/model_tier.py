@@ -90,7 +90,7 @@ class ModelTier:
     def has_changes(self) -> bool:
         return False
 
-    def take_changes(self, limit: int) -> list[Change]:
+    def drain_changes(self, limit: int) -> list[Change]:
         return []
 
     def drain(self) -> bool:

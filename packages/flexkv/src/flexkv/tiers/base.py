@@ -213,16 +213,16 @@ class IndexedTier(LowerTier, Protocol):
         ...
 
     def watch(self) -> None:
-        """Record changes for `take_changes` from now on. All blocks that the tier has count as
+        """Record changes for `drain_changes` from now on. All blocks that the tier has count as
         changes."""
         ...
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` may return any."""
+        """Whether `drain_changes` may return any."""
         ...
 
-    def take_changes(self, limit: int) -> list[Change]:
+    def drain_changes(self, limit: int) -> list[Change]:
         """About `limit` blocks that the tier got or lost since `watch`, the latest first, each
         once. A stall is not a change."""
         ...
@@ -267,7 +267,7 @@ class AskedTier(LowerTier, Protocol):
         """
         ...
 
-    def take_answers(self) -> list[Answer]:
+    def drain_answers(self) -> list[Answer]:
         """The answers since the last call. Each question has exactly one. It may come after the
         deadline, but a question that the tier could not ask by then has failed."""
         ...

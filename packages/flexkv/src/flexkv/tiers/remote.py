@@ -280,7 +280,7 @@ class RemoteTier:
             self._refused.append(Answer(ticket, None, late=True))
         return ticket
 
-    def take_answers(self) -> list[Answer]:
+    def drain_answers(self) -> list[Answer]:
         answers, self._refused = self._refused, []
         for asked in self._questions.poll():
             # Blocks of another epoch are of no use.

@@ -217,9 +217,9 @@ class LowerTiers:
         """See `IndexedTier.has_changes`."""
         return any(tier.has_changes for tier in self._indexed)
 
-    def take_changes(self, limit: int) -> Iterable[Change]:
-        """See `IndexedTier.take_changes`; `limit` is for each tier."""
-        return [change for tier in self._indexed for change in tier.take_changes(limit)]
+    def drain_changes(self, limit: int) -> Iterable[Change]:
+        """See `IndexedTier.drain_changes`; `limit` is for each tier."""
+        return [change for tier in self._indexed for change in tier.drain_changes(limit)]
 
     def clear(self) -> None:
         """Clear all tiers and discard all reads and writes under way."""

@@ -143,7 +143,7 @@ class AskedSource(Source):
     def poll(self) -> bool:
         now = time.monotonic()
         news = False
-        for answer in self._asked.take_answers():
+        for answer in self._asked.drain_answers():
             question = self._questions.pop(answer.ticket)
             self.counters.late_questions += answer.late and not question.late
             has = answer.has or [False] * len(question.keys)

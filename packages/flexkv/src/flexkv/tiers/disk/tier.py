@@ -71,7 +71,7 @@ class DiskTier:
         indexes = (drive.index for drive in self._drives)
         return any(i.changed is not None and bool(i.changed or i.stale_blocks) for i in indexes)
 
-    def take_changes(self, limit: int) -> list[Change]:
+    def drain_changes(self, limit: int) -> list[Change]:
         keys: dict[bytes, None] = {}
         for drive in self._drives:
             if drive.index.changed is not None:
