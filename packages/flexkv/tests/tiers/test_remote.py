@@ -299,7 +299,7 @@ def test_the_error_of_the_store_reaches_the_log(
     first, opened = [each.getMessage() for each in caplog.records]
     what = {"get": "reads from", "put": "writes to", "find": "questions to"}[call]
     assert first.startswith(f"{what} disk failed: {call};")
-    assert f"{FAILURES} {what} disk in a row failed" in opened
+    assert f"{FAILURES} consecutive {what} disk failed" in opened
     assert f"the last: {call};" in opened
 
 
@@ -372,11 +372,11 @@ def test_a_reset_is_told_to_the_store_until_it_takes_it(
     client = make()
     client.store.broken = {"renew"}
     client.tier.clear()
-    client.until(lambda: "a reset cannot be told" in caplog.text)
+    client.until(lambda: "the record of a reset cannot be written" in caplog.text)
     assert client.ask("a") == [False]
     client.store.broken.clear()
     client.until(lambda: client.store.renewed == 1)
-    assert caplog.text.count("a reset cannot be told") == 1
+    assert caplog.text.count("the record of a reset cannot be written") == 1
 
 
 def test_a_reset_right_before_the_end_reaches_the_store() -> None:

@@ -118,7 +118,7 @@ def test_a_server_that_hangs_or_dies_costs_hits_and_nothing_else(
     node.do("store", "uvw")
     ended, _, log = node.end()
     assert ended
-    assert log.count("in a row failed") == 1
+    assert log.count(" consecutive ") == 1
     assert SECRET not in log
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the cache and the tiers below host memory: disks, and stores that others share.
 
-A tier copies blocks between the caller's buffers and itself, in batches; every block has its own
+A tier copies blocks between the caller's buffers and itself, in batches. Every block has its own
 result. No call waits: the caller submits work and polls for its results.
 
-There are two kinds of tiers. An `IndexedTier` knows at once which blocks it has, as a disk does. An
-`AskedTier` has to ask, for instance a store on a network that other nodes fill. A fetch then begins
-with a question; a block without an answer by the tier's deadline is a miss. `flexkv.tiers.remote`
-makes an `AskedTier` of a store whose calls block; most new tiers need only such a store.
+There are two kinds of tiers. An `IndexedTier`, such as a disk, knows which blocks it has. An
+`AskedTier` must query a store, for instance one on a network that other nodes fill. A fetch from an
+`AskedTier` begins with a query. A block without an answer by the tier's deadline is a miss.
+`flexkv.tiers.remote` makes an `AskedTier` of a store whose calls block. Most new tiers need only
+such a store.
 """
 
 from __future__ import annotations
@@ -110,10 +111,11 @@ class LowerTier(Protocol):
     """Keeps blocks outside host memory. One thread calls it; only `close` waits.
 
     A buffer holds one block, has the length of an arena slot, and starts at a multiple of 4 KiB.
-    The tier borrows it until the caller has polled the block's result. Until then the caller must
-    not write the buffer, nor read it if the tier reads into it. After a read that did not end as
-    DONE, the bytes are undefined. After DONE, they are the bytes that were written under that key:
-    a checksum travels with each block, and the tier has verified it.
+    The tier borrows the buffer until the caller has polled the block's result. Until then, the
+    caller must not write the buffer. If the tier reads a block into it, the caller must not read it
+    either. If a read ends as DONE, the buffer holds the bytes that were written under that key. The
+    tier has verified the checksum that travels with the block. After any other outcome, the bytes
+    are undefined.
 
     A read or write that hangs keeps its buffer. The cache then fetches the block from the next
     tier, into another slot.
@@ -138,19 +140,20 @@ class LowerTier(Protocol):
         """Begin to write blocks of a prefix, in its order, from `buffers`. Returns the ticket of
         the batch. If the tier has no room for a block, it drops that block and those behind it.
 
-        If the tier has a block already, the block is DONE and not written again; a tier that has
-        to ask finds out before it sends bytes. If the tier is writing the block, it is not written
-        again either: on a disk its result is DONE, in a shared store that of the write under way.
+        If the tier has a block, the block's result is DONE, and the tier does not write it again. A
+        tier that must query its store does so before it sends bytes. If the tier is writing the
+        block, it begins no second write. A disk then returns DONE at once; a shared store returns
+        the result of the write under way.
         """
         ...
 
     def clear(self) -> None:
-        """Forget all blocks, also those that are being written. Blocks written from now on are not
-        found by other processes: the meaning of keys has changed in this process (new weights), and
-        the next process may have the old meaning.
+        """Discard all blocks, including those that are being written. Other processes do not find
+        blocks written from now on, because keys mean something else in this process (new weights).
+        The next process may use the old meaning.
 
-        A store that others share is not emptied. Its keys lie in a namespace, an epoch of the
-        fingerprint, and this process goes on in an epoch of its own; see `flexkv.tiers.remote`.
+        A shared store keeps its blocks. Its keys contain an epoch of the fingerprint, and this
+        process continues in an epoch of its own; see `flexkv.tiers.remote`.
         """
         ...
 
@@ -164,8 +167,8 @@ class LowerTier(Protocol):
         ...
 
     def hung(self, ticket: int) -> Collection[int]:
-        """Positions of the blocks of a batch whose read or write hangs now. Other blocks of the
-        tier may come all the same."""
+        """Positions of the blocks of a batch whose read or write hangs now. Reads and writes of
+        other blocks may still end."""
         ...
 
     def poll(self) -> list[BlockResult]:
@@ -173,12 +176,12 @@ class LowerTier(Protocol):
         ...
 
     def drain(self) -> bool:
-        """Drop all reads, writes and questions that have not begun, and all results: an error may
-        have lost what is known of them. Does not wait.
+        """Drop all reads, writes and questions that have not begun, and all results. Called after
+        an error that may have lost the caller's records of them. Does not wait.
 
         Returns:
-            Whether none runs. Then the tier borrows no buffer, and `poll` returns nothing of what
-            was begun before. If not, the caller calls again.
+            Whether no read, write or question runs. If so, the tier borrows no buffer, and `poll`
+            returns no result of earlier calls. If not, the caller calls again.
         """
         ...
 

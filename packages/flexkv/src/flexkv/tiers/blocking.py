@@ -150,7 +150,7 @@ class BlockingTier:
     def figures(self) -> TierFigures:
         """See `LowerTier`."""
         with self._lock:
-            self._settle()
+            self._take_results()
             return self._tier.figures
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -158,7 +158,7 @@ class BlockingTier:
         with self._lock:
             if self._closed:
                 return [False] * len(keys)
-            self._settle()
+            self._take_results()
             return self._tier.contains(keys)
 
     def read(self, keys: Sequence[bytes], take: Copy) -> int:
@@ -297,11 +297,11 @@ class BlockingTier:
                 self._batches[ticket] = _Batch(call, list(batch), len(batch))
                 call.tickets.add(ticket)
                 call.under_way |= batch
-            self._settle()
+            self._take_results()
             ended, call.ended = call.ended, []
             return ended
 
-    def _settle(self) -> None:
+    def _take_results(self) -> None:
         """Give the results of the tier to their calls. Under the lock."""
         for result in self._tier.poll():
             batch = self._batches[result.ticket]

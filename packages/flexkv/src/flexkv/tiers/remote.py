@@ -175,7 +175,7 @@ class RemoteTier:
         slot_bytes: bytes of a block.
         limits: bounds of time and memory.
         store_name: name of the store for the log; empty for that of the medium.
-        states: told whether the tier reads and writes; owned. None if nobody is.
+        states: reports the states of the circuits to other processes; owned. None for no reports.
     """
 
     def __init__(
@@ -225,8 +225,9 @@ class RemoteTier:
             store.renew_epoch,
             partial(
                 logger.error,
-                "%s: a reset cannot be told to the store (%s), retried until it can; if this "
-                "process ends before, engines that start find blocks of before it",
+                "%s: the record of a reset cannot be written (%s); FlexKV retries until it can. If "
+                "this process ends earlier, engines that start later find blocks from before the "
+                "reset; check the store and the network",
                 self._store_name,
             ),
             at_close=True,
@@ -234,8 +235,8 @@ class RemoteTier:
         self._opened: str | None = None  # set by the thread of `_opening`
         failed = partial(
             logger.error,
-            "%s cannot be used (%s); FlexKV retries until it can, and neither reads nor writes "
-            "blocks there meanwhile; check the store, the network and the settings",
+            "%s cannot be used (%s); FlexKV retries until it can, and meanwhile reads and writes "
+            "no blocks there; check the store, the network and the settings",
             self._store_name,
         )
         self._opening = Retried(f"{name}-open", self._open, failed, at_close=False)
@@ -370,7 +371,11 @@ class RemoteTier:
         renewed = self._renewal.close(max(0.0, end - time.monotonic()))
         self.poll()
         if not all(links):
-            logger.warning("%s hangs: its threads are left as they are", self.medium.value)
+            logger.warning(
+                "calls of %s hang: FlexKV leaves their threads and its connection until the "
+                "process ends; check the store and the network",
+                self._store_name,
+            )
             return False
         if renewed:
             self._store.close()
@@ -478,8 +483,8 @@ class RemoteTier:
 
     def _log_opened(self, what: str, error: str, seconds: float) -> None:
         logger.error(
-            "%d %s %s in a row failed or took longer than %g s (questions: %g s), the last: %s; "
-            "FlexKV makes none for %g s, then tries one; check the store and the network",
+            "%d consecutive %s %s failed or took longer than %g s (questions: %g s), the last: %s; "
+            "FlexKV skips the store for %g s, then tries once; check the store and the network",
             circuit.FAILURES,
             what,
             self.medium.value,

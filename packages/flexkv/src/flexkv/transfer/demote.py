@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes of blocks from the arena to a lower tier.
 
-A block is useful only behind its predecessor. So a block is written only if the tier has its parent
-or is writing the parent. Stores need not end in the order in which they began, so a block waits for
-a parent that is still being stored.
+A block is of use only after its parent. So a block is written only if the tier has its parent or is
+writing the parent. Stores may end in another order than they began. So a block waits while its
+parent is still being stored.
 
 With admission on eviction, a block is written shortly before the arena evicts it.
 """
@@ -86,8 +86,8 @@ class Demoter:
         self._unwritten: list[Block] = []  # until a call of `write_waiting` returns them
         self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
         self._writes: dict[int, dict[int, Block]] = {}
-        # By key, without the writes that a reset has made worthless. Another block may have got
-        # the key since: then its write is not the one that these name.
+        # By key, without the writes from before a reset. Another block may have the key since; the
+        # write of the earlier block is then not in here.
         self._held: dict[bytes, Block] = {}  # in the chain, waiting, or being written
         self._writing: dict[bytes, Block] = {}
         self._paused_until = 0.0
@@ -140,8 +140,8 @@ class Demoter:
         return max((i + 1 for i, each in enumerate(has) if not each), default=0)
 
     def offer(self, keys: Sequence[bytes]) -> None:
-        """Let blocks of a prefix wait for `write_waiting`: those that are ready in the arena. Those
-        are written that the tier lacks, and whose parent it has or is writing.
+        """Queue the blocks of a prefix that are ready in the arena. `write_waiting` then writes the
+        blocks that the tier lacks and whose parent the tier has or is writing.
 
         Args:
             keys: keys of the prefix from some block on, first block first.
@@ -160,12 +160,12 @@ class Demoter:
         self._waiting.extend(blocks)
 
     def write_waiting(self, *, all_blocks: bool = False) -> list[Block]:
-        """Begin to write some of the blocks that wait, or all of them. Once each poll, after the
-        tier's results: nothing is written behind a block that the tier has dropped.
+        """Begin to write some of the waiting blocks, or all of them. Called once each poll, after
+        the tier's results, so that no child of a dropped block is written.
 
         Returns:
-            Blocks that waited or leave and are not written: the tier has them, or their parent does
-            not reach it.
+            Blocks that waited or leave and are not written, because the tier has them or does not
+            get their parent.
 
         Raises:
             Exception: what the tier raises. The next call returns the blocks of this one, too.
@@ -206,8 +206,8 @@ class Demoter:
         return ended
 
     def drop_newest(self) -> list[Block]:
-        """Do not write the newest of the blocks that leave, or else of those that wait, about as
-        many as a poll begins to write. Returns them; none if none waits."""
+        """Drop the newest of the blocks that leave, about as many as a poll begins to write. If
+        none leaves, drop the newest of the waiting blocks. Returns the dropped blocks."""
         newest = [self._leaving.pop() for _ in range(min(len(self._leaving), _BLOCKS))]
         if newest and not self._leaving:
             self._give_up_chain()
@@ -218,8 +218,8 @@ class Demoter:
         return newest
 
     def clear(self) -> list[Block]:
-        """Write none of the blocks that wait or leave, because the arena and the tier are cleared.
-        Returns them. Writes under way go on and bring nothing to the tier."""
+        """Drop and return the blocks that wait or leave, because the arena and the tier are
+        cleared. Writes under way continue, but the tier keeps no block of them."""
         ended = [*self._waiting, *self._chain]
         self._index.release_unused(ended)
         ended += self._leaving
@@ -228,8 +228,8 @@ class Demoter:
         return ended
 
     def forget(self) -> None:
-        """Write nothing of what waits, leaves or is being written: the index has ended all leases,
-        and the tier has ended all writes."""
+        """Discard all blocks that wait, leave or are being written, after the index has ended all
+        leases and the tier all writes."""
         known: tuple[deque[Block] | list[Block] | dict[Any, Any], ...] = (
             *(self._waiting, self._chain, self._leaving, self._unwritten),
             *(self._held, self._writing, self._writes),
@@ -238,14 +238,14 @@ class Demoter:
             each.clear()
 
     def complete(self, keys: Sequence[bytes]) -> None:
-        """`offer` a prefix that a request used, unless the tier is `paused`. The tier may have
-        dropped or lost parts of it."""
+        """`offer` a prefix that a request used, because the tier may have dropped or lost some of
+        its blocks. Does nothing while the tier is `paused`."""
         if not self.paused:
             self.offer(keys)
 
     def write_leaving(self, victims: Iterable[Block]) -> None:
-        """Write blocks that are about to be evicted, each behind those of its predecessors that the
-        tier lacks. `write_waiting` begins, and returns those that are not written.
+        """Queue blocks that are about to be evicted. `write_waiting` writes each after those of its
+        predecessors that the tier lacks, and returns the blocks that it does not write.
 
         Args:
             victims: blocks that the caller has leased until their writes end.
@@ -289,7 +289,7 @@ class Demoter:
 
     def _follow_leaving(self, all_blocks: bool) -> list[Block]:
         """Find some of the predecessors that must be written before a block that leaves, back to
-        one that the tier has or gets. Then these blocks wait in the order of their prefix. Returns
+        one that the tier has or gets. Queue these blocks in the order of their prefix. Returns the
         blocks that leave and are not written."""
         chain, ended = self._chain, []
         steps = _share_of(len(self._leaving) + len(chain))
@@ -360,9 +360,9 @@ class Demoter:
 
 
 class EvictionWriteback:
-    """Leases the blocks that would be evicted next, and evicts each once every tier that admits it
-    has written it, the end of a prefix first: a block may be used meanwhile, and then all that it
-    builds on stays. Single-threaded.
+    """Writes blocks to lower tiers before the arena evicts them. It leases the blocks that would be
+    evicted next, and evicts each block when every tier that admits it has written it. The end of a
+    prefix goes first, because a used block keeps all blocks that it builds on. Single-threaded.
 
     Args:
         index: index of the arena; the caller's.
@@ -396,7 +396,7 @@ class EvictionWriteback:
             demoter.write_leaving(victims)
 
     def forget(self) -> None:
-        """No block leaves, because the index has ended all leases."""
+        """Discard all blocks that leave, because the index has ended all leases."""
         self._leaving.clear()
         self._behind.clear()
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots for fetches and stores that find none, because blocks wait to be written to lower tiers.
+"""Reclaims slots from blocks that wait to be written to lower tiers, for fetches and stores.
 
-Blocks that wait for a tier cannot be evicted. So writes that have not begun give their slots up,
-the newest first: blocks of a prefix are of use only behind their predecessors. For a fetch that a
-request waits for, all tiers do: blocks that a request can use now are worth more than those that
-another one may use later. For a store of the engine, shared stores do, which may be slow or hang. A
-disk does not: one of two new blocks would be lost either way.
+A waiting block cannot be evicted. If a fetch or a store finds no slot, writes that have not begun
+are cancelled. The newest go first, because a block is of use only after its predecessors.
+
+A fetch that a request waits for cancels writes to any tier: a block that is used now is worth more
+than one that may be used later. A store of the engine cancels only writes to shared stores, which
+may be slow or hang. It cancels no write to a disk, because one of two new blocks would be lost
+either way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from flexkv.transfer.demote import Demoter, EvictionWriteback
 
 
 class SlotReclaimer:
-    """Makes room in the arena. Single-threaded.
+    """Frees slots of the arena. Single-threaded.
 
     Args:
         index: index of the arena; the caller's.
@@ -35,7 +37,8 @@ class SlotReclaimer:
         self._reads: dict[Demoter, list[BlockResult]] = {each: [] for each in demoters}
 
     def poll(self, demoter: Demoter) -> list[BlockResult]:
-        """Take the results of a demoter's tier. Returns those of reads since the last call."""
+        """Take the results of a demoter's tier. Returns the results of reads since the last
+        call."""
         self._take(demoter)
         reads, self._reads[demoter] = self._reads[demoter], []
         return reads
@@ -46,12 +49,12 @@ class SlotReclaimer:
             results.clear()
 
     def make_for_fetch(self) -> bool:
-        """If the arena has no slot to give, take back some waiting writes; the slowest tier comes
-        first. Returns whether there may be a slot now that was not before."""
+        """If the arena has no free or evictable slot, cancel some waiting writes, those to the
+        slowest tier first. Returns whether a slot may have become free."""
         return self._make(self._demoters)
 
     def make_for_store(self) -> bool:
-        """`make_for_fetch`, but take back only writes to shared stores."""
+        """`make_for_fetch`, but cancel only writes to shared stores."""
         return self._make([each for each in self._demoters if _is_shared(each)])
 
     def _make(self, demoters: Sequence[Demoter]) -> bool:

@@ -55,12 +55,12 @@ _FIRST_RATE = 1e9
 """Assumed bytes per second of a drive that has written nothing yet. Only ratios between drives
 count."""
 
-
 _TRUST_SECONDS = 60.0
 """A drive that has written nothing for this time gets the next block, whatever its rate was. At low
 load the fastest drive takes all blocks, and a drive that was once slow would never be measured
 again. Not tuned."""
 
+_HANGS_AT_CLOSE = "%s hangs: FlexKV leaves its files open until the process ends; check the drive"
 
 Begun: TypeAlias = tuple[Job, list[int]]
 """A job, and the positions of its blocks in their batch, in the order of its outcomes."""
@@ -132,8 +132,8 @@ class Drive:
 
     @property
     def room(self) -> int:
-        """How many blocks may be written now: as many as the queue, the budget and the slots that
-        are not in use have room for. None if the circuit is open or the link is stalled."""
+        """The number of blocks that may be written now, bounded by the queue, the write budget and
+        the slots that are not in use. 0 if the circuit is open or the link is stalled."""
         if not self.writes.allows or self.link.stalled:
             return 0
         queue_bytes = max(0, self.link.queue_bytes - self.link.queued_bytes)
@@ -204,14 +204,13 @@ class Drive:
     def clear(self) -> None:
         """Remove all blocks; see `LowerTier.clear`."""
         self.index.clear()
-        # What is written from now on is bound to a seal that no table has: after a restart neither
-        # old nor new blocks are found.
+        # No table has the seal of blocks written from now on. A restart finds no block, old or new.
         self._seal = new_epoch()
         self._upkeep.reset()
 
     def poll(self, *, all_writes: bool = False) -> list[Job]:
-        """Jobs of `read` and `write` that have ended: all reads, because requests wait for them,
-        and some or all of the writes. The next calls return the others."""
+        """Jobs of `read` and `write` that have ended. Returns all reads, because requests wait for
+        them, and some or all of the writes. The next calls return the other writes."""
         for slot, done in self._upkeep.poll():
             if not done:
                 self._unerased.add(slot)
@@ -236,7 +235,7 @@ class Drive:
                     self._complete_read(slot, outcome)
             self._note_end(job, running.writes)
         if ended:
-            # Only now, or the upkeep could save the counters before they count these jobs.
+            # Requested earlier, the save could miss the counts of these jobs.
             self._upkeep.count()
         return ended
 
@@ -253,8 +252,8 @@ class Drive:
         return True
 
     def begin_close(self, flush_seconds: float = 0.0) -> None:
-        """Take nothing in any more, and begin what waits to be written for `flush_seconds`, or half
-        of `CLOSE_SECONDS` if that is longer; `close` waits for it. Idempotent."""
+        """Accept no more jobs. For `flush_seconds`, or half of `CLOSE_SECONDS` if that is longer,
+        waiting writes still begin. `close` waits for them. Idempotent."""
         self.link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
 
     def close(self, waited: float = 0.0, flush_seconds: float = 0.0) -> bool:
@@ -266,18 +265,18 @@ class Drive:
         """
         bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
         if not self.link.close(max(0.0, bound - waited)):
-            logger.warning("%s hangs: left as it is", self.path)
+            logger.warning(_HANGS_AT_CLOSE, self.path)
             return False
         self.poll(all_writes=True)
-        # What was forgotten must not return: the link drops writes, and some erasures failed.
+        # Blocks of dropped writes and of failed erasures must not return after a restart.
         dropped = [slot for job in self._running.values() if job.writes for slot in job.slots]
         for slot in {*dropped, *self._unerased}:
             self._upkeep.erase(slot)
         self._upkeep.count()
         if not self._upkeep.close(CLOSE_SECONDS):
-            logger.warning("%s hangs: left as it is", self.path)
+            logger.warning(_HANGS_AT_CLOSE, self.path)
             return False
-        self._running.clear()  # what was dropped lets its buffers go
+        self._running.clear()  # dropped jobs hold buffers
         self._store.close()
         return True
 
@@ -364,10 +363,10 @@ class Drive:
             self.index.release(slot)
 
     def _erase(self, slot: int) -> None:
-        """Forget what a slot in use holds, on disk too, then end that use.
+        """Discard the block of a slot in use, erase its record, then end that use.
 
-        So the table names no block that the index forgot: that of a free slot is erased, that of
-        an evicted block is written over.
+        The table then names no discarded block: records of free slots are erased, and records of
+        evicted blocks are overwritten.
         """
         self.index.discard(slot)
         self._upkeep.erase(slot)
