@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flexkv.tiers.disk.ended import _BACKLOG_SHARE, _BLOCKS, EndedJobs
+from flexkv.tiers.disk.drive import _ENDED_BLOCKS, _ENDED_SHARE, EndedJobs
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
 
@@ -35,23 +35,23 @@ def done(priority: Priority, blocks: int = 1) -> Job:
 
 
 def test_some_of_the_writes_are_taken_and_the_others_by_the_next_calls() -> None:
-    writes = [done(Priority.WRITE) for _ in range(2 * _BLOCKS + 1)]
+    writes = [done(Priority.WRITE) for _ in range(2 * _ENDED_BLOCKS + 1)]
     with after(writes) as ended:
-        assert ended.take(all_writes=False) == writes[:_BLOCKS]
-        assert ended.take(all_writes=False) == writes[_BLOCKS : 2 * _BLOCKS]
-        assert ended.take(all_writes=False) == writes[2 * _BLOCKS :]
+        assert ended.take(all_writes=False) == writes[:_ENDED_BLOCKS]
+        assert ended.take(all_writes=False) == writes[_ENDED_BLOCKS : 2 * _ENDED_BLOCKS]
+        assert ended.take(all_writes=False) == writes[2 * _ENDED_BLOCKS :]
         assert ended.take(all_writes=False) == []
 
 
 def test_all_reads_are_taken_at_once() -> None:
-    reads = [done(Priority.LOAD) for _ in range(2 * _BLOCKS)]
-    writes = [done(Priority.WRITE) for _ in range(2 * _BLOCKS)]
+    reads = [done(Priority.LOAD) for _ in range(2 * _ENDED_BLOCKS)]
+    writes = [done(Priority.WRITE) for _ in range(2 * _ENDED_BLOCKS)]
     with after([*writes, *reads]) as ended:
-        assert ended.take(all_writes=False) == [*reads, *writes[:_BLOCKS]]
+        assert ended.take(all_writes=False) == [*reads, *writes[:_ENDED_BLOCKS]]
 
 
 def test_all_writes_are_taken_on_demand() -> None:
-    writes = [done(Priority.WRITE) for _ in range(2 * _BLOCKS)]
+    writes = [done(Priority.WRITE) for _ in range(2 * _ENDED_BLOCKS)]
     with after(writes) as ended:
         assert ended.take(all_writes=True) == writes
 
@@ -59,7 +59,7 @@ def test_all_writes_are_taken_on_demand() -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_more_of_a_long_backlog_are_taken(blocks: int) -> None:
     """As many jobs as have so many blocks."""
-    writes = [done(Priority.WRITE, blocks) for _ in range(2 * _BACKLOG_SHARE * _BLOCKS)]
+    writes = [done(Priority.WRITE, blocks) for _ in range(2 * _ENDED_SHARE * _ENDED_BLOCKS)]
     with after(writes) as ended:
-        share = blocks * len(writes) // _BACKLOG_SHARE
+        share = blocks * len(writes) // _ENDED_SHARE
         assert ended.take(all_writes=False) == writes[: -(-share // blocks)]
