@@ -64,7 +64,9 @@ class LowerTiers:
         seconds = {
             each.medium: meter.histogram(FETCH_SECONDS, each.medium.value) for each in self._sources
         }
-        self.fetcher = Fetcher(index, slot_view, self._sources, seconds, self._reclaimer.make_for_fetch)
+        self.fetcher = Fetcher(
+            index, slot_view, self._sources, seconds, self._reclaimer.make_for_fetch
+        )
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
