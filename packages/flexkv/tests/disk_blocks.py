@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import mmap
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -158,6 +159,14 @@ class Client:
             time.sleep(0.0002)
         return tickets
 
+    def adopt(self, but: int = 0) -> None:
+        """Wait until all directories are in use, but for so many that hang."""
+        end = time.monotonic() + DEADLINE
+        while len(self.tier.connecting) > but:
+            assert time.monotonic() < end, "a directory is not used"
+            self.pump()
+            time.sleep(0.0002)
+
     def settle(self) -> None:
         """Wait until nothing is to be done."""
         end = time.monotonic() + DEADLINE
@@ -183,3 +192,12 @@ def opened(
         yield Client(tier, salt)
     finally:
         assert tier.close()
+
+
+@contextmanager
+def unopened(*roots: object, why: str, **options: Any) -> Iterator[Client]:
+    """`opened`, with a directory that is not open for a reason that the pattern `why` fits."""
+    with opened(*roots, **options) as client:
+        problems = [str(each._error) for each in client.tier.connecting]
+        assert any(re.search(why, each) for each in problems), problems
+        yield client

@@ -94,6 +94,10 @@ class MemoryTier:
         pass
 
     @property
+    def has_news(self) -> bool:
+        return False
+
+    @property
     def has_changes(self) -> bool:
         return False
 

@@ -236,13 +236,12 @@ def test_settings_may_be_read_before(pages: Pages, monkeypatch: pytest.MonkeyPat
         assert cache.cache.num_slots == 5
 
 
-def test_a_directory_has_one_owner_and_a_failed_start_leaves_nothing(
-    pages: Pages, tmp_path: Path
-) -> None:
+def test_a_failed_start_leaves_nothing(pages: Pages, tmp_path: Path) -> None:
     with open_cache(settings(disk=tmp_path), pages.layout, identity="m"):
         before = mapped_arenas()
-        with pytest.raises(DiskError, match="in use") as raised:
-            open_cache(settings(disk=tmp_path), pages.layout, identity="m")
+        (tmp_path / "file").touch()
+        with pytest.raises(DiskError, match="Not a directory") as raised:
+            open_cache(settings(disk=tmp_path / "file"), pages.layout, identity="m")
         assert mapped_arenas() == before  # though the traceback keeps the arena's object
         del raised
 

@@ -14,8 +14,8 @@ import torch
 from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
 from flexkv.adapter.guard import Edge
-from flexkv.errors import ConfigError, DiskError
 from flexkv.settings import CacheConfig
+from flexkv.errors import ConfigError
 from flexkv.tiers.blocking import BlockingTier
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores
@@ -146,12 +146,12 @@ def test_ranks_with_the_same_pages_read_what_one_has_written(tmp_path: Path) -> 
 
 
 def test_two_engines_do_not_share_a_folder(tmp_path: Path) -> None:
-    with (
-        stores(tmp_path, full()),
-        pytest.raises(DiskError, match="in use by process"),
-        stores(tmp_path, full()),
-    ):
-        pass
+    with stores(tmp_path, full()) as one, stores(tmp_path, full()) as two:
+        assert one.set("kv", KEYS[:1], tokens_of(0)) == [True]
+        assert two.set("kv", KEYS[:1], tokens_of(0)) == [False]
+        assert two.contains("kv", KEYS[:1]) == [False]
+        one.close()
+        until(lambda: two.contains("kv", KEYS[:1]) == [True])
 
 
 def test_copies_of_an_engine_have_folders_of_their_own(tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ A hung mount or drive blocks the thread that asks it, perhaps for ever, and no s
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -33,11 +32,7 @@ class HungError(DiskError):
     """A directory does not answer any more."""
 
 
-def call_within(
-    calls: Mapping[str, Callable[[], Result]],
-    seconds: float,
-    late: Callable[[Result], None] | None = None,
-) -> dict[str, Result]:
+def call_within(calls: Mapping[str, Callable[[], Result]], seconds: float) -> dict[str, Result]:
     """Make calls side by side, each in a thread of its own.
 
     The first error of a call that ended in time is raised, whatever its type. Calls that do not end
@@ -46,23 +41,16 @@ def call_within(
     Args:
         calls: the calls, by name.
         seconds: time limit for all calls together.
-        late: is called with each result that is not returned. Those are the results of calls that
-            end later, and all results if a call raises or Ctrl-C ends the wait. It is called in the
-            thread of the call, or in the caller's if the call has ended already.
 
     Returns:
         The results of the calls that ended in time, by name and in the order of `calls`.
     """
     started = {name: _start(call) for name, call in calls.items()}
     done: set[Future[Result]] = set()
-    returned = False
     try:
         done |= wait(started.values(), seconds).done
         ended = {name: started[name].result() for name in started if started[name] in done}
-        returned = True
     finally:
-        if late is not None:
-            _leave(set(started.values()) - done if returned else started.values(), late)
         # A raised error would be in a cycle with this frame, and keep its callers' buffers.
         started.clear()
         done.clear()
@@ -81,16 +69,6 @@ def _run(call: Callable[[], Result], ended: Future[Result]) -> None:
     except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
         ended.set_exception(error)
     del ended  # the error would be in a cycle with this frame
-
-
-def _leave(calls: Iterable[Future[Result]], late: Callable[[Result], None]) -> None:
-    for each in calls:
-        each.add_done_callback(functools.partial(_hand_over, late))
-
-
-def _hand_over(late: Callable[[Result], None], ended: Future[Result]) -> None:
-    if ended.exception() is None:
-        late(ended.result())
 
 
 def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_SECONDS) -> Result:

@@ -28,6 +28,11 @@ class DiskError(FlexKVError):
     """A directory for cached blocks cannot be created, locked, read or filled."""
 
 
+class UnavailableError(DiskError):
+    """A directory for cached blocks cannot be used now. It may become usable without a change of
+    the settings: a mount comes late, a drive fails for a while, another engine ends."""
+
+
 class StoreSettingError(FlexKVError):
     """A store that engines share cannot be used as the settings name it."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
 from sessions import led
 
 from flexkv.adapter.lower_tiers import open_shared_tiers, open_tiers
-from flexkv.errors import DiskError, StoreSettingError
-from flexkv.host.arena import ArenaSpec
-from flexkv.layout import BlockFormat
 from flexkv.settings import CacheConfig
+from flexkv.errors import StoreSettingError
+from flexkv.host.arena import ArenaSpec
+from flexkv.host.session.store_states import read_states
+from flexkv.layout import BlockFormat
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.remote import RemoteTier
 from packages.conftest import PATIENCE_SECONDS
 
@@ -35,9 +38,24 @@ def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> Non
         with pytest.raises(StoreSettingError):
             open_tiers(both, session)
         (attached,) = open_tiers(disk, session)
-        with pytest.raises(DiskError):
-            open_tiers(disk, session)
+        assert attached.tier.figures.reads == {CircuitState.CLOSED: 1}
         assert attached.tier.close()
+
+
+def test_a_directory_that_is_not_open_is_shown_to_other_processes(tmp_path: Path) -> None:
+    root = str(tmp_path / "disk")
+    disk = CacheConfig(
+        ssd_cache_gb=1 / 1024, ssd_cache_dir=(root,), runtime_dir=str(tmp_path / "run")
+    )
+    with led(tmp_path / "run") as session:
+        (first,) = open_tiers(disk, session)
+        (second,) = open_tiers(disk, session)
+        (shown,) = read_states(disk.session_root)
+        assert (shown["tier"], shown["store"], shown["pid"]) == ("disk", root, os.getpid())
+        assert shown["reads"] == shown["writes"] == "connecting"
+        assert first.tier.close()
+        assert second.tier.close()
+        assert read_states(disk.session_root) == []
 
 
 def test_mooncake_is_left_after_a_bucket_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from faulty_s3 import FaultyS3
 
 from flexkv.adapter.lower_tiers import open_shared_tiers
 from flexkv.host.arena import ArenaSpec
+from flexkv.host.session.store_states import StoreStates
 from flexkv.layout import BlockFormat
 from flexkv.settings import load_config
 from flexkv.tiers import circuit
@@ -163,3 +164,23 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
     assert attached.tier.close()
     bucket.close()
     assert flexkv("stat").out == "no engine with shared stores runs\n"
+
+
+def test_stat_names_a_directory_that_a_running_engine_cannot_open(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "late"
+    monkeypatch.setenv("FLEXKV_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_DIR", str(root))
+    monkeypatch.setenv("FLEXKV_SSD_CACHE_GB", "1")
+    states = StoreStates(
+        str(tmp_path / "run"), {"tier": "disk", "store": str(root), "fingerprint": FINGERPRINT}
+    )
+    states.begin(lambda: {"reads": "connecting", "writes": "connecting"})
+    ended = flexkv("stat")
+    assert ended.code == 1
+    assert "does not exist" in ended.err
+    assert ended.out.startswith(f"{root}\n  tier         disk\n")
+    assert "  circuits     reads connecting, writes connecting\n" in ended.out
+    states.close()
+    assert "does not exist" in flexkv("stat").err

@@ -1,38 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start with cache directories on mounts that really hang."""
+"""A start with cache directories that really hang, come late or fail; and their use afterwards."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
-from disk_blocks import DEADLINE, FINGERPRINT, capacity_of, names, opened
+from disk_blocks import FINGERPRINT, SLOT, capacity_of, names, opened, unopened
 from hung_calls import wait_for_all_but_one
 
 from flexkv import KVLayout, TensorView, open_cache
 from flexkv.errors import DiskError
 from flexkv.settings import kinds
-from flexkv.tiers.disk import claims, open_disk_tier
+from flexkv.tiers import disk
+from flexkv.tiers.circuit import CircuitState
+from flexkv.tiers.disk import OsFiles, open_disk_tier, opening
 from flexkv.tiers.disk.directory import Folder, claim
 from flexkv.tiers.job import Outcome
+from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
 
+DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
 SLOTS = 8
 KEYS = names(SLOTS)
-SILENT = "has not answered for 15 s"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory that hangs. A start waits no longer for it than for the others."""
+    """A directory that hangs until the test ends."""
+    monkeypatch.setattr(disk, "OPEN_SECONDS", 0.2)
     wait_for_all_but_one(monkeypatch, alone=False)
     folder = tmp_path / "hung"
     folder.mkdir()
@@ -40,80 +44,231 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def test_a_hung_drive_costs_a_start_that_drive(
-    folder: Path,
-    tmp_path: Path,
-    faults: Callable[[int], None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    good = tmp_path / "good"
-    with opened(good, folder, slots=SLOTS) as client:
-        assert client.write(KEYS) == [Outcome.DONE] * SLOTS
-        assert client.read(KEYS) == [Outcome.DONE] * SLOTS
-        (drive,) = client.tier.drives
-        assert drive.path == str(good / FINGERPRINT)
-        # The others do not take the part of the one that is missing.
-        assert drive.index.num_slots == SLOTS
-    errors = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
-    assert len(errors) == 1
-    assert f"{folder} from ssd_cache_dir {SILENT}" in errors[0]
-    faults(1)
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
 
 
-def begins_to_hang(
-    monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack, seconds: float | None = None
-) -> list[Folder]:
-    """Let the first directory of a start hang once it is claimed, and be waited for so many
-    seconds. Returns its folder then."""
-    folders: list[Folder] = []
+class States:
+    """Keeps what a directory reports to other processes; None before and afterwards."""
 
-    def claim_before_the_hang(roots: Sequence[str], *args: Any) -> dict[str, Folder]:
-        claimed = claims.claim_all(roots, *args)
-        if seconds is not None:
-            monkeypatch.setattr(claims, "ANSWER_SECONDS", seconds)
-        folders.append(claimed[roots[0]])
-        stack.enter_context(hung(Path(roots[0])))
-        return claimed
+    def __init__(self) -> None:
+        self.shown: Mapping[str, str] | None = None
 
-    monkeypatch.setattr("flexkv.tiers.disk.claim_all", claim_before_the_hang)
-    return folders
+    def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
+        self.shown = read()
+
+    def close(self) -> None:
+        self.shown = None
 
 
-def test_a_drive_that_begins_to_hang_during_a_start_costs_that_drive(
+def test_a_hung_mount_is_used_once_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(disk, "OPEN_SECONDS", 0.2)
     bad, good = tmp_path / "bad", tmp_path / "good"
-    with contextlib.ExitStack() as stack:
-        folders = begins_to_hang(monkeypatch, stack)
-        with opened(bad, good, slots=SLOTS) as client:
-            assert client.write(KEYS) == [Outcome.DONE] * SLOTS
-            assert [drive.path for drive in client.tier.drives] == [str(good / FINGERPRINT)]
-        assert folders[0].fd >= 0  # its thread may still use it
-    folders[0].release()
-    (error,) = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
-    assert f"{bad} from ssd_cache_dir {SILENT}; FlexKV starts without it" in error
+    bad.mkdir()
+    states = {str(root): States() for root in (bad, good)}
+    with contextlib.ExitStack() as hang:
+        hang.enter_context(hung(bad))
+        with opened(bad, good, slots=SLOTS, states=states.__getitem__) as client:
+            client.adopt(but=1)
+            assert client.write(KEYS) == [DONE] * SLOTS
+            (drive,) = client.tier.drives
+            assert drive.path == str(good / FINGERPRINT)
+            assert drive.index.num_slots == SLOTS  # not the part of the other, too
+            figures = client.tier.figures
+            assert (
+                figures.reads
+                == figures.writes
+                == {
+                    CircuitState.CONNECTING: 1,
+                    CircuitState.CLOSED: 1,
+                }
+            )
+            assert states[str(bad)].shown == {"reads": "connecting", "writes": "connecting"}
+            assert states[str(good)].shown is None
+            error = errors(caplog)[0]
+            assert f"{bad} from ssd_cache_dir has not answered for " in error
+            hang.close()
+            client.adopt()
+            assert states[str(bad)].shown is None
+            assert [each.path for each in client.tier.drives][1:] == [str(bad / FINGERPRINT)]
+            assert client.tier.figures.reads == {CircuitState.CLOSED: 2}
+            assert client.tier.figures.slots == 2 * SLOTS
+            more = names(SLOTS, first=SLOTS)
+            assert client.write(more) == [DONE] * SLOTS
+            found = client.found(KEYS + more)
+            assert set(more) <= set(found)
+            assert client.read(found) == [DONE] * len(found)
 
 
-def test_a_start_whose_only_drive_begins_to_hang_is_one_error(
+def test_a_start_with_nothing_but_hung_mounts_has_an_empty_disk(folder: Path) -> None:
+    with opened(folder, slots=SLOTS) as client:
+        assert client.tier.drives == []
+        assert client.found(KEYS) == []
+        assert client.write(KEYS) == [DROPPED] * SLOTS
+        assert client.read(KEYS[:1]) == [Outcome.MISSING]
+        assert client.tier.drain()
+
+
+class Failing(OsFiles):
+    """Every open fails until `code` is 0; `tried` is set by each."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.tried = threading.Event()
+
+    def open(self, folder: int, name: str, flags: int) -> int:
+        self.tried.set()
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().open(folder, name, flags)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
+def test_a_directory_that_fails_is_used_with_its_blocks_once_it_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS)
+    files = Failing(code)
+    with unopened(tmp_path, slots=SLOTS, files=files, why=os.strerror(code)) as client:
+        assert len(errors(caplog)) == 1
+        claim(str(tmp_path), FINGERPRINT, False).release()  # others may have it meanwhile
+        files.code = 0
+        client.adopt()
+        assert client.read(KEYS) == [DONE] * SLOTS
+
+
+def test_a_mount_that_comes_late_is_used(tmp_path: Path) -> None:
+    with opened(tmp_path / "drive", slots=SLOTS) as client:
+        client.write(KEYS)
+    (tmp_path / "link").symlink_to(tmp_path / "mount")
+    with unopened(tmp_path / "link", slots=SLOTS, why="No such file") as client:
+        (tmp_path / "drive").rename(tmp_path / "mount")
+        client.adopt()
+        assert client.read(KEYS) == [DONE] * SLOTS
+
+
+def test_the_folder_of_an_engine_that_ends_is_taken_over(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as before:
+        dying = before.enter_context(opened(tmp_path, slots=SLOTS))
+        dying.write(KEYS)
+        with unopened(tmp_path, slots=SLOTS, why=f"in use by process {os.getpid()}") as client:
+            before.close()
+            client.adopt()
+            assert client.read(KEYS) == [DONE] * SLOTS
+
+
+def hold_back(monkeypatch: pytest.MonkeyPatch, root: Path) -> tuple[threading.Event, list[Folder]]:
+    """Let claims of a directory take until the event. Returns the folders that came."""
+    answers = threading.Event()
+    claimed: list[Folder] = []
+
+    def slow_claim(path: str, fingerprint: str, share: bool) -> Folder:
+        if path == str(root):
+            assert answers.wait(PATIENCE_SECONDS)
+        folder = claim(path, fingerprint, share)
+        if path == str(root):
+            claimed.append(folder)
+        return folder
+
+    monkeypatch.setattr(opening, "claim", slow_claim)
+    monkeypatch.setattr(disk, "OPEN_SECONDS", 0.2)
+    return answers, claimed
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("when", ["before it is open", "before it is used"])
+def test_no_block_from_before_a_reset_is_served_by_a_drive_that_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, watched: bool
+) -> None:
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS)
+    answers, _ = hold_back(monkeypatch, tmp_path)
+    with opened(tmp_path, slots=SLOTS) as client:
+        (late,) = client.tier.connecting
+        if watched:
+            client.tier.watch()
+        if when == "before it is open":
+            client.tier.clear()
+        answers.set()
+        until(lambda: late.drive is not None)
+        client.tier.clear()
+        client.adopt()
+        assert client.found(KEYS) == []
+        assert not any(change.loadable for change in client.tier.take_changes(99))
+        assert client.write(KEYS) == [DONE] * SLOTS
+        assert client.read(KEYS) == [DONE] * SLOTS
+    with opened(tmp_path, slots=SLOTS) as client:
+        assert client.found(KEYS) == [], "blocks of a reset engine"
+
+
+def test_the_blocks_of_a_drive_that_comes_later_are_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        folders = begins_to_hang(monkeypatch, stack, 0.2)
-        silent = "has not answered for 0.2 s"
-        with pytest.raises(
-            DiskError, match=rf"{tmp_path} from ssd_cache_dir {silent}.*; allowed: "
-        ):
-            open_disk_tier([str(tmp_path)], FINGERPRINT, 8192, capacity_of(SLOTS))
-    folders[0].release()
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS)
+    answers, _ = hold_back(monkeypatch, tmp_path)
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.tier.watch()
+        answers.set()
+        client.adopt()
+        changes = client.tier.take_changes(99)
+        assert {change.key for change in changes if change.loadable} == set(KEYS)
 
 
-def test_a_start_with_nothing_but_hung_drives_is_one_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_directory_that_answers_after_the_end_is_free_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reset: bool
 ) -> None:
-    monkeypatch.setattr(claims, "ANSWER_SECONDS", 0.2)
-    silent = "has not answered for 0.2 s"
-    with pytest.raises(DiskError, match=rf"{folder} from ssd_cache_dir {silent}.*; allowed: "):
-        open_disk_tier([str(folder)], FINGERPRINT, 8192, capacity_of(SLOTS))
+    late, good = tmp_path / "late", tmp_path / "good"
+    with opened(late, slots=SLOTS) as client:
+        client.write(KEYS)
+    answers, claimed = hold_back(monkeypatch, late)
+    monkeypatch.setattr(opening, "CLOSE_SECONDS", 0.0)
+    with opened(good, late, slots=SLOTS) as client:
+        client.adopt(but=1)
+        assert [drive.path for drive in client.tier.drives] == [str(good / FINGERPRINT)]
+        if reset:
+            client.tier.clear()
+    answers.set()
+    until(lambda: bool(claimed) and claimed[0].lock < 0)
+    claim(str(late), FINGERPRINT, False).release()
+
+
+def test_a_drive_that_is_open_and_not_used_yet_is_closed_and_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS)
+    answers, _ = hold_back(monkeypatch, tmp_path)
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.tier.clear()
+        answers.set()
+        (late,) = client.tier.connecting
+        until(lambda: late.drive is not None)
+        assert client.tier.has_news
+    with opened(tmp_path, slots=SLOTS) as client:
+        assert client.found(KEYS) == []
+
+
+def test_a_reset_that_no_disk_records_is_named_at_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opening, "CLOSE_SECONDS", 0.0)
+    with opened(folder, slots=SLOTS) as client:
+        client.tier.clear()
+    assert f"the reset of the caches in {folder} is recorded nowhere" in errors(caplog)[-1]
+
+
+def until(done: Callable[[], bool]) -> None:
+    ticks = threading.Event()
+    for _ in range(int(PATIENCE_SECONDS * 100)):
+        if done():
+            return
+        ticks.wait(0.01)
+    raise AssertionError("it does not come")
 
 
 def test_a_program_opens_its_cache_beside_a_hung_drive(folder: Path, tmp_path: Path) -> None:
@@ -142,34 +297,7 @@ def test_directories_that_answer_are_compared_beside_one_that_hangs(
         kinds.paths().parse([*paths, str(folder)])
 
 
-def test_a_directory_that_answers_too_late_is_free_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late, good = tmp_path / "late", tmp_path / "good"
-    answers = threading.Event()
-    claimed: list[Folder] = []
-
-    def slow_claim(root: str, fingerprint: str, share: bool) -> Folder:
-        if root == str(late):
-            answers.wait()
-        folder = claim(root, fingerprint, share)
-        if root == str(late):
-            claimed.append(folder)
-        return folder
-
-    wait_for_all_but_one(monkeypatch, alone=False)
-    monkeypatch.setattr(claims, "claim", slow_claim)
-    with opened(good, late, slots=SLOTS) as client:
-        assert [drive.path for drive in client.tier.drives] == [str(good / FINGERPRINT)]
-        answers.set()
-        deadline = time.monotonic() + DEADLINE
-        while not claimed or claimed[0].lock >= 0:
-            assert time.monotonic() < deadline, "the folder is kept"
-            time.sleep(0.01)
-        claim(str(late), FINGERPRINT, False).release()
-
-
-def test_folders_beside_one_that_cannot_be_used_are_given_back(tmp_path: Path) -> None:
+def test_folders_beside_one_that_is_refused_are_given_back(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for paths in (["good", "file"], ["file", "good"]):
         with pytest.raises(DiskError, match="cannot use the cache directory"):
@@ -178,17 +306,18 @@ def test_folders_beside_one_that_cannot_be_used_are_given_back(tmp_path: Path) -
 
 
 def test_an_error_that_nobody_expects_keeps_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_memory(folder: Folder) -> None:
-        if folder.path.startswith(str(tmp_path / "poor")):
-            raise MemoryError
+    def no_memory(folder: Folder) -> NoReturn:
+        raise MemoryError
 
-    monkeypatch.setattr(claims, "check_table", no_memory)
-    with pytest.raises(MemoryError):
-        claims.claim_all([str(tmp_path / name) for name in ("good", "poor")], FINGERPRINT, False)
-    for name in ("good", "poor"):
-        claim(str(tmp_path / name), FINGERPRINT, False).release()
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "check_table", no_memory)
+        tier = open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity_of(SLOTS))
+        assert "MemoryError" in errors(caplog)[0]
+    until(lambda: tier.has_news)
+    assert tier.close()
+    claim(str(tmp_path), FINGERPRINT, False).release()
 
 
 def test_ctrl_c_while_a_drive_hangs_keeps_no_folder(
@@ -197,14 +326,12 @@ def test_ctrl_c_while_a_drive_hangs_keeps_no_folder(
     """A notebook, for instance, lives on."""
     good = str(tmp_path / "good")
 
-    def interrupted(futures: Iterable[Future[object]], seconds: float) -> NoReturn:
-        deadline = time.monotonic() + DEADLINE
-        while not any(each.done() for each in futures):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        raise KeyboardInterrupt
+    def interrupted(each: opening.Opening, seconds: float) -> None:
+        if each.root == str(folder):
+            raise KeyboardInterrupt
+        each._checked.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr("flexkv.deadline.wait", interrupted)
+    monkeypatch.setattr(opening.Opening, "await_check", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        claims.claim_all([good, str(folder)], FINGERPRINT, False)
+        open_disk_tier([good, str(folder)], FINGERPRINT, SLOT, capacity_of(SLOTS, 2))
     claim(good, FINGERPRINT, False).release()

@@ -39,7 +39,7 @@ def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
         The tiers, the fastest first. The caller closes them.
 
     Raises:
-        DiskError: a cache directory cannot be used.
+        DiskError: a cache directory is refused; see `open_disk_tier`.
         ConfigError: the client of a shared store is not installed.
         StoreSettingError: a shared store cannot be used with these settings.
     """
@@ -103,6 +103,7 @@ def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> Attache
         queue_bytes=_queue_bytes(spec),
         stall_seconds=config.ssd_timeout_seconds,
         identity=session.info.identity,
+        states=lambda root: _states(config, Medium.DISK, root, session.info.fingerprint),
     )
     for drive in tier.drives:
         index = drive.index

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the contents and counters of each folder of a cache directory. Without DIR, also whether
-the running engines of this user read from and write to their shared stores. The command changes
+the running engines of this user read from and write to their shared stores, and the directories
+that these engines cannot open yet. The command changes
 nothing and works beside running engines; their counters are at most some seconds old. Exit code 0,
 or 1 if a folder cannot be read."""
 
@@ -52,13 +53,13 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """A shared store of a running engine.
+    """A shared store of a running engine, or a cache directory that the engine cannot open yet.
 
     Texts are `unknown` if the engine's version does not report them.
 
     Attributes:
-        store: address of the store, as in the settings.
-        tier: mooncake or objects.
+        store: address of the store, as in the settings; path of the directory.
+        tier: mooncake, objects or disk.
         fingerprint: fingerprint of the engine's blocks, hexadecimal.
         owner: process id of the engine, in its own PID namespace; 0 if unknown.
         reads: state of the circuit of the engine's queries and reads: closed, open, probing, or
@@ -158,7 +159,14 @@ def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
     has_store = stores or config.objects_url or config.mooncake_master
     if has_store and not config.ssd_cache_dir:
         return Found([], []), stores
-    return find_folders(None), stores
+    try:
+        return find_folders(None), stores
+    except DiskError as error:
+        # An engine may be waiting for this directory: its report says more.
+        if not stores:
+            raise
+        print(error, file=sys.stderr)
+        return Found([], list(config.ssd_cache_dir)), stores
 
 
 def _total(states: list[FolderState]) -> Totals:

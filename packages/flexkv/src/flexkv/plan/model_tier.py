@@ -87,6 +87,10 @@ class ModelTier:
         self._index.watch()
 
     @property
+    def has_news(self) -> bool:
+        return False
+
+    @property
     def has_changes(self) -> bool:
         return False
 

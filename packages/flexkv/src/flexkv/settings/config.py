@@ -130,8 +130,9 @@ class CacheConfig:
     ssd_in_use: str = setting(
         choice(("error", "own")),
         "error",
-        "How a second engine with the same model starts if a directory is in use. `error`: it "
-        "refuses to start. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`; "
+        "What a second engine with the same model does if a directory is in use. `error`: it "
+        "logs an error, does without the directory, and uses it once the first engine has "
+        "ended. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`; "
         "data-parallel engines need this.",
     )
     ssd_other_models: str = setting(

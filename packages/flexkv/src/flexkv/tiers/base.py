@@ -13,7 +13,7 @@ such a store.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -105,6 +105,19 @@ class TierFigures:
     writes: Mapping[CircuitState, int]
     openings: int
     traffic: Traffic
+
+
+class States(Protocol):
+    """Reports the states of a tier's circuits to other processes."""
+
+    def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
+        """Report the states that `read` returns, by name, until `close`. Another thread calls
+        `read`."""
+        ...
+
+    def close(self) -> None:
+        """End the reports. Idempotent."""
+        ...
 
 
 class LowerTier(Protocol):
@@ -213,6 +226,12 @@ class IndexedTier(LowerTier, Protocol):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix as used, the first block last, so that the prefix is evicted
         from its end."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next `poll` lets the tier have more blocks, such as those of a drive that was
+        not open at the start."""
         ...
 
     def watch(self) -> None:

@@ -22,14 +22,14 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
 from flexkv.changes import Medium
 from flexkv.tiers import circuit
-from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
+from flexkv.tiers.base import Answer, BlockResult, States, TierFigures, Traffic
 from flexkv.tiers.circuit import Circuit, CircuitState
 from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result
@@ -116,19 +116,6 @@ class BlockStore(Protocol):
     def close(self) -> None:
         """Close the store. Called while no other method runs but perhaps `open`. That then ends
         with any error, and leaves nothing open."""
-        ...
-
-
-class States(Protocol):
-    """Reports the states of a tier's circuits to other processes."""
-
-    def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
-        """Report the states that `read` returns, by name, until `close`. Another thread calls
-        `read`."""
-        ...
-
-    def close(self) -> None:
-        """End the reports. Idempotent."""
         ...
 
 

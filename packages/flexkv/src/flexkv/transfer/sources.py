@@ -47,9 +47,10 @@ class Source(abc.ABC):
         return self.tier.medium
 
     @property
+    @abc.abstractmethod
     def busy(self) -> bool:
-        """Whether a question awaits its answer or its deadline, which `poll` notices."""
-        return False
+        """Whether a question awaits its answer or its deadline, which `poll` notices, or the tier
+        has news."""
 
     @abc.abstractmethod
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
@@ -84,6 +85,10 @@ class IndexedSource(Source):
     def __init__(self, tier: IndexedTier, place: int, stall_seconds: float) -> None:
         super().__init__(tier, place, stall_seconds)
         self._indexed = tier
+
+    @property
+    def busy(self) -> bool:
+        return self._indexed.has_news
 
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         return self._indexed.contains(keys)

@@ -21,11 +21,11 @@ import time
 from dataclasses import dataclass
 
 from flexkv.directories import WRITABLE, open_directory, root_ids
-from flexkv.errors import DiskError
+from flexkv.errors import DiskError, UnavailableError
 from flexkv.forks import close_in_children
 from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import table
-from flexkv.tiers.disk.files import open_folder, reason_of, try_lock
+from flexkv.tiers.disk.files import disk_error, open_folder, reason_of, try_lock
 
 TABLE = "table"
 LOCK = "lock"
@@ -90,9 +90,10 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
-        raise DiskError(
+        raise disk_error(
             f"cannot read the cache directory {root}: {error.strerror}; "
-            f"allowed: a directory that FlexKV has used"
+            f"allowed: a directory that FlexKV has used",
+            error,
         ) from None
     matches = [match for name in names if (match := _FOLDER.fullmatch(name))]
     paths = [os.path.join(root, m.string) for m in matches if leftovers or not m["removed"]]
@@ -158,9 +159,10 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         The folder, which the caller releases.
 
     Raises:
-        DiskError: another process owns the folder, or it cannot be created, or another user whom
-            nobody has chosen owns it or can write to it, and can thus read and change blocks. The
-            same holds for the cache directory and those above it; see `open_directory`.
+        UnavailableError: another process owns the folder, or a system call failed.
+        DiskError: the folder cannot be created, or another user whom nobody has chosen owns it or
+            can write to it, and can thus read and change blocks. The same holds for the cache
+            directory and those above it; see `open_directory`.
     """
     try:
         above = open_directory(root, mode_above=0o755)
@@ -182,12 +184,13 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         finally:
             os.close(above)
     except OSError as error:
-        raise DiskError(
+        raise disk_error(
             f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; "
             f"allowed: a directory that this user can create and write, and that no other user has "
-            f"made or can replace"
+            f"made or can replace",
+            error,
         ) from None
-    raise DiskError(_taken(root, fingerprint, share))
+    raise UnavailableError(_taken(root, fingerprint, share))
 
 
 def has_table(folder: int) -> bool:

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 
-from flexkv.errors import DiskError
+from flexkv.errors import DiskError, UnavailableError
 from flexkv.regular_files import open_regular
 from flexkv.tiers.disk import ledger
 from flexkv.tiers.disk.directory import (
@@ -54,7 +54,8 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
         share: see `make_room`.
 
     Raises:
-        DiskError: there is too little room, or `root` cannot be read.
+        UnavailableError: there is too little room now, or a system call failed.
+        DiskError: the file system is smaller than `size`, or `root` cannot be read.
     """
     has, left = disk_bytes(mine), free_bytes(root)
     removable = 0
@@ -63,7 +64,9 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
         with contextlib.suppress(OSError):
             removable += disk_bytes(path)
     if left + removable < size - has:
-        raise DiskError(
+        said = os.statvfs(root)
+        never = size > said.f_blocks * said.f_frsize
+        raise (DiskError if never else UnavailableError)(
             f"ssd_cache_gb asks for {size / _GIB:.2f} GiB in {mine}, which has {has / _GIB:.2f} "
             f"GiB already, and its file system has {left / _GIB:.2f} GiB left; allowed: a size "
             f"that fits beside the folders in use"

@@ -17,6 +17,7 @@ from flexkv.errors import DiskError
 from flexkv.tiers.disk import directory, table
 from flexkv.tiers.disk.files import (
     Files,
+    disk_error,
     is_regular,
     reason_of,
     write_fully,
@@ -67,8 +68,8 @@ def check_table(folder: directory.Folder) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise DiskError(
-            f"cannot use {path}: {error.strerror}; allowed: a file that this user can write"
+        raise disk_error(
+            f"cannot use {path}: {error.strerror}; allowed: a file that this user can write", error
         ) from None
     version = table.newer_version(pages)
     if version is not None:
@@ -141,10 +142,11 @@ class DiskStore:
             raise
         except OSError as error:
             self.close()
-            raise DiskError(
+            raise disk_error(
                 f"cannot keep {self._num_slots} blocks of {slot_bytes} bytes in {self.path} "
                 f"(ssd_cache_gb, ssd_cache_dir): {reason_of(error)}; allowed: a file system with "
-                f"that much room, and files that this user can write"
+                f"that much room, and files that this user can write",
+                error,
             ) from None
 
     def _open(self) -> None:

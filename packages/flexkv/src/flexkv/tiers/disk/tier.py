@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from flexkv.changes import Change, Medium, take_newest
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
+from flexkv.tiers.disk.opening import Opening
 from flexkv.tiers.job import Job, Outcome, Priority
 
 logger = logging.getLogger(__name__)
@@ -21,13 +23,18 @@ class DiskTier:
     """Keeps each block on one of this machine's disks. See `IndexedTier`.
 
     Args:
-        drives: a drive for each cache directory; owned.
+        openings: of the drive of each cache directory; owned. Those that are not open yet are
+            adopted by a later poll.
+
+    Attributes:
+        connecting: the directories whose drives are not in use yet.
     """
 
     medium = Medium.DISK
 
-    def __init__(self, drives: Sequence[Drive]) -> None:
-        self._drives = list(drives)
+    def __init__(self, openings: Sequence[Opening]) -> None:
+        self.connecting = list(openings)
+        self._drives: list[Drive] = []
         self._tickets = itertools.count(1)
         self._batches: dict[int, dict[Job, Drive]] = {}
         self._places: dict[Job, tuple[int, list[int]]] = {}
@@ -35,14 +42,20 @@ class DiskTier:
         self._results: list[BlockResult] = []
         self._closing = 0.0
         self._reported_long_key = False
+        self._adopt()
 
     @property
     def drives(self) -> Sequence[Drive]:
         return self._drives
 
     @property
+    def has_news(self) -> bool:
+        return any(opening.drive is not None for opening in self.connecting)
+
+    @property
     def figures(self) -> TierFigures:
         drives = self._drives
+        waiting = Counter([CircuitState.CONNECTING] * len(self.connecting))
         traffic = Traffic()
         for each in [drive.traffic for drive in drives]:
             traffic.read_bytes += each.read_bytes
@@ -56,13 +69,15 @@ class DiskTier:
             evicted_blocks=sum(drive.index.evictions for drive in drives),
             queued_blocks=self._queued_blocks,
             queued_bytes=sum(drive.link.queued_bytes for drive in drives),
-            reads=Counter(drive.reads.shown(drive.link.stalled) for drive in drives),
-            writes=Counter(drive.writes.shown(drive.link.stalled) for drive in drives),
+            reads=waiting + Counter(drive.reads.shown(drive.link.stalled) for drive in drives),
+            writes=waiting + Counter(drive.writes.shown(drive.link.stalled) for drive in drives),
             openings=sum(drive.reads.openings + drive.writes.openings for drive in drives),
             traffic=traffic,
         )
 
     def watch(self) -> None:
+        for opening in self.connecting:
+            opening.watched = True
         for drive in self._drives:
             drive.index.watch()
 
@@ -109,7 +124,8 @@ class DiskTier:
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         ticket = next(self._tickets)
         wanted: dict[Drive, list[int]] = {}
-        known = zip(*(drive.index.has_all(keys) for drive in self._drives), strict=True)
+        answers = [drive.index.has_all(keys) for drive in self._drives]
+        known = zip(*answers, strict=True) if answers else [()] * len(keys)
         free = self._drives_for_next()
         begun: set[bytes] = set()
         refused = False
@@ -134,6 +150,8 @@ class DiskTier:
             drive.touch(keys)
 
     def clear(self) -> None:
+        for opening in self.connecting:
+            opening.cleared = True
         for drive in self._drives:
             drive.clear()
 
@@ -150,6 +168,8 @@ class DiskTier:
         return {position for job in hung for position in self._places[job][1]}
 
     def poll(self) -> list[BlockResult]:
+        if self.connecting:
+            self._adopt()
         for drive in self._drives:
             for job in drive.poll():
                 ticket, positions = self._places.pop(job)
@@ -177,6 +197,8 @@ class DiskTier:
     def begin_close(self, flush_seconds: float) -> None:
         # All drives at once, because the engine has few seconds, whatever their number.
         self._closing = self._closing or time.monotonic()
+        for opening in self.connecting:
+            opening.begin_close()
         for drive in self._drives:
             drive.begin_close(flush_seconds)
 
@@ -185,10 +207,26 @@ class DiskTier:
         ended = [
             drive.close(time.monotonic() - self._closing, flush_seconds) for drive in self._drives
         ]
+        # They borrow no buffer, whether or not a try has ended.
+        for opening in self.connecting:
+            opening.close()
         self._batches.clear()
         self._places.clear()
         self._queued_blocks = 0
         return all(ended)
+
+    def _adopt(self) -> None:
+        """Take the drives into use that are open by now."""
+        for opening in list(self.connecting):
+            drive = opening.drive
+            if drive is None:
+                continue
+            if opening.cleared:  # before anyone can find a block of before the reset
+                drive.clear()
+            if opening.watched and drive.index.changed is None:
+                drive.index.watch()
+            self.connecting.remove(opening)
+            self._drives.append(drive)
 
     def _track(
         self, ticket: int, positions: Sequence[int], drive: Drive, begun: Iterable[Begun]

@@ -12,10 +12,11 @@ from functools import partial
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from flexkv.changes import Medium
+from flexkv.tiers.base import States
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.link import most_jobs
 from flexkv.tiers.mooncake.store import MetadataRecord, MooncakeBlocks, MooncakeError
-from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
+from flexkv.tiers.remote import RemoteLimits, RemoteTier
 
 TRANSFERS = {"tcp": 1, "rdma": 4}
 """Calls that move bytes at the same time, by protocol. Over TCP, calls slow each other down: on two

@@ -11,8 +11,9 @@ from obstore.store import ObjectStore, from_url
 
 from flexkv.changes import Medium
 from flexkv.errors import StoreSettingError
+from flexkv.tiers.base import States
 from flexkv.tiers.objects.store import ObjectBlocks
-from flexkv.tiers.remote import RemoteLimits, RemoteTier, States
+from flexkv.tiers.remote import RemoteLimits, RemoteTier
 
 _TRUE = {"1", "true", "yes", "on"}
 _PLAIN_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")

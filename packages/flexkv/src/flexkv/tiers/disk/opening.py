@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the drive of a cache directory in the background, again and again until that works.
+
+At a start, the mount or the drive of a directory may hang or fail, or the engine before may still
+have its folder. The engine then starts without it, and uses it from the moment on at which it is
+open. A try that fails keeps no folder: other engines may have it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv.deadline import HANGS
+from flexkv.errors import DiskError, UnavailableError
+from flexkv.tiers.base import States
+from flexkv.tiers.circuit import CircuitState
+from flexkv.tiers.disk.directory import claim
+from flexkv.tiers.disk.drive import THREADS, WRITE_BYTES, Drive
+from flexkv.tiers.disk.exposure import close_to_others
+from flexkv.tiers.disk.files import Files, disk_error, reason_of
+from flexkv.tiers.disk.identity import report_differences, save_identity
+from flexkv.tiers.disk.removal import check_room, make_room, remove_others
+from flexkv.tiers.disk.store import DiskStore, bytes_of, check_table
+from flexkv.tiers.link import Link
+from flexkv.tiers.retries import Retried
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0
+"""Seconds that `Opening.close` waits for a try under way. Not tuned."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriveSpec:
+    """What a drive is opened with; see `open_disk_tier`.
+
+    Attributes:
+        root: the cache directory.
+        name: prefix of the names of its threads.
+        capacity: the most bytes on disk, of this directory.
+        day_bytes: bytes that may be written in 24 hours, to this directory; None for no limit.
+        queue_bytes: bytes that may wait for this directory.
+    """
+
+    root: str
+    name: str
+    fingerprint: str
+    slot_bytes: int
+    capacity: int
+    share: bool
+    keep_others: bool
+    day_bytes: int | None
+    queue_bytes: int
+    stall_seconds: float
+    files: Files
+    identity: Sequence[str]
+
+
+class Opening:
+    """The drive of one directory until it is open. Its thread opens the drive; all methods are for
+    one other thread. Only those that say so wait.
+
+    Args:
+        spec: of the drive.
+        states: reports to other processes that the drive is not open yet; owned. None if nothing
+            is reported.
+
+    Attributes:
+        root: the cache directory.
+        watched: whether the drive's changes are recorded once it is open.
+        cleared: whether there was a reset, so that the drive must be cleared before it is used.
+    """
+
+    def __init__(self, spec: DriveSpec, states: States | None) -> None:
+        self.root = spec.root
+        self.watched = self.cleared = False
+        self._spec = spec
+        self._states = states
+        self._lock = threading.Lock()
+        self._drive: Drive | None = None
+        self._error: DiskError | None = None  # of the last try
+        self._accepted = self._reported = self._closed = False
+        self._checked = threading.Event()
+        self._allowed = threading.Event()
+        self._opening = Retried(f"{spec.name}-open", self._open, self._log, at_close=False)
+        self._opening.begin()
+
+    @property
+    def drive(self) -> Drive | None:
+        """The drive once it is open. The caller who takes it from here owns it."""
+        return self._drive
+
+    @property
+    def refusal(self) -> DiskError | None:
+        """The error of the last try if it lasts until somebody changes a setting or a file."""
+        error = self._error
+        return None if isinstance(error, UnavailableError) else error
+
+    def await_check(self, seconds: float) -> None:
+        """Wait until the first try has taken the folder and found nothing against its use, or has
+        failed; at most so many seconds."""
+        self._checked.wait(seconds)
+
+    def allow(self) -> None:
+        """Let tries allocate and remove files from now on."""
+        self._allowed.set()
+
+    def await_try(self, seconds: float) -> None:
+        """Wait for the end of the first try, at most so many seconds."""
+        self._opening.await_try(seconds)
+
+    def accept(self, waited: float) -> None:
+        """Report from now on that the drive is not open, unless it is; and log a try that has not
+        ended. Before, a refusal is the caller's.
+
+        Args:
+            waited: seconds since the first try began, for the log.
+
+        Raises:
+            DiskError: the directory is refused.
+        """
+        with self._lock:
+            if self._drive is not None:
+                return
+            if self.refusal is not None:
+                raise self.refusal
+            self._accepted = True
+            if self._states is not None:
+                self._reported = True
+                shown = dict.fromkeys(("reads", "writes"), CircuitState.CONNECTING.value)
+                self._states.begin(lambda: shown)
+        if not self._opening.await_try(0.0):
+            logger.error(
+                "%s from ssd_cache_dir has not answered for %g s; FlexKV starts without it and "
+                "uses it once it answers: %s",
+                self.root,
+                waited,
+                HANGS,
+            )
+
+    def begin_close(self) -> None:
+        """Give the directory up. A try under way leaves nothing open. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._opening.begin_close()
+        self._allowed.set()
+
+    def close(self) -> None:
+        """Call `begin_close`, wait up to `CLOSE_SECONDS` for a try under way, and close a drive
+        that nobody has taken."""
+        self.begin_close()
+        ended = self._opening.close(CLOSE_SECONDS)
+        if self._drive is not None:
+            self._end(self._drive)
+        elif self.cleared:
+            logger.error(
+                "the reset of the caches in %s is recorded nowhere, because the directory was "
+                "never open; remove its folder of %s before the next start: it may have blocks "
+                "from before the reset",
+                self.root,
+                self._spec.fingerprint,
+            )
+        if ended:
+            self._end_report()
+
+    def _open(self) -> None:
+        try:
+            drive = self._open_drive()
+        except DiskError as error:
+            self._error = error.with_traceback(None)
+            raise
+        finally:
+            self._checked.set()
+        with self._lock:
+            if not self._closed:
+                self._drive = drive
+        if self._drive is None:
+            self._end(drive)
+            return
+        self._end_report()
+        if self._accepted:
+            logger.info(
+                "%s is open now; FlexKV keeps blocks there: %d of %d slots are warm",
+                drive.path,
+                len(drive.index),
+                drive.index.num_slots,
+            )
+
+    def _open_drive(self) -> Drive:
+        """Open the drive.
+
+        Raises:
+            DiskError: it cannot be opened. Nothing is left open.
+        """
+        spec = self._spec
+        try:
+            with contextlib.ExitStack() as undo:
+                folder = claim(spec.root, spec.fingerprint, spec.share)
+                undo.callback(folder.release)
+                check_table(folder)
+                close_to_others(folder)
+                size = bytes_of(spec.capacity, spec.slot_bytes)
+                check_room(spec.root, folder.path, size, spec.share)
+                self._checked.set()
+                self._allowed.wait()
+                if self._closed:
+                    raise UnavailableError(f"{spec.root} was given up")
+                make_room(spec.root, folder.path, size, spec.share)
+                store = DiskStore(
+                    spec.files, folder, spec.fingerprint, spec.slot_bytes, spec.capacity
+                )
+                undo.callback(store.close)
+                if not len(store.index):
+                    report_differences(spec.root, spec.identity, spec.fingerprint)
+                save_identity(folder.fd, spec.identity)
+                if not store.direct:
+                    logger.warning(
+                        "%s does not support direct I/O; blocks go through the page cache",
+                        spec.root,
+                    )
+                if not spec.keep_others:
+                    remove_others(spec.root, folder.path, spec.share)
+                if self.watched:
+                    store.index.watch()  # here, because an index may be large
+                drive = _drive_of(store, spec)
+                undo.pop_all()
+                return drive
+        except OSError as error:
+            raise disk_error(
+                f"cannot use {spec.root} from ssd_cache_dir: {reason_of(error)}; allowed: a "
+                f"directory that this user can create, read and write",
+                error,
+            ) from None
+
+    def _log(self, problem: str) -> None:
+        with self._lock:
+            # Else the start fails and names it.
+            said = self._accepted or self.refusal is None
+        if said:
+            logger.error(
+                "%s; FlexKV goes on without this directory, retries at least every 5 s, and uses "
+                "it once it is open",
+                problem,
+            )
+
+    def _end(self, drive: Drive) -> None:
+        """Close a drive that nobody uses."""
+        if self.cleared:
+            drive.clear()
+        drive.close()
+
+    def _end_report(self) -> None:
+        if self._states is not None and self._reported:
+            self._states.close()
+
+
+def _drive_of(store: DiskStore, spec: DriveSpec) -> Drive:
+    # At least two blocks: the checksum of one is computed while the other is written.
+    write_bytes = max(WRITE_BYTES, 2 * spec.slot_bytes)
+    link = Link(spec.name, THREADS, write_bytes, spec.queue_bytes, spec.stall_seconds)
+    try:
+        return Drive(store, link, spec.day_bytes)
+    except BaseException:
+        link.begin_close(0.0)
+        raise
