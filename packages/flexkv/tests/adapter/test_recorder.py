@@ -39,6 +39,7 @@ def path(tmp_path: Path) -> Path:
 def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     # The limit is for engines that end; here the machine may be busy.
     monkeypatch.setattr(module, "_CLOSE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(module, "_OPEN_SECONDS", PATIENCE_SECONDS)
     made: list[Recorder] = []
 
     def open_(prefill: Any = lambda: None, **settings: object) -> Recorder | None:
@@ -279,10 +280,68 @@ def test_a_file_in_a_directory_that_another_user_planted_is_not_used(
     assert not list(planted.iterdir())
 
 
-def test_two_engines_do_not_share_a_file(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
-    assert opened() is not None
-    assert opened() is None
-    assert "another engine records to it" in caplog.text
+def test_two_engines_do_not_share_a_file_until_the_first_ends(
+    opened: Open, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record(first := opened(), "a", KEYS[:2])
+    record(second := opened(), "b", KEYS[:2])
+    assert "another engine records to it; nothing is recorded until it can" in caplog.text
+    assert first is not None
+    assert second is not None
+    assert not second.active
+    first.close()
+    records_once_it_can(second, path, "c")
+
+
+def test_a_file_whose_directory_comes_late_is_recorded_to(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "late" / "trace.jsonl"
+    recorder = opened(trace=str(path))
+    assert recorder is not None
+    path.parent.mkdir()
+    records_once_it_can(recorder, path, "a")
+    failed, works = (each.getMessage() for each in caplog.records)
+    assert "late: No such file or directory; nothing is recorded until it can" in failed
+    assert f"FlexKV records digests and lengths of requests to {path}" in works
+
+
+def test_a_file_that_opens_after_the_end_is_closed(
+    opened: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, answers = threading.Event(), threading.Event()
+    open_ = module._open
+
+    def slow_open(name: str) -> int:
+        begun.set()
+        assert answers.wait(PATIENCE_SECONDS)
+        fds.append(open_(name))
+        return fds[0]
+
+    fds: list[int] = []
+    monkeypatch.setattr(module, "_open", slow_open)
+    monkeypatch.setattr(module, "_OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.0)
+    recorder = opened()
+    assert recorder is not None
+    assert begun.wait(PATIENCE_SECONDS)
+    recorder.close()
+    answers.set()
+    assert recorder._opening.close(PATIENCE_SECONDS)
+    assert not recorder.active
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fds[0])
+
+
+def records_once_it_can(recorder: Recorder, path: Path, name: str) -> None:
+    late = time.monotonic() + PATIENCE_SECONDS
+    while not recorder.active:
+        assert time.monotonic() < late
+        time.sleep(0.01)
+    record(recorder, name, KEYS[:2])
+    recorder.close()
+    assert read_trace(str(path)).trace.requests
 
 
 def test_where_nothing_can_be_recorded_a_message_says_so(

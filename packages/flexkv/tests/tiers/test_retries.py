@@ -74,6 +74,25 @@ def test_the_end_is_the_last_try_of_work_that_needs_one(at_close: bool) -> None:
     assert len(tries) == 1 + at_close
 
 
+def test_work_that_fails_too_often_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_RETRY_SECONDS", "_LONGEST_RETRY_SECONDS"):
+        monkeypatch.setattr(retries, name, 0.0)
+    tries: list[str] = []
+
+    def fail() -> None:
+        tries.append("failed")
+        if len(tries) == 3:
+            last.set()
+        raise OSError("gone")
+
+    last = threading.Event()
+    each = Retried("test", fail, print, at_close=False, most_tries=3)
+    each.begin()
+    assert last.wait(PATIENCE_SECONDS)
+    assert each.close(PATIENCE_SECONDS)
+    assert len(tries) == 3
+
+
 def test_upkeep_goes_on_after_a_disk_was_full_for_hours() -> None:
     calls = 0
 

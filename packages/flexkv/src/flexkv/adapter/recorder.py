@@ -27,6 +27,8 @@ from flexkv.directories import open_directory
 from flexkv.forks import close_in_children
 from flexkv.plan import recording
 from flexkv.settings import GIB, CacheConfig
+from flexkv.tiers.disk.files import lasts
+from flexkv.tiers.retries import Retried
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,12 @@ _FLUSH_SECONDS = 2.0
 tuned."""
 _CLOSE_SECONDS = 2.0
 """Seconds that `close` waits for the thread. Not tuned."""
+
+_OPEN_SECONDS = 1.0
+"""Seconds that a start waits until the file is open. Not tuned."""
+_OPEN_TRIES = 720
+"""Failures in a row after which the file is given up: about an hour at the longest pause of
+`Retried`. Not tuned."""
 
 _KEYS_A_TURN = 64
 _PAUSE_SECONDS = 0.0001
@@ -83,12 +91,13 @@ class _Ended:
 class Recorder:
     """Records the requests of one engine to a file. `open_recorder` makes it.
 
-    One thread calls `scheduled` and `ended`, which never wait or raise. After an error, or when the
-    file is full, the recorder logs one message and records nothing more.
+    One thread calls `scheduled` and `ended`, which never wait or raise. If the file cannot be
+    opened, the recorder retries in the background, and records the requests that are scheduled
+    later. After an error of a write, or when the file is full, it logs one message and records
+    nothing more.
 
     Args:
-        path: path of the file, for messages.
-        fd: descriptor of the file, positioned at its end; owned.
+        path: path of the file.
         limit: the most bytes of the file.
         head: the first line.
         prefill: returns the seconds to compute a token and a pair of tokens; None until they are
@@ -98,14 +107,13 @@ class Recorder:
     def __init__(
         self,
         path: str,
-        fd: int,
         limit: int,
         head: dict[str, object],
         prefill: Callable[[], tuple[float, float] | None],
     ) -> None:
         self._path = path
-        self._fd = fd
-        self._size = os.fstat(fd).st_size
+        self._fd = -1
+        self._size = 0
         self._limit = limit
         self._prefill = prefill
         self._salt = secrets.token_bytes(_SALT_BYTES)
@@ -113,16 +121,31 @@ class Recorder:
         self._running: dict[str, _Running] = {}
         self._queue: queue.SimpleQueue[_Ended | tuple[float, float] | None] = queue.SimpleQueue()
         self._given = self._taken = self._requests = self._left_out = 0
-        self._off = False
+        self._off = True  # until the file is open
         self._buffer = bytearray(_line(head))
-        self._thread = threading.Thread(target=self._run, name="flexkv-trace", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = self._refused = False
+        self._opening = Retried(
+            "flexkv-trace-open",
+            self._open,
+            self._log_failure,
+            at_close=False,
+            most_tries=_OPEN_TRIES,
+        )
+        self._opening.begin()
         close_in_children(self)
 
     @property
     def active(self) -> bool:
         """Whether requests are recorded."""
         return not self._off
+
+    def await_open(self, seconds: float) -> bool:
+        """Wait for the first try to open the file, at most so many seconds. Returns False if no try
+        can succeed until somebody changes the file or the setting."""
+        self._opening.await_try(seconds)
+        return not self._refused
 
     def scheduled(
         self, request_id: str, prompt_tokens: int, own_tokens: int, hit_tokens: int, session: str
@@ -170,7 +193,10 @@ class Recorder:
 
     def close(self) -> None:
         """Write waiting requests for at most two seconds, and close the file. Idempotent."""
-        if self._thread.is_alive():
+        with self._lock:
+            self._closed = True
+        self._opening.close(_CLOSE_SECONDS)
+        if self._thread is not None and self._thread.is_alive():
             measured = self._prefill()
             if measured is not None:
                 self._queue.put(measured)
@@ -181,8 +207,51 @@ class Recorder:
     def leave_to_parent(self) -> None:
         """See `forks.Owner`. A forked child has no thread, so it records nothing."""
         self._off = True
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+
+    def _open(self) -> None:
+        """Open the file and begin to write.
+
+        Raises:
+            OSError: the file cannot be used; with the reason alone as its text.
+            RuntimeError: the system has no thread for the recorder.
+        """
+        try:
+            fd = _open(self._path)
+        except OSError as error:
+            self._refused = lasts(error)
+            raise OSError(error.strerror or str(error)) from None
+        try:
+            with self._lock:
+                if self._closed:
+                    raise OSError("closed")
+                self._fd, self._size = fd, os.fstat(fd).st_size
+                thread = threading.Thread(target=self._run, name="flexkv-trace", daemon=True)
+                self._off = False
+                thread.start()
+                self._thread = thread
+        except BaseException:
+            self._off, self._fd = True, -1
+            os.close(fd)
+            raise
+        logger.info(
+            "FlexKV records digests and lengths of requests to %s, up to %g GiB",
+            self._path,
+            self._limit / GIB,
+        )
+
+    def _log_failure(self, text: str) -> None:
+        if self._refused:
+            self._opening.begin_close()
+        logger.warning(
+            "cannot record to %s from trace: %s; nothing is recorded%s; allowed: a new file, or a "
+            "recording that only this user can read and no other engine writes",
+            self._path,
+            text,
+            "" if self._refused else " until it can; FlexKV retries for about an hour",
+        )
 
     def _run(self) -> None:
         try:
@@ -293,8 +362,8 @@ def open_recorder(
             measured.
 
     Returns:
-        The recorder, which the caller closes. None if `trace` is not set or the file cannot be
-        used, which is logged.
+        The recorder, which the caller closes. None if `trace` is not set, or if the file cannot be
+        used until somebody changes it, which is logged.
     """
     if config.trace is None:
         return None
@@ -305,27 +374,11 @@ def open_recorder(
         "block_bytes": block_bytes,
         "began": round(time.time(), 3),
     }
-    try:
-        fd = _open(config.trace)
-        try:
-            recorder = Recorder(config.trace, fd, int(config.trace_gb * GIB), head, prefill)
-        except BaseException:
-            os.close(fd)
-            raise
-    except (OSError, RuntimeError) as error:
-        logger.warning(
-            "cannot record to %s from trace: %s; nothing is recorded; allowed: a new file, or a "
-            "recording that only this user can read and no other engine writes",
-            config.trace,
-            getattr(error, "strerror", None) or error,
-        )
-        return None
-    logger.info(
-        "FlexKV records digests and lengths of requests to %s, up to %g GiB",
-        config.trace,
-        config.trace_gb,
-    )
-    return recorder
+    recorder = Recorder(config.trace, int(config.trace_gb * GIB), head, prefill)
+    if recorder.await_open(_OPEN_SECONDS):
+        return recorder
+    recorder.close()
+    return None
 
 
 def warn_unrecorded(config: CacheConfig, where: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ class Retried:
         failed: logs a failure, given its text: the first in a row, each with another text than the
             failure before, and the last.
         at_close: whether work that is wanted at the end is tried at once, for the last time.
+        most_tries: failures in a row after which the work is given up; None for no bound.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Retried:
         failed: Callable[[str], None],
         *,
         at_close: bool,
+        most_tries: int | None = None,
     ) -> None:
         self._name = name
         self._do = work
         self._failed = failed
         self._at_close = at_close
+        self._most_tries = math.inf if most_tries is None else most_tries
         self._work = threading.Condition()
         self._wanted = False
         self._closing = False
@@ -110,8 +114,8 @@ class Retried:
                 failures, text = 0, ""
             except Exception as error:  # noqa: BLE001
                 # Whatever it is: the work would never be done.
-                self._wanted = not last
                 failures += 1
+                self._wanted = not last and failures < self._most_tries
                 before, text = text, str(error) or repr(error)
                 if (text != before or last) and not self._gives_up:
                     self._failed(text)

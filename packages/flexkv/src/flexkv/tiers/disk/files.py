@@ -166,9 +166,14 @@ def reason_of(error: OSError) -> str:
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
+def lasts(error: OSError) -> bool:
+    """Whether an error stays until somebody changes a path, a setting or a right."""
+    return error.errno in _LASTING
+
+
 def disk_error(text: str, error: OSError) -> DiskError:
     """Make the error of a directory that cannot be used: an `UnavailableError` if it may pass."""
-    return DiskError(text) if error.errno in _LASTING else UnavailableError(text)
+    return DiskError(text) if lasts(error) else UnavailableError(text)
 
 
 def read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> bool:
