@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from disk_blocks import FINGERPRINT, opened
 from disk_folders import OTHER, OURS, TABLE, made
 
 from flexkv.errors import DiskError
@@ -143,6 +144,25 @@ def test_what_only_looks_like_a_folder_of_ours_is_left_as_it_is(
     assert sorted(path.iterdir()) == before
     assert (path / "lock").read_text() == "mine"
     mine.release()
+
+
+def test_a_link_that_is_put_above_a_folder_meanwhile_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, moved, victim = (tmp_path / name for name in ("root", "moved", "victim"))
+    with opened(root):
+        pass
+    (victim / FINGERPRINT).mkdir(parents=True)
+
+    def swap(_: int) -> str:
+        root.rename(moved)
+        root.symlink_to(victim)
+        return "00"
+
+    monkeypatch.setattr("secrets.token_hex", swap)
+    assert remove(str(root / FINGERPRINT)) is Removal.REMOVED
+    assert [each.name for each in victim.iterdir()] == [FINGERPRINT]
+    assert list(moved.iterdir()) == []
 
 
 def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:

@@ -302,12 +302,17 @@ def _check_owner(folder: Folder, root: str, chosen: int) -> None:
         )
 
 
-def may_be_ours(path: str) -> bool:
+def may_be_ours(path: str, above: int | None = None) -> bool:
     """Whether a folder is FlexKV's, or this user cannot read it. The remains of a removal, whose
-    table is gone, are FlexKV's by their name and because they hold nothing but the lock."""
+    table is gone, are FlexKV's by their name and because they hold nothing but the lock.
+
+    Args:
+        path: path of the folder.
+        above: descriptor of the cache directory; None to resolve the whole path.
+    """
     remains = REMOVED in os.path.basename(path)
     try:
-        folder = open_folder(path)
+        folder = open_folder(path, above)
         try:
             return has_table(folder) or (remains and os.listdir(folder) in ([], [LOCK]))
         finally:

@@ -163,9 +163,20 @@ def remove(path: str) -> Removal:
     Raises:
         OSError: a system call failed, or the folder is not FlexKV's, or a newer FlexKV wrote it.
     """
-    if not may_be_ours(path):
+    # The directory above is resolved once: a link that somebody puts there between two calls leads
+    # none of them elsewhere.
+    above = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return _remove_in(above, path)
+    finally:
+        os.close(above)
+
+
+def _remove_in(above: int, path: str) -> Removal:
+    """`remove` the folder at `path`, which is in the open directory `above`."""
+    if not may_be_ours(path, above):
         raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
-    folder = lock_folder(path)
+    folder = lock_folder(path, above)
     if folder is None:
         return Removal.IN_USE
     try:
@@ -173,18 +184,20 @@ def remove(path: str) -> Removal:
             reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
             raise OSError(errno.EEXIST, reason, path)
         names = os.listdir(folder.fd)
-        ours = [name for name in names if is_own(name) and is_regular(folder.fd, name)]
+        ours = [file for file in names if is_own(file) and is_regular(folder.fd, file)]
         alone = len(ours) == len(names)
-        if alone and REMOVED not in os.path.basename(path):
+        name = os.path.basename(path)
+        if alone and REMOVED not in name:
             # An engine that starts meanwhile can create the folder again at once.
-            path = f"{path}{REMOVED}{secrets.token_hex(4)}"
-            os.rename(folder.path, path)
+            away = f"{name}{REMOVED}{secrets.token_hex(4)}"
+            os.rename(name, away, src_dir_fd=above, dst_dir_fd=above)
+            name = away
         # The table goes second to last, before the lock. A folder without a table is not FlexKV's,
         # so an interrupted removal would leave the slabs for ever.
-        for name in sorted(ours, key=lambda name: (name == LOCK, name == TABLE)):
-            os.unlink(name, dir_fd=folder.fd)
+        for file in sorted(ours, key=lambda file: (file == LOCK, file == TABLE)):
+            os.unlink(file, dir_fd=folder.fd)
         if alone:
-            os.rmdir(path)
+            os.rmdir(name, dir_fd=above)
     finally:
         folder.release()
     return Removal.REMOVED if alone else Removal.FOREIGN_FILES
