@@ -226,6 +226,7 @@ def test_a_read_that_ends_meanwhile_reaches_its_request(
     fetch = node.begin("e")
     node.until(lambda: fetch.asking is None)
     fill(node, FULL[:7])
+    wait(lambda: "get" in store.waiting)
     store.release_running()
     wait(lambda: bool(node.remote._link._done))
     other = node.begin("abcd")
