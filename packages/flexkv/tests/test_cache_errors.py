@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 from memory_store import MemoryStore
-from two_tiers import Node, content, names
+from two_tiers import LONG, Node, content, names
 
 import flexkv
+from flexkv.changes import Medium
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.host.board import CELLS
 from flexkv.mover import Direction, Status
+from flexkv.presence import Presence
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
+from packages.conftest import Clock
 from packages.line_errors import InjectedError, LineErrors
 
 SOURCE = Path(flexkv.__path__[0])
@@ -227,6 +231,82 @@ def test_hits_in_host_memory_go_on_while_the_cache_recovers(
     node.arena.board.report(transfer.cell, 0, Status.DONE)
     node.assert_at_rest()
     assert node.fetched("xyz") == "xyz"
+
+
+def recover_beside_a_hung_call(node: Node, clock: Clock, call: str) -> None:
+    """An error while so many calls of the shared store hang that the cache goes on without it."""
+    node.until(lambda: call in node.store.waiting)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node.disk, "contains", _raising)
+        with pytest.raises(InjectedError):
+            node.cache.fetch(names("uvw"))
+    node.cache.poll()
+    assert node.cache.busy
+    clock.skip(LONG + 1)
+    node.until(lambda: not node.cache.busy)
+
+
+def fill(node: Node, first: int = 0x4E00) -> None:
+    """Let blocks of others go through all slots that the cache can give."""
+    for start in range(first, first + 24, 4):
+        node.store_blocks("".join(map(chr, range(start, start + 4))))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_tier_whose_reads_hang_is_left_out_until_they_end(
+    make: Callable[..., Node], clock: Clock, again: bool
+) -> None:
+    node = make(disk="write_through", remote="write_through")
+    index, (_, remote) = node.cache._index, node.cache._below._sources
+    node.store_blocks("abc")
+    node.store.fill({key: content(key) for key in names("xyz")})
+    node.store.hanging = {"get"}
+    fetch = node.begin("xyz")
+    node.until(lambda: len(node.store.waiting) == 3)
+    slots = {block.slot for block in node.cache._below.fetcher.reads.borrowed(remote)}
+    assert len(slots) == 3
+    recover_beside_a_hung_call(node, clock, "get")
+    if again:
+        node.cache.recover()
+        node.until(lambda: not node.cache.busy)
+    assert fetch.done
+    assert fetch.arrived == 0
+    assert node.cache.presence(names("xyz")) == [Presence.ABSENT] * 3
+    circuits = {medium: figures.reads for medium, figures, _ in node.cache.tier_figures}
+    assert circuits[Medium.MOONCAKE] == {CircuitState.OPEN: 1}
+    fill(node)
+    assert slots.isdisjoint(block.slot for block in index.blocks)
+    assert node.fetched("abc") == "abc", "from the disk"
+    node.store.release()
+    node.until(lambda: not remote.left_out)
+    node.assert_own_bytes()
+    assert node.fetched("xyz") == "xyz"
+    node.assert_at_rest()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_tier_whose_writes_hang_is_left_out_until_they_end(
+    make: Callable[..., Node], clock: Clock, reset: bool
+) -> None:
+    node = make(disk="write_through", remote="write_through")
+    (_, remote), (_, demoter) = node.cache._below._sources, node.cache._below._demoters
+    node.store.hanging = {"put"}
+    node.begin_store("ab")
+    node.until(lambda: len(node.store.waiting) == 2)
+    slots = {block.slot: block.key for block in demoter.borrowed}
+    assert sorted(slots.values()) == names("ab")
+    recover_beside_a_hung_call(node, clock, "put")
+    if reset:
+        node.cache.clear()
+    fill(node)
+    here = {block.slot: block.key for block in node.cache._index.blocks}
+    assert all(here.get(slot, key) == key for slot, key in slots.items())
+    node.store.release()
+    node.until(lambda: not remote.left_out)
+    assert all(data == content(key) for (_, key), (data, _) in node.store.blocks.items())
+    assert node.store.keys() == names("ab")
+    node.store_blocks("cd")
+    node.assert_at_rest()
 
 
 def _raising(*_: object) -> list[bool]:

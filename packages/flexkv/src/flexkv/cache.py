@@ -71,8 +71,9 @@ class KVCache:
 
     An error between two steps of a call may leave a lease, a reserved slot or a copy of which
     nobody knows any more. So after an error the cache recovers: it stores and fetches nothing until
-    the lower tiers have ended what they do. Then it ends all leases and writes but those of
-    transfers under way, and goes on with the blocks that are ready.
+    the lower tiers have ended what they do, or their calls count as hung. Then it ends all leases
+    and writes but those of transfers and hung calls under way, and goes on with the blocks that are
+    ready. A tier with a hung call is left out until the call ends.
 
     Args:
         arena: the arena; borrowed until `close`. This object allocates the cells of its board, so a
@@ -449,9 +450,9 @@ class KVCache:
 
     def recover(self) -> None:
         """After an error that may have lost a lease or a copy: store and fetch nothing until the
-        lower tiers have ended what they do, and go on with the blocks that are ready. Later polls
-        do that. The methods call this themselves if they raise; so does a caller that may have lost
-        a fetch by an error. A caller cancels the transfers that it has lost."""
+        lower tiers have ended what they do or hang, and go on with the blocks that are ready. Later
+        polls do that. The methods call this themselves if they raise; so does a caller that may
+        have lost a fetch by an error. A caller cancels the transfers that it has lost."""
         self._recovering = True
 
     @_sound
@@ -488,7 +489,8 @@ class KVCache:
         if not self._below.drain():
             return
         loaded, stored = map(self._device.blocks_in_use, (Direction.LOAD, Direction.STORE))
-        self._index.settle(loaded, stored)
+        read, written = self._below.kept
+        self._index.settle([*loaded, *written], [*stored, *read])
         self._recovering = False
 
     def _check_ranks(self) -> None:

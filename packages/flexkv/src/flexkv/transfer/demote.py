@@ -86,6 +86,7 @@ class Demoter:
         self._unwritten: list[Block] = []  # until a call of `write_waiting` returns them
         self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
         self._writes: dict[int, dict[int, Block]] = {}
+        self._unsure: list[Block] = []  # whether the tier has them is not known
         # By key, without the writes from before a reset. Another block may have the key since; the
         # write of the earlier block is then not in here.
         self._held: dict[bytes, Block] = {}  # in the chain, waiting, or being written
@@ -105,8 +106,8 @@ class Demoter:
 
     @property
     def paused(self) -> bool:
-        """Whether the tier has dropped a block less than `_PAUSE_SECONDS` ago."""
-        return time.monotonic() < self._paused_until
+        """Whether the tier has dropped a block less than `_PAUSE_SECONDS` ago, or is left out."""
+        return self.source.left_out or time.monotonic() < self._paused_until
 
     @property
     def tickets(self) -> list[int]:
@@ -146,6 +147,8 @@ class Demoter:
         Args:
             keys: keys of the prefix from some block on, first block first.
         """
+        if self.source.left_out:
+            return
         # By few calls for all keys: the engine's step waits while a long prompt is offered.
         index, held, unique = self._index, self._held, set(keys)
         if len(unique) < len(keys) or not held.keys().isdisjoint(unique):
@@ -227,12 +230,18 @@ class Demoter:
             known.clear()
         return ended
 
+    @property
+    def borrowed(self) -> list[Block]:
+        """The blocks, each once, whose memory the tier may still read."""
+        batches = (batch.values() for batch in self._writes.values())
+        return list(dict.fromkeys(itertools.chain(*batches, self._unsure)))
+
     def forget(self) -> None:
-        """Discard all blocks that wait, leave or are being written, after the index has ended all
-        leases and the tier all writes."""
+        """Discard all blocks that wait or leave, and take no result of a write under way: the index
+        ends all leases but those that the caller keeps."""
         known: tuple[deque[Block] | list[Block] | dict[Any, Any], ...] = (
             *(self._waiting, self._chain, self._leaving, self._unwritten),
-            *(self._held, self._writing, self._writes),
+            *(self._held, self._writing, self._writes, self._unsure),
         )
         for each in known:
             each.clear()
@@ -346,6 +355,7 @@ class Demoter:
         if not blocks:
             return
         views = [self._slot_view(block.slot) for block in blocks]
+        self._unsure += blocks
         try:
             ticket = self.source.tier.write([block.key for block in blocks], views)
         except BaseException:
@@ -356,6 +366,7 @@ class Demoter:
             self.source.counters.failed_demotions += len(blocks)
             raise
         self._writes[ticket] = dict(enumerate(blocks))
+        del self._unsure[-len(blocks) :]
         self._writing.update((block.key, block) for block in blocks)
 
 

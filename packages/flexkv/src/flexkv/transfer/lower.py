@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flexkv.changes import Change, Medium
 from flexkv.eviction import RequestContext
@@ -18,10 +19,11 @@ from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
 from flexkv.index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
+from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.slot_reclaimer import SlotReclaimer
-from flexkv.transfer.sources import sources_of
+from flexkv.transfer.sources import Source, sources_of
 from flexkv.transfer.uses import UseLog
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class LowerTiers:
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
         self._uses = UseLog(index, self._indexed, on_hit)
+        self._drains_since: float | None = None
+        self._kept: dict[Source, _Kept] = {}
 
     def __bool__(self) -> bool:
         """Whether there is a tier."""
@@ -99,6 +103,8 @@ class LowerTiers:
         figures = []
         for source, demoter in zip(self._sources, self._demoters, strict=True):
             own, waiting = source.tier.figures, demoter.waiting_blocks
+            if source.left_out:
+                own = replace(own, reads=_as_open(own.reads), writes=_as_open(own.writes))
             queued = replace(
                 own,
                 queued_blocks=own.queued_blocks + waiting,
@@ -200,6 +206,9 @@ class LowerTiers:
             self._promote(keys, place)
         reads = self.fetcher.reads
         for source, demoter in zip(self._sources, self._demoters, strict=True):
+            if source.left_out:
+                self._try_to_rejoin(source)
+                continue
             for result in self._reclaimer.poll(demoter):
                 reads.take(source, result)
         self.fetcher.poll()
@@ -235,11 +244,35 @@ class LowerTiers:
             source.clear()
 
     def drain(self) -> bool:
-        """Have all tiers end what they do. Does not wait; returns whether all have, and nothing is
-        known of any of it."""
-        drained = [tier.drain() for tier in self.tiers]
-        if not all(drained):
+        """Have all tiers end what they do. A tier that has not done so when its calls count as hung
+        is left out until it has, and may use `kept` until then. Does not wait.
+
+        Returns:
+            Whether all tiers have ended or are left out, and nothing is known of what they did. If
+            not, the caller calls again.
+        """
+        now = time.monotonic()
+        since = self._drains_since = self._drains_since or now
+        hung = [source for source in self._sources if not source.tier.drain()]
+        if any(not each.left_out and now - since <= each.stall_seconds for each in hung):
             return False
+        for source, demoter in zip(self._sources, self._demoters, strict=True):
+            if source not in hung:
+                self._kept.pop(source, None)
+            elif source not in self._kept:
+                self._kept[source] = _Kept(self.fetcher.reads.borrowed(source), demoter.borrowed)
+            if source in hung and not source.left_out:
+                logger.error(
+                    "FlexKV recovers from an error, and a call of the %s tier has not ended for "
+                    "%g s; FlexKV goes on without this tier until the call ends; check the device "
+                    "and the way to it",
+                    source.medium.value,
+                    now - since,
+                )
+            source.left_out = source in hung
+        for kept in self._kept.values():
+            self._index.discard(kept.read)
+        self._drains_since = None
         self.fetcher.forget()
         self._uses.clear()
         self._writeback.forget()
@@ -249,6 +282,13 @@ class LowerTiers:
         for source in self._sources:
             source.forget()
         return True
+
+    @property
+    def kept(self) -> tuple[list[Block], list[Block]]:
+        """The blocks whose memory tiers that are left out may still write to, and those whose
+        memory they may still read. Each tier has one lease of each of the latter."""
+        kept = self._kept.values()
+        return [b for each in kept for b in each.read], [b for each in kept for b in each.written]
 
     def close(self, flush_seconds: float) -> bool:
         """End all tiers at the same time; waits. Errors are logged, and no tier stays open because
@@ -276,11 +316,39 @@ class LowerTiers:
             source.counters.demoted_blocks += source.tier.figures.written_blocks - before
         return all(ended)
 
+    def _try_to_rejoin(self, source: Source) -> None:
+        """Use a tier again that was left out, if the call that hung has ended."""
+        if not source.tier.drain():
+            return
+        kept = self._kept.pop(source)
+        self._index.abandon(kept.read)
+        self._index.release_unused(kept.written)
+        source.forget()
+        source.left_out = False
+        logger.info("the %s tier works again", source.medium.value)
+
     def _promote(self, keys: Sequence[bytes], place: int) -> None:
         """Write blocks that the tier at `place` gave, or a faster one, to the tiers before it."""
         for demoter in self._on_store:
             if demoter.source.place < place:
                 demoter.offer(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Blocks of a tier that is left out, whose memory it may still use.
+
+    Attributes:
+        read: blocks that it may write to. They have a slot and cannot be found.
+        written: blocks that it may read. They are leased.
+    """
+
+    read: list[Block]
+    written: list[Block]
+
+
+def _as_open(circuits: Mapping[CircuitState, int]) -> Mapping[CircuitState, int]:
+    return {CircuitState.OPEN: sum(circuits.values())}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ the next tier that has the block reads it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Reads:
         self._read_of: dict[bytes, Read] = {}
         self._between: dict[Block, int] = {}
         self._delivered: dict[Read, None] = {}
+        self._unsure: dict[Source, list[Block]] = {}  # whether the tier has them is not known
 
     def __bool__(self) -> bool:
         """Whether a block has no result yet, or is between two tiers."""
@@ -100,6 +102,8 @@ class Reads:
                 tier is drained, because it may have begun to write to them.
         """
         keys = [block.key for block in blocks]
+        unsure = self._unsure.setdefault(source, [])
+        unsure += blocks
         with contextlib.ExitStack() as undo:
             undo.callback(self._index.discard, blocks)
             views = [self._slot_view(block.slot) for block in blocks]
@@ -107,6 +111,7 @@ class Reads:
             undo.pop_all()
         read = Read(source, ticket, dict(enumerate(blocks)), priority, time.monotonic())
         self._reads[source, ticket] = read
+        del unsure[-len(blocks) :]
         self._read_of.update(dict.fromkeys(keys, read))
 
     def of(self, key: bytes) -> Read | None:
@@ -214,9 +219,19 @@ class Reads:
             read.source.tier.cancel(read.ticket)
         self._read_of.clear()
 
+    def borrowed(self, source: Source) -> list[Block]:
+        """The blocks, each once, to whose memory a tier may still write."""
+        batches = [read.blocks.values() for (of, _), read in self._reads.items() if of is source]
+        unsure = self._unsure.get(source, [])
+        return list(dict.fromkeys(itertools.chain(*batches, unsure)))
+
     def forget(self) -> None:
-        """Forget all batches: the index has ended all writes, and no tier reads any more."""
-        for known in (self._reads, self._read_of, self._between, self._delivered):
+        """Forget all batches: the index ends all writes but those that the caller keeps, and no
+        result of these batches will be taken."""
+        for known in (
+            *(self._reads, self._read_of, self._between),
+            *(self._delivered, self._unsure),
+        ):
             known.clear()
 
     def _count(self, source: Source, outcome: Outcome) -> None:

@@ -33,6 +33,8 @@ class Source(abc.ABC):
         place: the position among the tiers; 0 for the fastest.
         stall_seconds: see `AttachedTier`.
         counters: counts of the blocks fetched from the tier and written to it.
+        left_out: whether the tier counts as empty and is not called, because a call of it has hung
+            since before the cache recovered from an error.
     """
 
     def __init__(self, tier: AnyTier, place: int, stall_seconds: float) -> None:
@@ -40,6 +42,7 @@ class Source(abc.ABC):
         self.place = place
         self.stall_seconds = stall_seconds
         self.counters = TierCounters()
+        self.left_out = False
 
     @property
     def medium(self) -> Medium:
@@ -88,10 +91,10 @@ class IndexedSource(Source):
 
     @property
     def busy(self) -> bool:
-        return self._indexed.has_news
+        return self._indexed.has_news and not self.left_out
 
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        return self._indexed.contains(keys)
+        return [False] * len(keys) if self.left_out else self._indexed.contains(keys)
 
     def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
         pass
@@ -130,7 +133,7 @@ class AskedSource(Source):
         return any(not question.late for question in self._questions.values())
 
     def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        now, readable = time.monotonic(), self._asked.readable
+        now, readable = time.monotonic(), self._asked.readable and not self.left_out
         return [self._look(key, now, readable) for key in keys]
 
     def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
