@@ -333,3 +333,42 @@ def test_an_error_before_any_line_loses_nothing(
             raise
         quiet = 0 if len(errors.hit) > before else quiet + 1
     assert len(errors.hit) > 100
+
+
+def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
+    make: Callable[..., Node], clock: Clock
+) -> None:
+    node = make(disk="write_through", remote="write_through")
+    cache, store = node.cache, node.store
+    (_, remote) = cache._below._sources
+    errors = LineErrors(CODE, lambda file, _: file.endswith(TABLES))
+    story = Story(node, errors)
+    quiet = 0
+    while quiet < 2:
+        before = len(errors.hit)
+        others = story.text(3)
+        store.fill({key: content(key) for key in names(others)})
+        store.hanging = {"get"}
+        fetch = cache.fetch(names(others), Priority.LOAD)
+        node.until(lambda: len(store.waiting) == 3)
+        cache.recover()
+        story.poll()
+        clock.skip(LONG + 1)
+        story.poll()
+        node.until(lambda: remote.left_out and not cache._recovering)
+        story.store(story.text(3))
+        cache.recover()
+        story.poll()
+        store.hanging = set()
+        store.release_running()
+        story.poll()
+        node.until(lambda: not remote.left_out)
+        assert fetch is not None
+        cache.end_fetch(fetch)
+        try:
+            story.rest()
+        except BaseException as error:
+            error.add_note(f"after errors before {errors.hit[before:]}")
+            raise
+        quiet = 0 if len(errors.hit) > before else quiet + 1
+    assert any(file.endswith("lower.py") for file, _ in errors.hit)
