@@ -13,8 +13,7 @@ OverflowError: 1,025 failures, 5 s apart, are an outage of 85 minutes."""
 
 _RETRY_SECONDS = 0.05
 _LONGEST_RETRY_SECONDS = 5.0
-"""The shortest and the longest pause of `Retried` between two tries; see `pause_after`. Not
-tuned."""
+"""The shortest and the longest pause between two tries; see `pause_after`. Not tuned."""
 
 
 def pause_after(failures: int, shortest: float, longest: float) -> float:
@@ -26,6 +25,36 @@ def pause_after(failures: int, shortest: float, longest: float) -> float:
         longest: the most seconds.
     """
     return min(shortest * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest)
+
+
+class Failures:
+    """The failures in a row of work that is tried again.
+
+    Attributes:
+        count: the failures since the last success.
+        text: of the last failure; empty after a success.
+    """
+
+    __slots__ = ("count", "text")
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Note a success."""
+        self.count, self.text = 0, ""
+
+    def note(self, error: Exception) -> bool:
+        """Note a failure. Returns whether to log it: the first in a row, and each with another text
+        than the failure before."""
+        before, self.text = self.text, str(error) or repr(error)
+        self.count += 1
+        return self.text != before
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next try."""
+        return pause_after(self.count, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS)
 
 
 class Retried:
@@ -99,11 +128,11 @@ class Retried:
         return self._closing and not self._at_close
 
     def _run(self) -> None:
-        failures, text = 0, ""
+        failures = Failures()
         while True:
             with self._work:
-                if failures and not self._closing:
-                    self._work.wait(pause_after(failures, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS))
+                if failures.count and not self._closing:
+                    self._work.wait(failures.pause)
                 while not (self._wanted or self._closing):
                     self._work.wait()
                 if not self._wanted or self._gives_up:
@@ -111,12 +140,11 @@ class Retried:
                 self._wanted, last = False, self._closing
             try:
                 self._do()
-                failures, text = 0, ""
+                failures.end()
             except Exception as error:  # noqa: BLE001
                 # Whatever it is: the work would never be done.
-                failures += 1
-                self._wanted = not last and failures < self._most_tries
-                before, text = text, str(error) or repr(error)
-                if (text != before or last) and not self._gives_up:
-                    self._failed(text)
+                is_new = failures.note(error)
+                self._wanted = not last and failures.count < self._most_tries
+                if (is_new or last) and not self._gives_up:
+                    self._failed(failures.text)
             self._tried.set()

@@ -184,20 +184,20 @@ def _remove_in(above: int, path: str) -> Removal:
             reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
             raise OSError(errno.EEXIST, reason, path)
         names = os.listdir(folder.fd)
-        ours = [file for file in names if is_own(file) and is_regular(folder.fd, file)]
+        ours = [name for name in names if is_own(name) and is_regular(folder.fd, name)]
         alone = len(ours) == len(names)
-        name = os.path.basename(path)
-        if alone and REMOVED not in name:
+        base = os.path.basename(path)
+        if alone and REMOVED not in base:
             # An engine that starts meanwhile can create the folder again at once.
-            away = f"{name}{REMOVED}{secrets.token_hex(4)}"
-            os.rename(name, away, src_dir_fd=above, dst_dir_fd=above)
-            name = away
+            away = f"{base}{REMOVED}{secrets.token_hex(4)}"
+            os.rename(base, away, src_dir_fd=above, dst_dir_fd=above)
+            base = away
         # The table goes second to last, before the lock. A folder without a table is not FlexKV's,
         # so an interrupted removal would leave the slabs for ever.
-        for file in sorted(ours, key=lambda file: (file == LOCK, file == TABLE)):
-            os.unlink(file, dir_fd=folder.fd)
+        for name in sorted(ours, key=lambda name: (name == LOCK, name == TABLE)):
+            os.unlink(name, dir_fd=folder.fd)
         if alone:
-            os.rmdir(name, dir_fd=above)
+            os.rmdir(base, dir_fd=above)
     finally:
         folder.release()
     return Removal.REMOVED if alone else Removal.FOREIGN_FILES

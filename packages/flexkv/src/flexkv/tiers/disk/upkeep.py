@@ -17,18 +17,13 @@ from collections.abc import Callable
 
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.store import DiskStore
-from flexkv.tiers.retries import pause_after
+from flexkv.tiers.retries import Failures
 
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 1.0
 """Seconds between two saves of the counters, each a write of a few hundred bytes. A kill loses the
 counts since the last save. Not tuned."""
-
-_RETRY_SECONDS = 0.05
-_LONGEST_RETRY_SECONDS = 5.0
-"""The shortest and the longest pause after a failure of a reset or a save; see `pause_after`. Not
-tuned."""
 
 
 class _Task:
@@ -37,7 +32,7 @@ class _Task:
     Args:
         action: does the task; waits for the disk.
         pause: seconds between a success and the next run.
-        failure: log line of the first failure in a row.
+        failure: log line of a failure; see `Failures.note`.
 
     Attributes:
         wanted: whether the task has to run.
@@ -52,7 +47,7 @@ class _Task:
         self._action = action
         self._pause = pause
         self._failure = failure
-        self._failures = 0
+        self._failures = Failures()
 
     def is_due(self, now: float) -> bool:
         return self.wanted and self.due <= now
@@ -66,14 +61,13 @@ class _Task:
         except Exception as error:  # noqa: BLE001
             # Whatever it is: the thread has more to do, and this would never be done.
             self.wanted = not last
-            self._failures += 1
-            retry = pause_after(self._failures, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS)
-            self.due = time.monotonic() + retry
-            if self._failures == 1 or last:
+            is_new = self._failures.note(error)
+            self.due = time.monotonic() + self._failures.pause
+            if is_new or last:
                 with contextlib.suppress(Exception):  # there may be no memory for it either
                     logger.error(self._failure, path, error)
         else:
-            self._failures = 0
+            self._failures.end()
             self.due = time.monotonic() + self._pause
         self.running = False
 
