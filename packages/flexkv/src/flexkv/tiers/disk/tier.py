@@ -50,7 +50,8 @@ class DiskTier:
 
     @property
     def has_news(self) -> bool:
-        return any(opening.drive is not None for opening in self.connecting)
+        connecting = self.connecting
+        return bool(connecting) and any(each.drive is not None for each in connecting)
 
     @property
     def figures(self) -> TierFigures:
