@@ -237,6 +237,26 @@ def test_a_directory_that_answers_after_the_end_is_free_for_others(
     claim(str(late), FINGERPRINT, False).release()
 
 
+def test_a_drive_that_opens_after_the_end_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, answers = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        begun.set()
+        assert answers.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(opening, "save_identity", hang)
+    monkeypatch.setattr(opening, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(disk, "OPEN_SECONDS", 0.2)
+    with opened(tmp_path, slots=SLOTS) as client:
+        (late,) = client.tier.connecting
+        assert begun.wait(PATIENCE_SECONDS)
+    answers.set()
+    assert late._opening.close(PATIENCE_SECONDS)
+    claim(str(tmp_path), FINGERPRINT, False).release()
+
+
 def test_a_drive_that_is_open_and_not_used_yet_is_closed_and_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

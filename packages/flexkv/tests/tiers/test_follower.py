@@ -21,6 +21,7 @@ from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.follower import FollowerTier
 from flexkv.tiers.disk.table import record_offset
 from flexkv.tiers.job import Outcome, Priority
+from packages.flexkv.tests.cli.hung_mount import hung
 
 PATIENCE = 60.0
 
@@ -278,3 +279,19 @@ def test_a_folder_of_another_user_is_refused(
             os.chown(path, 54321, -1)
         with pytest.raises(PermissionError, match="another user"):
             FollowedFolder(str(path), SLOT, follower.OsFiles())
+
+
+def test_a_folder_that_hangs_holds_up_one_lookup_for_the_time_of_a_read(tmp_path: Path) -> None:
+    """Other callers, such as a reset, wait for the lookup."""
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    bad.mkdir()
+    keys = names(4)
+    tier = FollowerTier([str(good), str(bad)], FINGERPRINT, SLOT, stall_seconds=0.2)
+    with opened(good) as owner:
+        owner.write(keys[:2])
+        with hung(bad):
+            until(lambda: tier.contains(keys) == [True, True, False, False])
+            owner.write(keys)
+            assert tier.contains(keys) == [True, True, False, False], "the look has not ended"
+        until(lambda: tier.contains(keys) == [True] * 4)
+        assert tier.close()

@@ -54,7 +54,7 @@ class FollowedFolder:
     def drop(self, record: Record) -> None:
         """Do not find the block of `record` again until its part of the table changes."""
         if self._records.get(record.key) is record:
-            del self._records[record.key]
+            self._records.pop(record.key, None)  # a look may have removed it
 
     def look(self) -> bool:
         """Bring the copy of the table up to date.

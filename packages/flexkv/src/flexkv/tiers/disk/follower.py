@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -61,6 +62,8 @@ class FollowerTier:
         self._folders: dict[str, FollowedFolder] = {}
         self._refused: set[str] = set()
         self._next_look = 0.0
+        self._looked: threading.Event | None = None  # set when the look under way has ended
+        self._gone: set[str] = set()
         self._tickets = itertools.count(1)
         self._jobs: dict[Job, tuple[int, int, FollowedFolder, Record]] = {}
         self._results: list[BlockResult] = []
@@ -69,7 +72,7 @@ class FollowerTier:
 
     @property
     def figures(self) -> TierFigures:
-        blocks = sum(map(len, self._folders.values()))
+        blocks = sum(map(len, list(self._folders.values())))
         waiting = self._link.queued_bytes
         return TierFigures(blocks, blocks, 0, 0, len(self._jobs), waiting, {}, {}, 0, self._traffic)
 
@@ -77,8 +80,7 @@ class FollowerTier:
         if self._link.stalled:
             return [False] * len(keys)
         found = [self._find(key) is not None for key in keys]
-        if not all(found) and time.monotonic() >= self._next_look:
-            self._look()
+        if not all(found) and time.monotonic() >= self._next_look and self._look():
             found = [self._find(key) is not None for key in keys]
         return found
 
@@ -115,6 +117,8 @@ class FollowerTier:
     def poll(self) -> list[BlockResult]:
         self._link.note_hung()
         for job in self._link.poll():
+            if job not in self._jobs:  # a look
+                continue
             ticket, position, folder, record = self._jobs.pop(job)
             (outcome,) = job.outcomes
             if outcome is Outcome.DONE:
@@ -135,27 +139,51 @@ class FollowerTier:
         return ended
 
     def _find(self, key: bytes) -> tuple[FollowedFolder, Record] | None:
-        for folder in self._folders.values():
+        for folder in list(self._folders.values()):  # a look may add one
             record = folder.find(key)
             if record is not None:
                 return folder, record
         return None
 
-    def _look(self) -> None:
-        """Bring the copies of all tables up to date, and open new folders."""
+    def _look(self) -> bool:
+        """Bring the copies of all tables up to date, and open new folders. A thread of the link
+        does that, because a mount may hang and others wait for the caller. Returns whether it has
+        ended within the time of a read."""
+        if self._looked is not None and not self._looked.is_set():
+            return False
+        looked = self._looked = threading.Event()
+
+        def look() -> list[Outcome]:
+            try:
+                self._look_at_all()
+            finally:
+                looked.set()
+            return [Outcome.DONE]
+
+        self._link.submit(Job(Priority.LOAD, 0, look))
+        ended = looked.wait(self._link.stall_seconds)
+        for path in self._gone if ended and not self._jobs else ():
+            self._folders.pop(path).close()
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        return ended
+
+    def _look_at_all(self) -> None:
+        gone = set()
         for root in self._roots:
             for number in range(directory.MAX_OWNERS):
                 path = directory.path_of(root, self._fingerprint, number)
                 # Numbers may have gaps: a folder is removed when its owner has ended.
-                if path in self._folders or os.path.isdir(path):
-                    self._look_at(path)
-        self._next_look = time.monotonic() + LOOK_SECONDS
+                is_there = path in self._folders or os.path.isdir(path)
+                if is_there and not self._look_at(path) and path in self._folders:
+                    gone.add(path)
+        self._gone = gone
 
-    def _look_at(self, path: str) -> None:
+    def _look_at(self, path: str) -> bool:
+        """Look at one folder. Returns False if it is gone or cannot be read."""
         try:
             if path not in self._folders:
                 self._folders[path] = FollowedFolder(path, self._slot_bytes, self._files)
-            there = self._folders[path].look()
+            return self._folders[path].look()
         except OSError as error:
             if path not in self._refused:
                 reason = reason_of(error)
@@ -166,9 +194,7 @@ class FollowerTier:
                     reason,
                 )
             self._refused.add(path)
-            there = False
-        if not there and path in self._folders and not self._jobs:
-            self._folders.pop(path).close()
+            return False
 
 
 def _read(folder: FollowedFolder, record: Record, buffer: memoryview) -> list[Outcome]:
