@@ -14,8 +14,8 @@ import torch
 from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
 from flexkv.adapter.guard import Edge
-from flexkv.settings import CacheConfig
 from flexkv.errors import ConfigError
+from flexkv.settings import CacheConfig
 from flexkv.tiers.blocking import BlockingTier
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores

@@ -14,11 +14,11 @@ pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
 from sessions import led
 
 from flexkv.adapter.lower_tiers import open_shared_tiers, open_tiers
-from flexkv.settings import CacheConfig
 from flexkv.errors import StoreSettingError
 from flexkv.host.arena import ArenaSpec
 from flexkv.host.session.store_states import read_states
 from flexkv.layout import BlockFormat
+from flexkv.settings import CacheConfig
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.remote import RemoteTier
 from packages.conftest import PATIENCE_SECONDS
