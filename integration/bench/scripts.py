@@ -24,6 +24,7 @@ STORE = _ROOT / "packages" / "flexkv" / "bench" / "store.py"
 RESET = _ROOT / "packages" / "flexkv" / "bench" / "reset.py"
 DISK_INDEX = _ROOT / "packages" / "flexkv" / "bench" / "disk_index.py"
 SCHEDULER_STEP = _ROOT / "packages" / "flexkv-vllm" / "bench" / "scheduler_step.py"
+STEP_CALLS = _ROOT / "packages" / "flexkv-vllm" / "bench" / "step_calls.py"
 FULL_ARENA = _ROOT / "packages" / "flexkv-vllm" / "bench" / "full_arena.py"
 SGLANG_CALLS = _ROOT / "packages" / "flexkv-sglang" / "bench" / "scheduler_calls.py"
 _SGLANG_GOALS = {
@@ -32,6 +33,17 @@ _SGLANG_GOALS = {
     "offload of new pages": Goal("<=", 10_000),
     "offload of known pages": Goal("<=", 1000),
     "a step's look-ahead, 64 requests wait": Goal("<=", 2000),
+}
+_CALL_GOALS = {
+    "an idle decoding step: calls": Goal("<=", 60),
+    "an idle decoding step: files": Goal("<=", 12),
+    "match of a host hit: calls": Goal("<=", 30),
+    "a request with a host hit: calls": Goal("<=", 800),
+    "a request with a disk hit: calls": Goal("<=", 1300),
+    "a host hit: keys cut": Goal("<=", 2),
+    "a disk hit: keys cut": Goal("<=", 2),
+    "a host hit: searches of the index before its load": Goal("<=", 2),
+    "a disk hit: searches of the index before its load": Goal("<=", 2),
 }
 _FULL_ARENA_GOALS = {
     "a decoding step with stores": Goal("<=", 100),
@@ -60,6 +72,7 @@ def script_rows() -> list[Row]:
             "decoding",
             Goal("<=", 20),
         ),
+        *_call_rows(report_of(STEP_CALLS)),
         *_full_arena_rows(report_of(FULL_ARENA)),
         *_sglang_rows(report_of(SGLANG_CALLS)),
     ]
@@ -95,6 +108,19 @@ def _copy_rows(report: list[dict[str, Any]]) -> list[Row]:
         )
         for row in report
         if row["name"] == "copy"
+    ]
+
+
+def _call_rows(report: list[dict[str, Any]]) -> list[Row]:
+    return [
+        Row(
+            what=f"FlexKV in vLLM's step: {row['name']}",
+            value=row["count"],
+            unit="",
+            goal=_CALL_GOALS.get(row["name"]),
+            detail=f"median of {row['repeats']}; see {STEP_CALLS.name}",
+        )
+        for row in report
     ]
 
 
