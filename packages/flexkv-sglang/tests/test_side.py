@@ -10,7 +10,7 @@ import pytest
 from sglang_requests import Request
 from sglang_world import Rank, hashes_of, same
 
-from flexkv.adapter.cost import Span
+from flexkv.adapter.cost import Span, StepTimer
 from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser
 from flexkv.figures.definitions import sample
 from flexkv_sglang.side import RankSide
@@ -339,7 +339,7 @@ def test_batches_are_timed_until_sglang_polls(
     rank = make_rank()
     told: list[object] = []
     monkeypatch.setattr(LoadChooser, "step_begins", lambda _, spans: told.append(spans) or 7)
-    monkeypatch.setattr(LoadChooser, "step_ended", lambda _, number: told.append(number))
+    monkeypatch.setattr(StepTimer, "ended", lambda _, number: told.append(number))
     rank.side.batch_begins([Span(0, 100)])
     rank.side.ended_offloads()
     rank.side.ended_offloads()

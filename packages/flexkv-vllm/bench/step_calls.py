@@ -30,6 +30,8 @@ _READ_SECONDS = 0.05
 """A disk has read a prompt by then, and a step of a real engine has not begun. Not tuned."""
 _STEP_SECONDS = 0.005
 """A step of a real engine; copies end meanwhile. Not tuned."""
+_FIGURES_SECONDS = 0.11
+"""A busy engine takes figures at most so often; then there are none until something happens."""
 _OURS = str(Path(__file__).parents[2])
 _CUTS = "BlockKeys.of"
 _ORDERS = "KVCache.load"
@@ -121,6 +123,7 @@ def _idle_step(world: World) -> CallCount:
     for _ in range(4):
         world.step()
         world.settle()
+        time.sleep(_FIGURES_SECONDS)
     count = CallCount()
     with count.counting():
         world.step()

@@ -187,7 +187,7 @@ class World(StagedWorkers):
     def _set_clock(self) -> None:
         """FlexKV sees steps take as long as their tokens do, and not as this machine does."""
         if self.side is not None:
-            self.side._loads._chooser._timer._clock = lambda: self.computed_seconds
+            self.side._loads._chooser.timer._clock = lambda: self.computed_seconds
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
@@ -313,8 +313,8 @@ class World(StagedWorkers):
         """Of requests that have ended nothing is known any more, on either side."""
         side = self.side
         assert side._requests.by_id == {}
-        assert side._loads._loads._unfinished == side._loads._loads._running == {}
-        assert side._stores._running == {}
+        assert side._loads.unfinished == side._loads._loads._running == {}
+        assert side._stores.under_way == {}
         assert side._orders == StepMetadata()
         for rank in self.ranks:
             rank.assert_at_rest()

@@ -189,7 +189,7 @@ def assert_adapter_at_rest(adapter: Any) -> None:
     side = adapter._worker
     assert adapter.get_finished(StepOrders()) == (None, None)
     assert side._loads == side._stores == side._releases == {}
-    assert not side._layerwise
+    assert not side._layerwise.running
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:

@@ -42,7 +42,7 @@ def test_stores_are_fenced_where_their_blocks_may_be_written_to(
     world.slow_down(random.Random(1), polls=(1_000_000, 1_000_000))
     world.add(random_prompt(random.Random(2), 4 * BLOCK_TOKENS + 1), max_tokens=40)
     world.step()
-    ((transfer_id, running),) = world.side._stores._running.items()
+    ((transfer_id, running),) = world.side._stores.under_way.items()
     orders = StepMetadata()
     given = others or [[max(running.engine_blocks)]]
     world.side._tables.follow(step_that_gives(*given), orders)

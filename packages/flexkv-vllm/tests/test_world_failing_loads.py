@@ -202,7 +202,7 @@ def test_a_store_counts_only_when_its_step_has_ended(
     world._run_workers(1)
     world.poll()
     assert world.cache.ready_blocks == 0
-    assert world.side._stores.under_way == 1
+    assert len(world.side._stores.under_way) == 1
     world.run()
     world.settle()
     assert world.cache.ready_blocks == 8

@@ -161,7 +161,7 @@ def test_a_store_is_done_before_its_blocks_are_written_to(
     request_id = world.add(prompt, max_tokens=30)
     other = world.add(random_prompt(rng, 20), max_tokens=1)
     world.step()
-    (store, *_) = world.side._stores._running.values()
+    (store, *_) = world.side._stores.under_way.values()
     assert store.reads_of(request_id)
     for act in way.split(", "):
         if act == "abort":

@@ -105,7 +105,7 @@ def test_overwritten_blocks_leave_those_of_others_in_their_store(make_world: Mak
     first, second = (random_prompt(rng, 4 * BLOCK_TOKENS + 1) for _ in range(2))
     torn, whole = world.add(first, max_tokens=1), world.add(second, max_tokens=1)
     world.step()
-    (store,) = world.side._stores._running.values()
+    (store,) = world.side._stores.under_way.values()
     assert store.reads_of(torn)
     assert store.reads_of(whole)
     table = next(run.engine_blocks for run in store.runs if run.request.request_id == torn)

@@ -216,7 +216,7 @@ def test_a_block_that_vllm_copies_another_to_is_not_stored(
     prompt = random_prompt(rng, 100)
     world.generate(prompt, max_tokens=1)
     (rank,) = world.ranks
-    (store,) = world.side._stores._running.values()
+    (store,) = world.side._stores.under_way.values()
     pool = world.scheduler.kv_cache_manager.block_pool.blocks
     free = min(store.engine_blocks)
     assert pool[free].ref_cnt == 0
@@ -340,7 +340,7 @@ def test_an_error_with_one_ended_copy_hides_no_other(
     for seed in (2, 3):
         world.add(random_prompt(random.Random(seed), 4 * BLOCK_TOKENS + 1), max_tokens=40)
         world.step()
-    stores, loads = world.side._stores._running, world.side._loads
+    stores, loads = world.side._stores.under_way, world.side._loads
     first, _ = stores
     ended = loads.ended
     ending = lambda each: broken() if each.id == first else ended(each)  # noqa: E731

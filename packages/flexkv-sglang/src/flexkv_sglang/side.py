@@ -263,7 +263,7 @@ class RankSide:
     def batch_begins(self, spans: Sequence[Span]) -> None:
         """Note that SGLang computes these parts of prompts next. The step counts as ended at the
         next call of `ended_offloads`; the caller ensures that it has ended by then."""
-        self._chooser.step_ended(0)
+        self._chooser.timer.ended(0)
         self._step = self._chooser.step_begins(spans)
 
     def start_batch(self, behind: Behind = contextlib.nullcontext) -> int:
@@ -347,7 +347,7 @@ class RankSide:
         Ranks that do not decide therefore count all."""
         with self._edge.guard("measuring a step", "its time is not measured"):
             step, self._step = self._step, 0
-            self._chooser.step_ended(step)
+            self._chooser.timer.ended(step)
         self._failed_polls = 0 if self._polled() else self._failed_polls + 1
         if self._failed_polls >= _FAILED_POLLS and self._gave_up():
             return len(self._pending)

@@ -84,6 +84,8 @@ class Adapter:
         self._loading: dict[str, list[int]] = {}
         self._suspects: dict[str, list[int]] = {}
         self._doubtful = self._by_request = False
+        # The orders of the running step, if no copy is under way and the step begins none.
+        self._idle: StepOrders | None = None
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
@@ -261,7 +263,7 @@ class Adapter:
     def take_stats(self) -> FlexKVStats | None:
         """The counts since the last call; None if there are none."""
         side = self._worker or self._scheduler
-        if side is not None and side.has_figures:
+        if side is not None and side.figures.active and side.has_figures:
             with self._edge.guard("counting", "the counts come later, or are lost"):
                 samples = side.figures.take()
                 return FlexKVStats(data=samples) if samples else None
@@ -281,6 +283,9 @@ class Adapter:
     def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._worker is not None and isinstance(metadata, StepOrders):
             self._follow_loads(metadata)
+            if self._worker.rests(metadata):
+                self._idle = metadata
+                return
             with self._edge.guard("starting loads", "they count as failed"):
                 self._worker.start_loads(metadata)
                 return
@@ -288,11 +293,13 @@ class Adapter:
 
     @answers(lambda self, _: self._doubt_step(), _DOUBT)
     def wait_for_layer(self, layer: str) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._idle is None:
             self._worker.wait_for_layer(layer)
 
     @answers(always(None), "the blocks are not cached")
     def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
+        if metadata is self._idle:
+            return
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("starting stores", "the blocks are not cached"):
                 self._worker.start_stores(metadata)
@@ -303,6 +310,11 @@ class Adapter:
     def get_finished(
         self, metadata: KVConnectorMetadata | None
     ) -> tuple[set[str] | None, set[str] | None]:
+        idle = self._idle
+        if self._worker is not None and idle is not None and metadata is idle:
+            self._worker.step_ended(idle)
+            return None, None
+        self._idle = None
         sent, received = self._finished(metadata)
         for request_id in received or ():
             self._suspects[request_id] = self._loading.pop(request_id, [])
@@ -325,10 +337,14 @@ class Adapter:
 
     @answers(lambda self: self._suspects.keys() - {_STEP}, _DOUBT)
     def take_failed_requests(self) -> set[str]:
-        return set() if self._worker is None else self._worker.take_failed_requests()
+        if self._worker is None or self._idle is not None:
+            return set()
+        return self._worker.take_failed_requests()
 
     @answers(always(None), "its end is seen later")
     def step_report(self, metadata: KVConnectorMetadata | None) -> WorkerReport | None:
+        if metadata is self._idle:
+            return None
         if self._worker is not None and isinstance(metadata, StepOrders):
             with self._edge.guard("reporting a step", "its end is not measured"):
                 report = self._worker.report(metadata)
@@ -340,13 +356,14 @@ class Adapter:
 
     @answers(lambda self: self._suspected_blocks(), _DOUBT)
     def take_bad_blocks(self) -> set[int]:
-        if self._worker is None:
+        if self._worker is None or (self._idle is not None and not self._doubtful):
             return set()
         bad_blocks = self._worker.take_bad_blocks()
         return bad_blocks | self._suspected_blocks() if self._doubtful else bad_blocks
 
     def _follow_loads(self, orders: StepOrders) -> None:
         """A step begins with these orders."""
+        self._idle = None
         self._doubtful = False
         self._suspects.clear()
         if orders.layerwise or orders.unfilled:

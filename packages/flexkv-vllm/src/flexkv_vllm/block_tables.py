@@ -91,8 +91,7 @@ class BlockTables:
             self._stores.fence_all(orders)
         if written and self._stores.under_way:
             self._stores.fence(written, orders)
-        overwritten = overwritten_blocks(output)
-        if overwritten and self._stores.under_way:
+        if self._stores.under_way and (overwritten := overwritten_blocks(output)):
             self._stores.discard(overwritten)
 
     @staticmethod

@@ -128,11 +128,6 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
     ) -> dict[Any, int]:
         return self._adapter.hit_sources(request, num_external_tokens)
 
-    # Both sides.
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._adapter.take_stats()
-
     # In the processes that log and serve metrics, without an instance.
 
     @classmethod

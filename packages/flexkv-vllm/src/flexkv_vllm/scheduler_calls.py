@@ -12,6 +12,7 @@ from flexkv_vllm.weights import WeightWatch
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -51,6 +52,11 @@ class SchedulerCalls:
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._adapter.finished(request, [block_ids]), None
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._adapter.take_stats()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._adapter.take_events()

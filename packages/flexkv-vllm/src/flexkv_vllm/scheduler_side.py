@@ -50,6 +50,7 @@ class SchedulerSide:
 
     Attributes:
         figures: figures of the cache.
+        tells_events: whether anybody listens to `take_events`.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class SchedulerSide:
         events: BlockEvents | None = None,
         uses: StepUses | None = None,
     ) -> None:
+        self.tells_events = events is not None
         self._engine = engine
         self._cache = engine.cache
+        self._chooser = chooser
         self._groups = engine.groups
         self._keys = engine.keys
         self._events = events
@@ -168,7 +171,8 @@ class SchedulerSide:
         """A step has ended, after `distrust`; the workers may have reports about it."""
         if report is not None:
             self._stores.step_ended(report.proves)
-        self._loads.step_ended(report)
+            self._chooser.loaded(report.load_rate)
+        self._chooser.timer.ended(0 if report is None else report.number)
         self._poll()
 
     def build_orders(self, output: SchedulerOutput) -> StepMetadata:
@@ -177,15 +181,19 @@ class SchedulerSide:
         self._idle_steps.note(bool(requests))
         self._poll()
         self._tables.follow(output, self._orders)
-        self._loads.continue_all(self._orders)
+        if self._loads.unfinished:
+            self._loads.continue_all(self._orders)
         if self._uses is not None:
             self._uses.order(output, self._orders)
-        states = self._tables.states_after(output)
+        states = {} if self._groups.plain else self._tables.states_after(output)
         computed = output.total_num_scheduled_tokens
         if self._fills.step(scheduled, computed, states, requests, self._orders):
             self.figures.note_activity()
         guesses = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        self._orders.number = self._loads.step_begins(scheduled, computed, guesses, requests)
+        self._loads.running_requests = len(scheduled)
+        # Where all requests decode, there is no prompt to measure.
+        if computed > len(scheduled) + guesses:
+            self._orders.number = self._loads.step_begins(scheduled, requests)
         return self.take_orders(output)
 
     def lose_track(self) -> None:
@@ -202,11 +210,12 @@ class SchedulerSide:
         """The orders collected for this step so far; those of the next step begin with none. A
         second call for a step, after an error, returns the same."""
         if self._taken is None or self._taken[0] is not output:
-            self._loads.step_is_complete()
+            self._loads.half_loaded.clear()  # the next step begins after the end of this one
             self._tables.begun.clear()
             self._orders.proves = self._stores.step_is_complete()
             self._orders.has_forward = output.total_num_scheduled_tokens > 0
-            self._ordered |= self._orders.transfer_ids
+            if self._orders.stores or self._orders.loads or self._orders.layerwise:
+                self._ordered |= self._orders.transfer_ids
             self._taken, self._orders = (output, self._orders), StepMetadata()
         return self._taken[1]
 
@@ -270,11 +279,6 @@ class SchedulerSide:
         """Whether to take the figures now."""
         return self.figures.is_due(bool(self._requests.by_id))
 
-    @property
-    def tells_events(self) -> bool:
-        """Whether anybody listens to `take_events`."""
-        return self._events is not None
-
     def take_events(self) -> list[KVCacheEvent]:
         """The events for vLLM's subscribers."""
         return [] if self._events is None else self._events.take()
@@ -298,12 +302,12 @@ class SchedulerSide:
         logger.info("FlexKV ends: %s", text or "never used")
 
     def _poll(self) -> None:
-        if not self._engine.busy:
+        if not (self._engine.ended or self._cache.busy):
             return
         with self._engine.edge.guard(_POLLING, "copies that ended are seen later"):
             self.figures.note_activity()
             if self._lost_some:
-                running = {*self._stores.running, *self._loads.running, *self._ordered}
+                running = {*self._stores.under_way, *self._loads.running, *self._ordered}
                 self._engine.end_lost(self._ordered | self._orders.transfer_ids, running)
                 self._lost_some = False
             for transfer in self._engine.take_ended():

@@ -108,6 +108,7 @@ class KVCache:
         self._off = self._stopped = self._recovering = False
         self._device = DeviceLink(arena.board, self.meter)
         self._below = LowerTiers(self._index, arena.slot_view, tiers, self.meter)
+        self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
     @property
@@ -170,7 +171,7 @@ class KVCache:
     @property
     def has_lower_tiers(self) -> bool:
         """Whether there is a lower tier."""
-        return bool(self._below)
+        return self._has_tiers
 
     @property
     def must_ask(self) -> bool:
@@ -191,8 +192,10 @@ class KVCache:
     @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
-        under_way = self._recovering or self._device or self._index.stale_blocks
-        return bool(under_way) or self._below.busy
+        # An engine asks this twice a step: without a tier, no call is needed.
+        if self._device.unreported or self._index.stale_blocks or self._uses or self._recovering:
+            return True
+        return self._has_tiers and self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of blocks that can be loaded, from the first key on. No side effect."""
@@ -203,7 +206,7 @@ class KVCache:
         if self._off:
             return [Presence.ABSENT] * len(keys)
         there = self._index.present(keys)
-        if not self._below or self._recovering:
+        if not self._has_tiers or self._recovering:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
         below = iter(self._below.look(absent) if absent else ())
@@ -277,7 +280,7 @@ class KVCache:
             The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
             lower tier has a block to add.
         """
-        if self._off or self._recovering or not self._below:
+        if self._off or self._recovering or not self._has_tiers:
             return None
         return self._below.fetcher.begin(keys, priority)
 

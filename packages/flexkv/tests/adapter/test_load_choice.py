@@ -179,7 +179,7 @@ def test_a_step_counts_from_the_end_of_the_one_before(chooser: LoadChooser, cloc
     assert 0 not in numbers
     for number in numbers:
         clock.now += 0.05
-        chooser.step_ended(number)
+        chooser.timer.ended(number)
     # The second one waited for the first; counted from its beginning it would have taken 0.1 s.
     assert chooser._prefill.seconds(SPAN) == pytest.approx(0.05)
 
@@ -187,7 +187,7 @@ def test_a_step_counts_from_the_end_of_the_one_before(chooser: LoadChooser, cloc
 def test_steps_that_are_never_reported_are_forgotten(chooser: LoadChooser) -> None:
     for _ in range(1000):
         chooser.step_begins([SPAN])
-    assert len(chooser._timer._steps) <= 64
+    assert len(chooser.timer._steps) <= 64
 
 
 def test_steps_that_compute_no_prompt_are_not_reported(chooser: LoadChooser) -> None:
@@ -375,7 +375,7 @@ def runs(chooser: LoadChooser, clock: Clock, seconds: float, spans: list[Span]) 
     for _ in range(4):
         number = chooser.step_begins(spans)
         clock.now += seconds
-        chooser.step_ended(number)
+        chooser.timer.ended(number)
 
 
 def saturated(clock: Clock, mode: LoadMode = LoadMode.ASYNC, **settings: bool) -> LoadChooser:

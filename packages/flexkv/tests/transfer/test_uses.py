@@ -53,7 +53,7 @@ def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
     log.note(keys[:2], UNKNOWN_REQUEST)
     log.count()
     assert order(index)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
-    while log:
+    while log.waiting:
         log.count()
     assert order(index) == [keys[-1], *reversed(keys[2:-1]), keys[1], keys[0]]
 
@@ -86,7 +86,7 @@ def test_a_cleared_log_counts_nothing() -> None:
     log = UseLog(index, (), ())
     log.note(keys, None)
     log.clear()
-    assert not log
+    assert not log.waiting
     log.count()
     assert order(index) == keys
 
@@ -109,13 +109,13 @@ def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() 
     log = UseLog(index, (), demoters)
     log.note(keys, None)
     log.note(names(9, "other"), UNKNOWN_REQUEST)
-    while log:
+    while log.waiting:
         log.count()
     assert empty.tasks == []
     log.note(keys, UNKNOWN_REQUEST)
     log.count()
     assert empty.tasks == []
-    while log:
+    while log.waiting:
         log.count()
     for demoter in demoters:
         demoter.write_waiting(all_blocks=True)

@@ -185,7 +185,7 @@ def knows_used_blocks() -> bool:
 def blocks_beside_requests(output: SchedulerOutput) -> list[int]:
     """Blocks that a step uses before its forward pass: zeroed ones, and those that vLLM copies to
     others (from 0.31 on) or that hold copies."""
-    used = list(overwritten_blocks(output) or ())
+    used = list(getattr(output, "new_block_ids_to_zero", None) or ())
     for copy in getattr(output, "kv_cache_block_copies", None) or ():
         used += copy
     return used

@@ -81,8 +81,6 @@ class PrefillPace:
 
     def observe(self, spans: Sequence[Span], seconds: float) -> None:
         """Take a measurement: a step that computed `spans`, and little else, took `seconds`."""
-        if not spans:
-            return
         tokens = sum(span.tokens for span in spans)
         if tokens <= 0 or seconds <= 0:
             return
@@ -163,7 +161,8 @@ class StepTimer:
         now = self._clock()
         begun, spans = self._steps.pop(number, (now, ()))
         seconds = now - max(begun, self._last_end)
-        self._pace.observe(spans, seconds)
+        if spans:
+            self._pace.observe(spans, seconds)
         self._recent.append(seconds)
         self._last_end = now
 

@@ -30,6 +30,7 @@ class EngineCache:
         keys: makes the keys of blocks.
         edge: ends, counts and logs errors of single requests.
         describe: describes blocks for events; None if the engine emits no events.
+        ended: transfers that `take_ended` will yield, besides those that the cache finds.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
     """
 
@@ -40,21 +41,16 @@ class EngineCache:
     edge: Edge
     describe: Describe | None = None
     recorder: Recorder | None = None
-    _ended: deque[Transfer] = field(default_factory=deque, init=False, repr=False)
-
-    @property
-    def busy(self) -> bool:
-        """Whether `take_ended` may find anything."""
-        return bool(self._ended) or self.cache.busy
+    ended: deque[Transfer] = field(default_factory=deque, init=False, repr=False)
 
     def take_ended(self) -> Iterator[Transfer]:
         """Poll the cache, and yield the loads and stores that have ended. The next call yields
         those again that the caller has not handled because of an error, behind all others."""
-        self._ended.extend(self.cache.poll())
-        while self._ended:
-            self._ended.rotate(-1)
-            yield self._ended[-1]
-            self._ended.pop()
+        self.ended.extend(self.cache.poll())
+        while self.ended:
+            self.ended.rotate(-1)
+            yield self.ended[-1]
+            self.ended.pop()
 
     def end_lost(self, ordered: AbstractSet[int], running: AbstractSet[int]) -> None:
         """After an error: cancel the transfers that no worker will copy, and let `take_ended` yield
@@ -67,8 +63,8 @@ class EngineCache:
         for transfer in self.cache.transfers:
             if transfer.id not in ordered:
                 self.cache.cancel(transfer)
-        known = {each.id for each in (*self.cache.transfers, *self._ended)}
-        self._ended.extend(
+        known = {each.id for each in (*self.cache.transfers, *self.ended)}
+        self.ended.extend(
             Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED)
             for transfer_id in sorted(running - known)
         )

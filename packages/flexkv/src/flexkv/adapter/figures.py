@@ -46,6 +46,9 @@ class CopyFigures:
         edge: of the process.
         copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
         bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
+
+    Attributes:
+        load_rate: what `take_load_rate` will return.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class CopyFigures:
         self._begun: dict[int, tuple[Direction, int]] = {}
         self._meter, self._reader = Meter(), Reader()
         self._new = False
-        self._load_rate = 0.0
+        self.load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
         """Note that the mover has accepted a copy of `size` bytes."""
@@ -85,11 +88,11 @@ class CopyFigures:
 
     def measured(self, size: int, seconds: float) -> None:
         """Take a load of `size` bytes in `seconds` as a measurement of the link."""
-        self._load_rate = max(self._load_rate, size / seconds)
+        self.load_rate = max(self.load_rate, size / seconds)
 
     def take_load_rate(self) -> float:
         """Bytes per second of the fastest load that has ended since the last call; 0 if none."""
-        rate, self._load_rate = self._load_rate, 0.0
+        rate, self.load_rate = self.load_rate, 0.0
         return rate
 
     def begin_counting(self) -> None:

@@ -108,7 +108,8 @@ class StepStores:
         with self._edge.guard("finding full blocks", consequence, loses=False):
             size, several = self._keys.hash_tokens, computed > len(scheduled)
             filled = self._calendar.take(scheduled, requests, size, several)
-            self.stores.add_filled(filled, batch)
+            if filled:
+                self.stores.add_filled(filled, batch)
         if not self._plain:
             for request_id, offers in states.items():
                 if request_id in requests:

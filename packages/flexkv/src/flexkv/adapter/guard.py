@@ -33,13 +33,14 @@ class Edge:
         after_error: called after each error that may have lost something; must not raise.
     """
 
-    __slots__ = ("_in_a_row", "after_error", "failures", "given_up")
+    __slots__ = ("_guards", "_in_a_row", "after_error", "failures", "given_up")
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
         self.given_up: dict[str, None] = {}
         self.after_error: Callable[[], None] | None = None
         self._in_a_row: Counter[str] = Counter()
+        self._guards: dict[tuple[str, str, bool], Guard] = {}  # a step enters many
 
     def guard(self, place: str, consequence: str, *, loses: bool = True) -> Guard:
         """Swallow, count and log what the block raises. `KeyboardInterrupt` and the like pass.
@@ -49,7 +50,11 @@ class Edge:
             consequence: what follows an error, for the log.
             loses: whether an error may lose a lease or a copy; then `after_error` is called.
         """
-        return Guard(self, place, consequence, loses)
+        known = place, consequence, loses
+        guard = self._guards.get(known)
+        if guard is None:
+            guard = self._guards[known] = Guard(self, *known)
+        return guard
 
     def failed(
         self, place: str, consequence: str, error: BaseException, *, loses: bool = True
@@ -66,11 +71,6 @@ class Edge:
                 consequence,
                 exc_info=error,
             )
-
-    def succeeded(self, place: str) -> None:
-        """Record that a guarded block has ended without an error."""
-        if self._in_a_row:
-            self._in_a_row.pop(place, None)
 
     def lasts(self, place: str) -> bool:
         """Whether the last `LASTING` guarded blocks of this place have all failed."""
@@ -95,12 +95,14 @@ class Edge:
 
 
 class Guard:
-    """One guarded block; see `Edge.guard`."""
+    """A guarded block; see `Edge.guard`. Without state of its own, so that a block may be entered
+    again within itself."""
 
-    __slots__ = ("_consequence", "_edge", "_loses", "_place")
+    __slots__ = ("_consequence", "_edge", "_in_a_row", "_loses", "_place")
 
     def __init__(self, edge: Edge, place: str, consequence: str, loses: bool) -> None:
         self._edge = edge
+        self._in_a_row = edge._in_a_row
         self._place = place
         self._consequence = consequence
         self._loses = loses
@@ -115,7 +117,8 @@ class Guard:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
-            self._edge.succeeded(self._place)
+            if self._in_a_row:
+                self._in_a_row.pop(self._place, None)
             return False
         if not isinstance(error, Exception):
             return False

@@ -51,6 +51,8 @@ class LayerwiseLoads:
 
     Attributes:
         failed: transfer ids of failed loads.
+        running: the loads that have not ended.
+        bad_blocks: what `take_bad_blocks` will return.
     """
 
     def __init__(
@@ -62,17 +64,13 @@ class LayerwiseLoads:
         edge: Edge,
     ) -> None:
         self.failed: set[int] = set()
-        self._bad_blocks: set[int] = set()
+        self.bad_blocks: set[int] = set()
         self._copies = copies
         self._parts = parts
         self._work_so_far = work_so_far
         self._marks = marks
         self._edge = edge
-        self._running: list[LayerwiseLoad] = []
-
-    def __bool__(self) -> bool:
-        """Whether a load has not ended."""
-        return bool(self._running)
+        self.running: list[LayerwiseLoad] = []
 
     def start(self, orders: Sequence[CopyOrder], after: int) -> None:
         """Begin the loads of a step, behind `after` where the steps that they follow are not
@@ -81,7 +79,7 @@ class LayerwiseLoads:
             LayerwiseLoad(order, array("Q", order.engine_blocks), self._copies.offsets(order))
             for order in orders
         ]
-        self._running += loads
+        self.running += loads
         # The forward pass needs the first part of all loads before the second part of any.
         for number, planes in enumerate(self._parts.planes):
             for load in loads:
@@ -90,18 +88,18 @@ class LayerwiseLoads:
 
     def started(self) -> Iterable[int]:
         """Transfer ids of the loads that have begun and not ended."""
-        return (load.order.transfer_id for load in self._running)
+        return (load.order.transfer_id for load in self.running)
 
     def wait_for_layer(self, layer: str) -> None:
         """Make the forward pass wait until the blocks that `layer` reads are loaded."""
-        for load in self._running:
+        for load in self.running:
             self._follow(load, self._parts.last.get(layer, -1) + 1)
 
     def end(self) -> None:
         """Wait for the end of the step's loads. Failures must be reported with this step, and no
         copy may write to blocks that are recomputed."""
-        while self._running:
-            load = self._running[-1]
+        while self.running:
+            load = self.running[-1]
             for ticket in load.tickets:
                 status = self._copies.wait_for_end(ticket, "a load that the step computed on")
                 self._end_part(load, ticket, status)
@@ -109,22 +107,22 @@ class LayerwiseLoads:
                 self.fail(load.order)
             else:
                 self._copies.report(load.order, Status.DONE)
-            self._running.pop()
+            self.running.pop()
 
     def take_bad_blocks(self) -> set[int]:
         """The engine's blocks that failed loads were to fill, since the last call."""
-        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        bad_blocks, self.bad_blocks = self.bad_blocks, set()
         return bad_blocks
 
     def give_up(self) -> None:
         """Fail all loads, after `end` has failed and the mover has been closed."""
-        for load in self._running:
+        for load in self.running:
             self.fail(load.order)
-        self._running.clear()
+        self.running.clear()
 
     def fail(self, order: CopyOrder) -> None:
         """Fail a load, which may not have begun."""
-        self._bad_blocks.update(order.engine_blocks)
+        self.bad_blocks.update(order.engine_blocks)
         self.failed.add(order.transfer_id)
         self._copies.report(order, Status.FAILED)
 

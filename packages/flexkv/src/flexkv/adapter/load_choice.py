@@ -75,6 +75,9 @@ class LoadChooser:
         steps_behind: steps of the engine that pass between the order of an asynchronous load and
             the step that computes the request.
         clock: measures steps.
+
+    Attributes:
+        timer: takes the ends of steps.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class LoadChooser:
         self._steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
         self._prefill = PrefillPace()
         self._device = LinkPace()
-        self._timer = StepTimer(self._prefill, clock)
+        self.timer = StepTimer(self._prefill, clock)
         self._waits = WaitChooser(self._prefill, block_bytes)
 
     @property
@@ -111,11 +114,7 @@ class LoadChooser:
     def step_begins(self, spans: Sequence[Span]) -> int:
         """Note that a step begins which computes `spans` of prompts. Returns the number for its
         report, or 0 if no report is needed."""
-        return self._timer.begins(spans) if spans else 0
-
-    def step_ended(self, number: int) -> None:
-        """Note that a step has ended; `number` is that of its report, or 0."""
-        self._timer.ended(number)
+        return self.timer.begins(spans) if spans else 0
 
     def loaded(self, rate: float) -> None:
         """Take the rate of a rank's load, in bytes per second; 0 if the rank has loaded nothing."""
@@ -205,7 +204,7 @@ class LoadChooser:
         """
         if others == 0:
             return False
-        delay = self._steps_behind * self._timer.step_seconds
+        delay = self._steps_behind * self.timer.step_seconds
         return delay > max(computing * (1 + others), _MOST_DELAY_SECONDS)
 
     def _loading(self, blocks: int) -> float | None:

@@ -40,6 +40,11 @@ class Loads:
     Args:
         engine: the engine's cache.
         fetches: the fetches of its requests.
+
+    Attributes:
+        unfinished: requests of which `continue_all` may order further loads.
+        half_loaded: the engine's hashes of the blocks that the step being scheduled computes on
+            while they are loaded. The caller clears it once the step is scheduled.
     """
 
     def __init__(self, engine: EngineCache, fetches: Fetches) -> None:
@@ -48,9 +53,9 @@ class Loads:
         self._keys = engine.keys
         self._edge = engine.edge
         self._fetches = fetches
-        self._unfinished: dict[TrackedRequest, None] = {}
+        self.unfinished: dict[TrackedRequest, None] = {}
         self._running: dict[int, _Running] = {}
-        self._half_loaded: set[bytes] = set()
+        self.half_loaded: set[bytes] = set()
         self._pool: EnginePool | None = None
 
     def bind_pool(self, pool: EnginePool) -> None:
@@ -81,7 +86,7 @@ class Loads:
         loading = make(tracked, local_tokens, tokens)
         if not layerwise:
             tracked.loading = loading
-            self._unfinished[tracked] = None
+            self.unfinished[tracked] = None
             self._order_part(tracked, loading, orders)
             return
         complete = self._cache.lookup(loading.keys) == len(loading.keys)
@@ -98,7 +103,7 @@ class Loads:
         hashes = tracked.request.block_hashes
         # Rounded up: the load of a whole prompt also fills the block whose last token is computed.
         stop = -(-(local_tokens + tokens) // size)
-        self._half_loaded.update(hashes[local_tokens // size : stop])
+        self.half_loaded.update(hashes[local_tokens // size : stop])
         self.end(tracked)
 
     def shares_half_loaded(self, request: EngineRequest, local_tokens: int) -> bool:
@@ -108,18 +113,14 @@ class Loads:
         both requests continue, and the second may run before the first has computed the missing
         blocks.
         """
-        if not self._half_loaded:
+        if not self.half_loaded:
             return False
         known = request.block_hashes[: local_tokens // self._keys.hash_tokens]
-        return not self._half_loaded.isdisjoint(known)
-
-    def step_is_complete(self) -> None:
-        """The engine has scheduled the step; the next step begins after its end."""
-        self._half_loaded.clear()
+        return not self.half_loaded.isdisjoint(known)
 
     def continue_all(self, orders: StepOrders) -> None:
         """Order the fetched blocks of loads that were not ordered as a whole."""
-        for tracked in list(self._unfinished):
+        for tracked in list(self.unfinished):
             loading = tracked.loading
             if loading is None or tracked.id in orders.loads:
                 continue  # one part in a step
@@ -186,7 +187,7 @@ class Loads:
     def end(self, tracked: TrackedRequest) -> None:
         """Order no more loads for the request."""
         tracked.loading = None
-        self._unfinished.pop(tracked, None)
+        self.unfinished.pop(tracked, None)
         self._fetches.end(tracked)
 
     def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:

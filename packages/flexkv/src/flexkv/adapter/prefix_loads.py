@@ -14,7 +14,7 @@ from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.loading import Loads
 from flexkv.adapter.matching import Matcher
-from flexkv.adapter.orders import StepOrders, StepReport
+from flexkv.adapter.orders import StepOrders
 from flexkv.adapter.request import Match, TrackedRequest
 from flexkv.adapter.request_options import context_of
 from flexkv.transfer.copies import Transfer
@@ -28,6 +28,11 @@ class PrefixLoads:
         chooser: decides which hits are loaded, and how.
         figures: counts the queries and hits of requests.
         load_ahead: see `Fetches`.
+
+    Attributes:
+        unfinished: see `Loads`.
+        half_loaded: see `Loads`.
+        running_requests: how many requests compute in the last step; the caller sets it.
     """
 
     def __init__(
@@ -42,7 +47,9 @@ class PrefixLoads:
         self._matcher = Matcher(engine, self._fetches, chooser)
         self._loads = Loads(engine, self._fetches)
         self._recorder = engine.recorder
-        self._running = 0
+        self.unfinished = self._loads.unfinished
+        self.half_loaded = self._loads.half_loaded
+        self.running_requests = 0
 
     def bind_pool(self, pool: EnginePool) -> None:
         """Set the engine's own prefix cache; borrowed."""
@@ -171,44 +178,25 @@ class PrefixLoads:
         """Order further parts of loads, for the blocks that have arrived meanwhile."""
         self._loads.continue_all(orders)
 
-    def step_is_complete(self) -> None:
-        """Record that the engine has scheduled the step. The next step begins after its end."""
-        self._loads.step_is_complete()
-
     def step_begins(
-        self,
-        scheduled: Mapping[str, int],
-        computed: int,
-        guesses: int,
-        requests: Mapping[str, TrackedRequest],
+        self, scheduled: Mapping[str, int], requests: Mapping[str, TrackedRequest]
     ) -> int:
-        """Record a step that the engine sends to its workers.
+        """Record a step that the engine sends to its workers, and that computes prompts.
 
         Args:
             scheduled: tokens that the step computes, by request.
-            computed: the sum of these tokens.
-            guesses: how many of them speculative decoding guessed.
             requests: all tracked requests, by id.
 
         Returns:
             The number of the step's report; 0 if no report is wanted.
         """
-        self._running = len(scheduled)
         spans = []
-        # Where all requests decode there is no prompt to look for.
-        if computed > self._running + guesses:
-            for request_id, count in scheduled.items():
-                tracked = requests.get(request_id)
-                if tracked is not None:
-                    start = tracked.request.num_computed_tokens
-                    spans.append(Span(start, start + count))
+        for request_id, count in scheduled.items():
+            tracked = requests.get(request_id)
+            if tracked is not None:
+                start = tracked.request.num_computed_tokens
+                spans.append(Span(start, start + count))
         return self._chooser.step_begins(spans)
-
-    def step_ended(self, report: StepReport | None) -> None:
-        """Record the end of a step, with the workers' report if there is one."""
-        self._chooser.step_ended(0 if report is None else report.number)
-        if report is not None:
-            self._chooser.loaded(report.load_rate)
 
     def ended(self, transfer: Transfer) -> None:
         """Record the end of a transfer, which may be a load's."""
@@ -224,7 +212,7 @@ class PrefixLoads:
         if self._fetches.is_waiting(tracked):
             return False
         blocks = self._blocks(tokens)
-        return self._chooser.is_layerwise(blocks, self._running, tracked.options.load_mode)
+        return self._chooser.is_layerwise(blocks, self.running_requests, tracked.options.load_mode)
 
     def _blocks(self, tokens: int) -> int:
         """How many blocks of the first group hold `tokens` tokens."""

@@ -122,6 +122,9 @@ class Stores:
 
     Args:
         engine: the engine's cache.
+
+    Attributes:
+        under_way: the stores that have not ended, by id of their transfer.
     """
 
     def __init__(self, engine: EngineCache) -> None:
@@ -136,21 +139,11 @@ class Stores:
         self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
         is_alone = len(groups.members) == 1 and not self._keeps_windows
         self._add_filled = self._add_of_one if is_alone else self._add_of_groups
-        self._running: dict[int, _Running] = {}
+        self.under_way: dict[int, _Running] = {}
         self._step = 0
         self._held: deque[_Running] = deque()
         # Requests that began in a step that has not ended: loads of that step fill their blocks.
         self._begun: deque[tuple[int, Sequence[Sequence[int]]]] = deque()
-
-    @property
-    def under_way(self) -> int:
-        """Stores that have not ended."""
-        return len(self._running)
-
-    @property
-    def running(self) -> Iterable[int]:
-        """Ids of the transfers that have not ended."""
-        return self._running
 
     def first_fill(self, options: RequestOptions) -> int:
         """`next_fill` of a request whose blocks were not considered yet."""
@@ -197,7 +190,7 @@ class Stores:
 
     def ended(self, transfer: Transfer) -> None:
         """A transfer has ended; if it is no store, nothing happens."""
-        self._running.pop(transfer.id, None)
+        self.under_way.pop(transfer.id, None)
 
     def began(self, tracked: TrackedRequest) -> None:
         """The step that is being scheduled is the first to run a request with its blocks."""
@@ -207,7 +200,8 @@ class Stores:
         """The engine has scheduled a step, with all stores that were ordered since the last one.
         Returns the number of the step if its end must be reported, else 0."""
         self._step += 1
-        self.step_ended(self._step - UNREPORTED_STEPS)
+        if self._held or self._begun:
+            self.step_ended(self._step - UNREPORTED_STEPS)
         return self._step if self._held and self._held[-1].step == self._step else 0
 
     def step_ended(self, number: int) -> None:
@@ -251,19 +245,19 @@ class Stores:
         written = set(engine_blocks)
         orders.fences.extend(
             transfer_id
-            for transfer_id, running in self._running.items()
+            for transfer_id, running in self.under_way.items()
             if not running.engine_blocks.isdisjoint(written)
         )
 
     def fence_all(self, orders: StepOrders) -> None:
         """The engine may write to any block from this step on: fence all stores."""
-        orders.fences.extend(self._running)
+        orders.fences.extend(self.under_way)
 
     def discard(self, engine_blocks: Iterable[int]) -> None:
         """These blocks are overwritten before workers can wait for the stores that read them: the
         stores are discarded."""
         written = set(engine_blocks)
-        for running in self._running.values():
+        for running in self.under_way.values():
             if running.engine_blocks.isdisjoint(written):
                 continue
             torn = {
@@ -278,7 +272,7 @@ class Stores:
     def hold(self, request_id: str, orders: StepOrders) -> bool:
         """Whether stores still read the blocks of an ended request; workers then report their
         end."""
-        reading = [i for i, each in self._running.items() if each.reads_of(request_id)]
+        reading = [i for i, each in self.under_way.items() if each.reads_of(request_id)]
         if reading:
             orders.releases[request_id] = reading
         return bool(reading)
@@ -416,7 +410,7 @@ class Stores:
                 blocks = frozenset(engine_blocks)
                 running = _Running(transfer, stored, blocks, self._step + 1)
                 transfer.held = True
-                self._running[transfer.id] = running
+                self.under_way[transfer.id] = running
                 self._held.append(running)
                 orders.stores.append(order)
             except BaseException:

@@ -113,6 +113,31 @@ class WorkerSide:
         """As given."""
         return self._fails_by_request
 
+    def rests(self, orders: StepOrders) -> bool:
+        """Whether a step has nothing to do but to compute: its orders begin nothing, no copy is
+        under way, and the end of each is reported."""
+        return orders.has_forward and not (
+            orders.loads
+            or orders.stores
+            or orders.layerwise
+            or orders.releases
+            or orders.fences
+            or orders.failed_loads
+            or orders.unfilled
+            or orders.number
+            or orders.proves
+            or self._loads
+            or self._stores
+            or self._releases
+            or self._layerwise.running
+            or self._layerwise.bad_blocks
+            or self._bad_blocks
+            or self._failed_requests
+            or self._received
+            or self._released
+            or self.figures.load_rate
+        )
+
     @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
@@ -211,8 +236,7 @@ class WorkerSide:
         """Requests whose blocks no store reads any more, and requests whose loads have ended."""
         # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
         self._layerwise.end()
-        if orders.step and self._alone:
-            self._marks.step_ended(orders.step)
+        self.step_ended(orders)
         self._releases.update(orders.releases)
         if not orders.has_forward:
             # Up to 0.30 vLLM lets no stores begin in such a step.
@@ -224,6 +248,11 @@ class WorkerSide:
         received, self._received = self._received, set()
         return released, received
 
+    def step_ended(self, orders: StepOrders) -> None:
+        """The engine has queued all work of a step. `finished` does this, too."""
+        if orders.step and self._alone and self._work_so_far():
+            self._marks.step_ended(orders.step)
+
     def poll_later(self, orders: StepOrders) -> None:
         """After `finished` has failed: the next step reports this step's results, except for loads
         that the forward pass needed."""
@@ -232,7 +261,7 @@ class WorkerSide:
                 self._releases[request_id] = transfer_ids
         if not orders.has_forward:
             self.fail_stores(orders)
-        if self._layerwise:
+        if self._layerwise.running:
             # No copy may write to blocks that are recomputed.
             self.stop_copying()
             self._layerwise.give_up()

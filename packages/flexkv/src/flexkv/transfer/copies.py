@@ -66,6 +66,9 @@ class DeviceLink:
     Args:
         board: completion board of the arena; the caller's. No other object acquires its cells.
         meter: counts the seconds of transfers that succeed.
+
+    Attributes:
+        unreported: the number of transfers that `poll` has not returned.
     """
 
     def __init__(self, board: CompletionBoard, meter: Meter) -> None:
@@ -77,15 +80,12 @@ class DeviceLink:
         self._pending: dict[int, Transfer] = {}
         self._ending: deque[Transfer] = deque()
         self._ended: list[Transfer] = []
+        self.unreported = 0
         self._next_id = 1
 
     def __len__(self) -> int:
         """The number of transfers under way."""
         return len(self._pending)
-
-    def __bool__(self) -> bool:
-        """Whether `poll` may find or return anything."""
-        return bool(self._pending or self._ending or self._ended)
 
     @property
     def loading_blocks(self) -> int:
@@ -119,11 +119,13 @@ class DeviceLink:
         transfer = Transfer(self._next_id, direction, cell, blocks)
         self._next_id += 1
         self._pending[transfer.id] = transfer
+        self.unreported += 1
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
         """Take back a transfer that was never ordered."""
         del self._pending[transfer.id]
+        self.unreported -= 1
         self._board.give_back(transfer.cell)
 
     @property
@@ -164,4 +166,5 @@ class DeviceLink:
             self._ended.append(self._ending.popleft())
             finish(self._ended[-1])
         ended, self._ended = self._ended, []
+        self.unreported -= len(ended)
         return ended

@@ -42,6 +42,7 @@ class LowerTiers:
     Attributes:
         fetcher: brings blocks into the arena.
         tiers: the tiers, as given.
+        uses: counts uses of prefixes.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LowerTiers:
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
-        self._uses = UseLog(index, self._indexed, on_hit)
+        self.uses = UseLog(index, self._indexed, on_hit)
         self._drains_since: float | None = None
         self._kept: dict[Source, _Kept] = {}
 
@@ -88,10 +89,11 @@ class LowerTiers:
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
-        if not self._sources:
-            return bool(self._uses)
-        demotes = any(demoter.busy for demoter in self._demoters)
-        return bool(self._uses or self.fetcher.busy or demotes)
+        return bool(self.uses.waiting) or self.fetcher.busy or self._demotes
+
+    @property
+    def _demotes(self) -> bool:
+        return any(demoter.busy for demoter in self._demoters)
 
     def figures(self, slot_bytes: int) -> list[TierReading]:
         """The figures of each tier, and the counts of blocks fetched from it and written to it.
@@ -194,12 +196,12 @@ class LowerTiers:
 
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         """Note the use of a prefix; see `UseLog.note`."""
-        self._uses.note(keys, hit)
+        self.uses.note(keys, hit)
 
     def poll(self) -> None:
         """Take the results of all tiers, and begin what follows from them. Does not wait."""
         if not self._sources:
-            self._uses.count()
+            self.uses.count()
             return
         # Before the results: a tier may drop at once what is demoted here.
         for keys, place in self.fetcher.take_arrivals():
@@ -212,7 +214,7 @@ class LowerTiers:
             for result in self._reclaimer.poll(demoter):
                 reads.take(source, result)
         self.fetcher.poll()
-        self._uses.count()
+        self.uses.count()
         self._writeback.make_room()
         for demoter in self._demoters:
             for block in demoter.write_waiting():
@@ -235,7 +237,7 @@ class LowerTiers:
     def clear(self) -> None:
         """Clear all tiers and discard all reads and writes under way."""
         self.fetcher.clear()
-        self._uses.clear()
+        self.uses.clear()
         for demoter in self._demoters:
             for block in demoter.clear():
                 self._writeback.wrote(demoter, block)
@@ -274,7 +276,7 @@ class LowerTiers:
             self._index.discard(kept.read)
         self._drains_since = None
         self.fetcher.forget()
-        self._uses.clear()
+        self.uses.clear()
         self._writeback.forget()
         self._reclaimer.forget()
         for demoter in self._demoters:

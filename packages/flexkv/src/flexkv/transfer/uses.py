@@ -42,6 +42,9 @@ class UseLog:
         tiers: the tiers that count uses.
         demoters: the writers of the tiers that are offered each prefix that a request found, if
             they lack a block of it.
+
+    Attributes:
+        waiting: the uses of which a block is not counted yet.
     """
 
     def __init__(
@@ -50,12 +53,8 @@ class UseLog:
         self._index = index
         self._tiers = tiers
         self._demoters = demoters
-        self._uses: deque[_Use] = deque()
+        self.waiting: deque[_Use] = deque()
         self._backlog = 0
-
-    def __bool__(self) -> bool:
-        """Whether a block of a noted use is not counted yet."""
-        return bool(self._uses)
 
     def note(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         """Note the use of a prefix.
@@ -66,28 +65,28 @@ class UseLog:
                 prefix, or whose hit was noted before.
         """
         if keys:
-            self._uses.append(_Use(keys[:], len(keys), hit))
+            self.waiting.append(_Use(keys[:], len(keys), hit))
             self._backlog += len(keys)
 
     def count(self) -> None:
         """Count some of the noted blocks. The last block of a prefix is counted first, so that it
         is evicted first."""
         blocks = max(_BLOCKS, self._backlog // _BACKLOG_SHARE)
-        while self._uses and blocks > 0:
-            use = self._uses[0]
+        while self.waiting and blocks > 0:
+            use = self.waiting[0]
             stop, use.left = use.left, max(0, use.left - blocks)
             part = use.keys[use.left : stop]
             blocks -= len(part)
             self._backlog -= len(part)
             self._count_part(use, part)
             if use.left == 0:
-                self._uses.popleft()
+                self.waiting.popleft()
                 for demoter in use.lacking:
                     demoter.complete(use.keys)
 
     def clear(self) -> None:
         """Discard all noted uses, because the arena was cleared."""
-        self._uses.clear()
+        self.waiting.clear()
         self._backlog = 0
 
     def _count_part(self, use: _Use, part: Sequence[bytes]) -> None:
