@@ -331,7 +331,7 @@ class FaultModel(RuleBasedStateMachine):
                 self.asked.answer(ticket)
             self.poll()
             works = self.tasks or self.transfers or below.fetcher.reads or self.asked.questions
-            if not (works or below._uses or any(each.busy for each in below._demoters)):
+            if not (works or below.uses.waiting or any(each.busy for each in below._demoters)):
                 return
         raise AssertionError("something is under way for ever")
 

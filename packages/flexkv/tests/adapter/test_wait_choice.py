@@ -45,7 +45,7 @@ def fetch(
     made.begun = time.monotonic() - seconds
     made.arrived, made.stop = sum(came.values()), len(keys)
     for key, medium in zip(keys, media, strict=True):
-        made.expect(key, IndexedSource(MemoryTier(medium), 0, 1.0))
+        made.expect([key], IndexedSource(MemoryTier(medium), 0, 1.0))
     for key in keys[: made.arrived]:
         made.settle(key, made.sources[key])
     return made

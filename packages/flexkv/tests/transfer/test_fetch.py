@@ -16,7 +16,7 @@ def fetch() -> Fetch:
     """Two blocks from a disk, one from a store, and five that the store is asked for."""
     made = Fetch(KEYS, [None] * 3, stop=8, asking=Medium.OBJECTS)
     for key, source in zip(KEYS, (DISK, DISK, OBJECTS), strict=False):
-        made.expect(key, source)
+        made.expect([key], source)
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flexkv.changes import Medium
@@ -108,10 +109,10 @@ class Fetch:
         self.stop = min(self.stop, position)
         self.asking = None
 
-    def expect(self, key: bytes, source: Source) -> None:
-        """Record that a tier reads the block of `key`."""
-        self.sources[key] = source
-        self.expected[source.medium] = self.expected.get(source.medium, 0) + 1
+    def expect(self, keys: Sequence[bytes], source: Source) -> None:
+        """Record that a tier reads the blocks of `keys`."""
+        self.sources.update(dict.fromkeys(keys, source))
+        self.expected[source.medium] = self.expected.get(source.medium, 0) + len(keys)
 
     def settle(self, key: bytes, source: Source | None) -> None:
         """Record that the read of the block of `key` has ended.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from flexkv.changes import Medium
 from flexkv.figures.meter import Histogram
@@ -299,6 +300,7 @@ class Fetcher:
         questions: dict[Source, list[bytes]] = {}
         reach, now = 0, time.monotonic()
         hung: dict[Read, set[bytes]] = {}
+        absent = set(index.missing(wanted))
         for i, key in enumerate(wanted):
             read = reads.of(key)
             if read is not None:
@@ -308,7 +310,7 @@ class Fetcher:
                 if hangs and not self._leave(key, now):
                     break  # no other tier has it
             source = None
-            if key not in index:
+            if i in absent:
                 source = self._first_that_may(looks, i)
                 if source is None:
                     break
@@ -323,42 +325,76 @@ class Fetcher:
 
     def _fill(self, fetch: Fetch, plan: Sequence[Source | None]) -> None:
         """Lease the blocks that the arena has and read the others, until no slot is left."""
-        index = self._index
-        reads: dict[Source, list[Block]] = {}
-        joined: list[bytes] = []
+        index, priority, waiting = self._index, fetch.priority, self._waiting
         first = len(fetch.blocks)
         wanted = fetch.keys[first : first + len(plan)]
-        # All blocks that the arena has, so that it does not evict them for the others.
-        there = [index.lease([key]) for key in wanted]
-        for position, (key, source) in enumerate(zip(wanted, plan, strict=True), first):
-            found = there[position - first]
-            if found is None and key not in index:
-                before = fetch.keys[position - 1] if position else None
-                block = None if source is None else self._reserve(key, before, fetch.priority)
-                if source is None or block is None:
-                    break
-                reads.setdefault(source, []).append(block)
-            elif found is None:
+        absent = index.missing(wanted)
+        there: list[Block | None] = [None] * len(wanted)
+        if len(absent) < len(wanted):
+            # All blocks that the arena has, so that it does not evict them for the others.
+            for i in set(range(len(wanted))).difference(absent):
+                found = index.lease([wanted[i]])
+                there[i] = found[0] if found else None
+        stop = next((i for i in absent if plan[i] is None), len(wanted))
+        first_of = {wanted[i]: i for i in reversed(absent)}
+        absent = [i for i in absent if i < stop and first_of[wanted[i]] == i]
+        before = fetch.keys[first - 1 : first] if first else []
+        blocks = self._reserve(before, wanted, absent, priority)
+        if len(blocks) < len(absent):
+            stop = absent[len(blocks)]
+        index.release([block for block in there[stop:] if block is not None])
+        reserved, joined = {block.key: block for block in blocks}, []
+        reads: dict[Source, list[Block]] = {}
+        expected: dict[Source, list[bytes]] = {}
+        for i, key in enumerate(wanted[:stop]):
+            if there[i] is not None:
+                continue
+            waiting.setdefault(key, []).append((fetch, first + i))
+            block, source = reserved.pop(key, None), plan[i]
+            if block is None:
                 joined.append(key)
-            if found is None:
-                self._waiting.setdefault(key, []).append((fetch, position))
                 read = self._reads.of(key)
-                reader = source if read is None else read.source
-                if reader is not None:
-                    fetch.expect(key, reader)
-            fetch.blocks.append(found[0] if found else None)
-        unused = there[len(fetch.blocks) - first :]
-        index.release([found[0] for found in unused if found is not None])
-        self._reads.raise_priority(joined, fetch.priority)
-        for source, blocks in reads.items():
-            self._reads.begin(source, blocks, fetch.priority)
+                source = source if read is None else read.source
+            if source is not None:
+                expected.setdefault(source, []).append(key)
+                if block is not None:
+                    reads.setdefault(source, []).append(block)
+        fetch.blocks += there[:stop]
+        for source, keys in expected.items():
+            fetch.expect(keys, source)
+        self._reads.raise_priority(joined, priority)
+        for source, own in reads.items():
+            self._reads.begin(source, own, priority)
 
-    def _reserve(self, key: bytes, before: bytes | None, priority: Priority) -> Block | None:
-        """Reserve a slot; see `BlockIndex.reserve`."""
-        block = self._index.reserve(key, before)
-        while block is None and priority is Priority.LOAD and self._make_room():
-            block = self._index.reserve(key, before)
-        return block
+    def _reserve(
+        self,
+        before: Sequence[bytes],
+        keys: Sequence[bytes],
+        absent: Sequence[int],
+        priority: Priority,
+    ) -> list[Block]:
+        """Reserve slots for blocks without one, up to the first for which there is none.
+
+        Args:
+            before: the key of the block before them; empty if they begin a prefix.
+            keys: keys of blocks, each of which builds on the one before.
+            absent: positions in `keys` of the blocks without a slot, ascending.
+            priority: of the fetch. For a request that waits, blocks give up their slots.
+        """
+        index, shift = self._index, len(before)
+        chain = [*before, *keys]
+        begins = () if before else (0,)
+        blocks: list[Block] = []
+        while len(blocks) < len(absent):
+            left = absent[len(blocks) :]
+            more = index.reserve_all(chain, [shift + i for i in left], begins, True)
+            # Behind a block without a slot, another one that has its own may have been followed.
+            fit = sum(1 for _ in takewhile(_same, zip(more, (keys[i] for i in left), strict=False)))
+            index.abandon(more[fit:])
+            blocks += more[:fit]
+            if len(blocks) == len(absent) or priority is not Priority.LOAD or not self._make_room():
+                break
+        return blocks
 
     def _note_arrivals(self, fetch: Fetch, start: int) -> None:
         if len(self._sources) > 1 and fetch.arrived > start:
@@ -393,3 +429,8 @@ class Fetcher:
                 if self._leave(key, now):
                     continue
             fetch.cut(fetch.arrived)
+
+
+def _same(pair: tuple[Block, bytes]) -> bool:
+    """Whether a block has this key."""
+    return pair[0].key == pair[1]

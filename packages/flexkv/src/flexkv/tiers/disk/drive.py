@@ -197,7 +197,7 @@ class Drive:
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority
     ) -> list[Begun]:
         """Begin to read blocks that the index has."""
-        slots = [slot for key in keys if (slot := self.index.lease(key)) is not None]
+        slots = [slot for slot in self.index.lease_all(keys) if slot is not None]
         assert len(slots) == len(keys)
         runs = self._runs(slots, READ_RUN_BYTES)
         jobs = [

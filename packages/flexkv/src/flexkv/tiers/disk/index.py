@@ -207,6 +207,18 @@ class SlotIndex:
         self._uses[slot] = self._uses.get(slot, 0) + 1
         return slot
 
+    def lease_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """`lease` for each key."""
+        states, ready, uses = self._states, self._ready, self._uses
+        slots: list[int | None] = []
+        for slot in self._slots.get_all(keys):
+            if slot >= 0 and states[slot] == ready:
+                uses[slot] = uses.get(slot, 0) + 1
+                slots.append(slot)
+            else:
+                slots.append(None)
+        return slots
+
     def release(self, slot: int) -> None:
         """End one use of `slot`."""
         uses = self._uses[slot] - 1

@@ -107,15 +107,16 @@ class DiskTier:
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
         self.touch(keys)
         ticket = next(self._tickets)
-        readable = self._readable()
         wanted: dict[Drive, list[int]] = {}
-        for position, key in enumerate(keys):
-            drive = next((drive for drive in readable if key in drive.index), None)
-            if drive is None:
-                self._results.append(BlockResult(ticket, position, Outcome.MISSING))
-            else:
-                wanted.setdefault(drive, []).append(position)
+        left: Sequence[int] = range(len(keys))
+        for drive in self._readable():
+            has = drive.index.present([keys[i] for i in left])
+            wanted[drive] = list(itertools.compress(left, has))
+            left = [i for i, each in zip(left, has, strict=True) if not each]
+        self._results += [BlockResult(ticket, position, Outcome.MISSING) for position in left]
         for drive, positions in wanted.items():
+            if not positions:
+                continue
             begun = drive.read(
                 [keys[i] for i in positions], [buffers[i] for i in positions], priority
             )
