@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of all keys of an engine, which tells blocks of different weights apart."""
+"""The keys of an engine's blocks. Their end tells blocks of different weights apart."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
+
+from flexkv.packed_keys import PackedKeys, pack_keys
 
 _BYTES = 16
+
+_KEPT = 1 << 17
+"""The most keys that are kept, about 6 MB: those of some long prompts. Not tuned."""
+
+_LEAST = 64
+"""Fewer keys are sooner made than found. Not tuned."""
 
 
 class KeyEpoch:
@@ -22,6 +31,37 @@ class KeyEpoch:
         self.end = b""
         self.flushes = 0
         self.mixed = False
+        self._kept: dict[str, PackedKeys] = {}
+        self._kept_keys = 0
+
+    def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
+        """The keys of blocks.
+
+        Keys of prompts are kept: SGLang looks a request up in step after step, then loads its pages
+        or has them stored. A hash covers all pages before it. So of two parts of prompts whose last
+        hashes are equal, one is the end of the other.
+
+        Args:
+            hashes: SGLang's hashes in hex of consecutive pages, which cover prefix, tenant and
+                adapter.
+        """
+        count = len(hashes)
+        if count < _LEAST:
+            return pack_keys(hashes, self.end)
+        known = self._kept.get(hashes[-1])
+        if known is not None and len(known) >= count:
+            return known[len(known) - count :]
+        keys = pack_keys(hashes, self.end)
+        if count <= _KEPT:
+            self._forget(hashes[-1])
+            self._kept[hashes[-1]] = keys
+            self._kept_keys += count
+            while self._kept_keys > _KEPT:
+                self._forget(next(iter(self._kept)))
+        return keys
+
+    def _forget(self, last: str) -> None:
+        self._kept_keys -= len(self._kept.pop(last, ()))
 
     def flushed(self) -> bool:
         """Count a flush of SGLang's own cache. Returns whether `renew` must follow."""
@@ -32,4 +72,6 @@ class KeyEpoch:
         """Begin another epoch, in which no earlier key is found, by no process. `mixed`: see the
         attribute."""
         self.end = secrets.token_bytes(_BYTES)
+        self._kept.clear()
+        self._kept_keys = 0
         self.mixed = mixed

@@ -24,7 +24,7 @@ from flexkv.adapter.orders import CopyOrder, StepOrders
 from flexkv.adapter.worker import WorkerSide
 from flexkv.figures.definitions import ResetCause, Samples, add
 from flexkv.mover import Status
-from flexkv.packed_keys import PackedKeys, pack_keys
+from flexkv.packed_keys import PackedKeys
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
@@ -133,8 +133,8 @@ class RankSide:
         return bool(self._ahead)
 
     def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
-        """The keys of blocks for SGLang's hashes in hex, which cover prefix, tenant and adapter."""
-        return pack_keys(hashes, self.epoch.end)
+        """See `KeyEpoch.keys_of`."""
+        return self.epoch.keys_of(hashes)
 
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""

@@ -28,6 +28,7 @@ class SlotOffsets:
     def of(self, slots: Sequence[int], skip: int = 0, count: int | None = None) -> array[int]:
         """Bytes from the arena's address to each engine block of `slots`, in order: `count` blocks,
         or all, from the one of number `skip` on."""
-        starts = np.array(slots, dtype=np.uint64) * np.uint64(self._slot_bytes)
+        # By an array: NumPy takes ten times as long for a list of Python's integers.
+        starts = np.frombuffer(array("Q", slots), dtype=np.uint64) * np.uint64(self._slot_bytes)
         places = (starts[:, None] + self._blocks).reshape(-1)[skip:]
         return array("Q", places[:count].tobytes())
