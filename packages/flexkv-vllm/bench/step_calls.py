@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -44,13 +44,13 @@ class CallCount:
     Attributes:
         calls: of Python functions in the packages' sources, by file and name.
         searches: of the index, by name.
-        searches_before_load: of the index until the first load was ordered.
+        before_load: keys cut, and searches of the index, until the first load was ordered.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.searches: Counter[str] = Counter()
-        self.searches_before_load: int | None = None
+        self.before_load: tuple[int, int] | None = None
 
     @property
     def total(self) -> int:
@@ -82,15 +82,15 @@ class CallCount:
         elif event == "call":
             code = frame.f_code
             if code.co_filename.startswith(_OURS) and "/src/" in code.co_filename:
-                if code.co_qualname == _ORDERS and self.searches_before_load is None:
-                    self.searches_before_load = self.searches.total()
+                if code.co_qualname == _ORDERS and self.before_load is None:
+                    self.before_load = self.of(_CUTS), self.searches.total()
                 self.calls[code.co_filename, code.co_qualname] += 1
 
 
 def run(repeats: int = 5) -> list[dict[str, Any]]:
     """Medians; the disk's answers do not always come in the same step."""
     idle = _in_world(lambda world: [_idle_step(world) for _ in range(repeats)])
-    rows = {
+    rows: dict[str, Sequence[int]] = {
         "an idle decoding step: calls": [each.total for each in idle],
         "an idle decoding step: files": [each.files for each in idle],
     }
@@ -98,10 +98,9 @@ def run(repeats: int = 5) -> list[dict[str, Any]]:
         hits = _in_world(lambda world, leave=leave: _hits(world, repeats, leave), **options)
         rows[f"match of a {place} hit: calls"] = [match.total for match, _ in hits]
         rows[f"a request with a {place} hit: calls"] = [count.total for _, count in hits]
-        rows[f"a {place} hit: keys cut"] = [count.of(_CUTS) for _, count in hits]
-        rows[f"a {place} hit: searches of the index before its load"] = [
-            count.searches_before_load for _, count in hits
-        ]
+        cuts, searches = zip(*(count.before_load or (0, 0) for _, count in hits), strict=True)
+        rows[f"a {place} hit: keys cut before its load"] = cuts
+        rows[f"a {place} hit: searches of the index before its load"] = searches
     return [
         {"name": name, "count": statistics.median(counts), "repeats": repeats}
         for name, counts in rows.items()

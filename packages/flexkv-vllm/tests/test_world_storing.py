@@ -169,3 +169,48 @@ def test_after_a_layerwise_load_stores_are_as_those_of_others(make_world: MakeWo
         world.settle()
     counters = world.cache.counters
     assert (counters.stores - stores, counters.stored_blocks - blocks) == (1, 2)
+
+
+def offered(world: World, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The keys of the blocks that are offered to host memory from now on."""
+    keys: list[bytes] = []
+    store = world.cache.store
+
+    def noted(chain: Sequence[bytes], positions: Sequence[int], *rest: Any) -> Any:
+        keys.extend(chain[i] for i in positions)
+        return store(chain, positions, *rest)
+
+    monkeypatch.setattr(world.cache, "store", noted)
+    return keys
+
+
+@pytest.mark.parametrize("known", [0, 1], ids=["all-loaded", "one-known-to-vllm"])
+def test_loaded_blocks_are_not_offered_to_host_memory_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, known: int
+) -> None:
+    """Those that vLLM had itself are: host memory may lack them."""
+    world = make_world(num_blocks=100, slots=100, budget=512)
+    prompt = random_prompt(random.Random(3), 8 * BLOCK_TOKENS + 5)
+    world.generate(prompt)
+    world.forget()
+    if known:
+        world.generate(prompt[: known * BLOCK_TOKENS + 1], max_tokens=1)
+    keys = offered(world, monkeypatch)
+    request_id = world.generate(prompt, max_tokens=BLOCK_TOKENS + 1)
+    assert world.external_tokens[request_id] == (8 - known) * BLOCK_TOKENS
+    hashes = world.requests[request_id].block_hashes[:9]
+    assert keys == (hashes if known else hashes[8:])
+
+
+def test_blocks_whose_load_has_failed_are_stored_again(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=100, slots=100, budget=512)
+    rng = random.Random(4)
+    prompt = random_prompt(rng, 8 * BLOCK_TOKENS + 5)
+    world.generate(prompt)
+    world.forget()
+    (late,) = world.slow_down(rng, failure_rate=1.0)
+    late.failing = frozenset({Direction.LOAD})
+    world.generate(prompt)
+    late.failure_rate = 0.0
+    assert late.refused
+    assert external(world, prompt) == 8 * BLOCK_TOKENS

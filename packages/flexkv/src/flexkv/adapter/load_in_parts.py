@@ -57,11 +57,15 @@ class Loading:
             cache: of the engine.
             more_may_come: whether to wait for more blocks.
         """
-        there = cache.lookup(self.keys[self.ordered :])
-        if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):
-            return None
-        stop = self.ordered + there
-        transfer = cache.load(self.keys[self.ordered : stop])
+        stop, transfer = len(self.keys), None
+        if not more_may_come:
+            transfer = cache.load(self.keys[self.ordered :])  # mostly all are there
+        if transfer is None:
+            there = cache.lookup(self.keys[self.ordered :])
+            if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):
+                return None
+            stop = self.ordered + there
+            transfer = cache.load(self.keys[self.ordered : stop])
         if transfer is None:
             return None
         return CopyOrder(

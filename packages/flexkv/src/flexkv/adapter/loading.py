@@ -84,6 +84,10 @@ class Loads:
         """
         make = self._plain if self._groups.plain else self._grouped
         loading = make(tracked, local_tokens, tokens)
+        if self._groups.plain and local_tokens == 0 and not tracked.options.pin:
+            # Host memory has the blocks. If the load fails, all are offered to it again.
+            loaded = tokens // self._groups.alignment * self._groups.alignment
+            tracked.skip_fills(loaded)
         if not layerwise:
             tracked.loading = loading
             self.unfinished[tracked] = None
@@ -211,8 +215,9 @@ class Loads:
         stop = -(-(local_tokens + tokens) // group.engine_block_tokens)
         first = start // group.engine_blocks
         last = -(-stop // group.engine_blocks)
+        keys = () if tracked.match is None else tracked.match.keys[: last - first]
         return Loading(
-            self._keys.of(tracked, group, first, last),
+            keys if len(keys) == last - first else self._keys.of(tracked, group, first, last),
             tracked.engine_blocks[0][start:stop],
             start - first * group.engine_blocks,
             group.engine_blocks,

@@ -85,7 +85,21 @@ class Matcher:
 
     def prompt_of(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """Keys of all blocks of the prompt in the group that reaches furthest back."""
-        return self.keys_of(tracked, tracked.request.num_tokens)
+        match, tokens = tracked.match, tracked.request.num_tokens
+        if match is not None and match.local_tokens == 0 and match.keys:
+            group = self._groups.furthest
+            if len(match.keys) == tokens // group.block_tokens:
+                return match.keys
+        return self.keys_of(tracked, tokens)
+
+    def used_by(
+        self, tracked: TrackedRequest, tokens: int
+    ) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        """See `blocks_of` and `prompt_of`."""
+        prompt = self.prompt_of(tracked)
+        if self._groups.plain:
+            return prompt[: tokens // self._groups.furthest.block_tokens], prompt
+        return self.blocks_of(tracked, tokens), prompt
 
     def keys_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
         """Keys of the complete blocks of the first `tokens` tokens in the group that reaches
@@ -121,7 +135,7 @@ class Matcher:
             left.append((choice.left, end - loaded))
         tokens = loaded - local_tokens
         fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens)
-        return tokens, Match(local_tokens, fetched, left=_some(left))
+        return tokens, Match(local_tokens, fetched, left=_some(left), keys=keys)
 
     def _match_groups(
         self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int

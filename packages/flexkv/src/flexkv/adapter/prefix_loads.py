@@ -109,11 +109,8 @@ class PrefixLoads:
             tracked.begin_load(match, tokens)
             hit_tokens = match.local_tokens + tokens
             context = context_of(request, tracked.options, hit_tokens)
-            self._cache.record(
-                self._matcher.blocks_of(tracked, hit_tokens),
-                context,
-                self._matcher.prompt_of(tracked),
-            )
+            used, all_keys = self._matcher.used_by(tracked, hit_tokens)
+            self._cache.record(used, context, all_keys)
             if self._recorder is not None:
                 own, prompt = match.local_tokens, request.num_prompt_tokens
                 self._recorder.scheduled(tracked.id, prompt, own, tokens, context.session)

@@ -37,6 +37,8 @@ class Match:
         left: why the tokens that follow are not loaded, and how many.
         junction: where the full attention of other requests continued with this prompt, but no
             group that looks back less far did; 0 if there is no such place.
+        keys: in a model with one group, the keys of its blocks from the one on that holds the first
+            token behind `local_tokens`, as many as were looked up.
     """
 
     local_tokens: int
@@ -44,6 +46,7 @@ class Match:
     layerwise: bool = False
     left: tuple[tuple[Left, int], ...] = ()
     junction: int = 0
+    keys: Sequence[bytes] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +128,11 @@ class TrackedRequest:
     def store_nothing(self) -> None:
         """Nothing more of it is stored."""
         self.next_fill = NEVER
+
+    def skip_fills(self, tokens: int) -> None:
+        """Its blocks up to `tokens` tokens need not be stored, unless nothing of it is stored."""
+        if self.next_fill != NEVER:
+            self.next_fill += tokens
 
     def fill_again(self, first_fill: int) -> None:
         """The engine computes blocks of it again: consider all of them for storing, unless nothing

@@ -309,6 +309,8 @@ class Fetcher:
                 hangs = key in hung[read] or looks[read.source.place][i] is False
                 if hangs and not self._leave(key, now):
                     break  # no other tier has it
+                if hangs:
+                    absent = set(index.missing(wanted))
             source = None
             if i in absent:
                 source = self._first_that_may(looks, i)
@@ -328,20 +330,18 @@ class Fetcher:
         index, priority, waiting = self._index, fetch.priority, self._waiting
         first = len(fetch.blocks)
         wanted = fetch.keys[first : first + len(plan)]
-        absent = index.missing(wanted)
+        absent = [i for i, source in enumerate(plan) if source is not None]
         there: list[Block | None] = [None] * len(wanted)
         if len(absent) < len(wanted):
             # All blocks that the arena has, so that it does not evict them for the others.
             for i in set(range(len(wanted))).difference(absent):
                 found = index.lease([wanted[i]])
                 there[i] = found[0] if found else None
-        stop = next((i for i in absent if plan[i] is None), len(wanted))
         first_of = {wanted[i]: i for i in reversed(absent)}
-        absent = [i for i in absent if i < stop and first_of[wanted[i]] == i]
+        absent = [i for i in absent if first_of[wanted[i]] == i]
         before = fetch.keys[first - 1 : first] if first else []
         blocks = self._reserve(before, wanted, absent, priority)
-        if len(blocks) < len(absent):
-            stop = absent[len(blocks)]
+        stop = len(wanted) if len(blocks) == len(absent) else absent[len(blocks)]
         index.release([block for block in there[stop:] if block is not None])
         reserved, joined = {block.key: block for block in blocks}, []
         reads: dict[Source, list[Block]] = {}
