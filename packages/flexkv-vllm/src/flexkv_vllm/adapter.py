@@ -311,7 +311,7 @@ class Adapter:
         self, metadata: KVConnectorMetadata | None
     ) -> tuple[set[str] | None, set[str] | None]:
         idle = self._idle
-        if self._worker is not None and idle is not None and metadata is idle:
+        if metadata is idle and idle is not None and self._worker is not None:
             self._worker.step_ended(idle)
             return None, None
         self._idle = None

@@ -384,7 +384,7 @@ class KVCache:
             self._below.poll()
         self._index.sweep(_SWEPT_SLOTS)
         ended = self._device.poll(self._finish)
-        if not self._stopped and any(each.status is Status.FAILED for each in ended):
+        if ended and not self._stopped and any(each.status is Status.FAILED for each in ended):
             self._check_ranks()
         return ended
 

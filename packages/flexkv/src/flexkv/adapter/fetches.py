@@ -29,6 +29,7 @@ class Fetches:
 
     def __init__(self, cache: KVCache, ahead: bool, ended: Callable[[Fetch], None]) -> None:
         self._cache = cache
+        self._has_tiers = cache.has_lower_tiers
         self._ahead = ahead
         self._ended = ended
 
@@ -53,6 +54,8 @@ class Fetches:
         only the fetched blocks count. `is_worth_waiting` gets the fetch and the position in the
         request where it ends, since host memory may have no room for more.
         """
+        if not self._has_tiers:
+            return self._cache.lookup(keys)
         fetch = tracked.waiting
         if fetch is None or tracked.waiting_start > start:
             # The request's turn has come, or the engine has evicted blocks since the fetch began.
@@ -78,8 +81,9 @@ class Fetches:
 
     def end(self, tracked: TrackedRequest) -> None:
         """The request has its blocks, or needs no more. Idempotent."""
-        tracked.awaited = {}
-        self._replace(tracked, None)
+        if self._has_tiers:
+            tracked.awaited = {}
+            self._replace(tracked, None)
 
     def _begin(self, tracked: TrackedRequest, keys: Sequence[bytes], start: int) -> Fetch | None:
         if tracked.early is not None:

@@ -80,7 +80,8 @@ class BlockKeys:
         hashes: Sequence[bytes] = tracked.request.block_hashes
         step = group.block_tokens // self.hash_tokens
         end = None if stop is None else stop * step
-        ending = self._ending(tracked, group)
+        # The part of a key that follows the hash.
+        ending = self._numbers[group.index] + self._stamp(tracked.request)
         if ending and group.reach is Reach.ALL:
             return self._made(tracked, group, step, ending).keys[start:stop]
         wanted = hashes[(start + 1) * step - 1 : end : step]
@@ -108,7 +109,3 @@ class BlockKeys:
             made.keys += [each + ending for each in fresh]
             made.last = fresh[-1]
         return made
-
-    def _ending(self, tracked: HasKeys, group: Group) -> bytes:
-        """The part of a request's keys in a group that follows the hash."""
-        return self._numbers[group.index] + self._stamp(tracked.request)

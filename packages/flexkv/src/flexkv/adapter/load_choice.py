@@ -147,7 +147,7 @@ class LoadChooser:
         if self._always or loading is None or computing is None:
             return LoadChoice(blocks)
         if loading <= max(computing, SLACK_SECONDS):
-            delayed = self._is_delayed(computing, others)
+            delayed = others > 0 and self._is_delayed(computing, others)
             return LoadChoice(0, Left.DELAYED) if delayed else LoadChoice(blocks)
         if not self._device.doubtful:
             return LoadChoice(0, Left.SLOW)

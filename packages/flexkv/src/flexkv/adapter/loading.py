@@ -117,8 +117,6 @@ class Loads:
         both requests continue, and the second may run before the first has computed the missing
         blocks.
         """
-        if not self.half_loaded:
-            return False
         known = request.block_hashes[: local_tokens // self._keys.hash_tokens]
         return not self.half_loaded.isdisjoint(known)
 

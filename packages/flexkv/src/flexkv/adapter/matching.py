@@ -124,18 +124,23 @@ class Matcher:
             return worth
 
         hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
-        self._describe_awaited(tracked, [Wanted(group, first, keys)])
+        if tracked.awaited:
+            self._describe_awaited(tracked, [Wanted(group, first, keys)])
         if hits is None:
             return None
         end = max(local_tokens, (first + hits) * group.block_tokens)
         choice = self._chooser.choose_load(Span(local_tokens, end), hits, others=others)
         loaded = max(local_tokens, (first + choice.blocks) * group.block_tokens)
-        left = [(Left.AWAITED, not_awaited * group.block_tokens - end)]
-        if choice.left is not None:
-            left.append((choice.left, end - loaded))
+        left: tuple[tuple[Left, int], ...] = ()
+        if not_awaited * group.block_tokens > end:
+            left = ((Left.AWAITED, not_awaited * group.block_tokens - end),)
+        if choice.left is not None and end > loaded:
+            left = (*left, (choice.left, end - loaded))
         tokens = loaded - local_tokens
-        fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens)
-        return tokens, Match(local_tokens, fetched, left=_some(left), keys=keys)
+        fetched: HitTokens = {}
+        if tracked.awaited:
+            fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens)
+        return tokens, Match(local_tokens, fetched, left=left, keys=keys)
 
     def _match_groups(
         self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
@@ -276,8 +281,6 @@ class Matcher:
         """How many of the `tokens` that end with the last block of `keys` had to be fetched, by
         tier."""
         awaited = tracked.awaited
-        if not awaited:
-            return {}
         (group,) = self._groups.members
         size = group.block_tokens
         came = fetched_blocks(awaited, keys)

@@ -77,7 +77,7 @@ class PrefixLoads:
         """
         request = tracked.request
         tracked.match = None
-        if self._loads.shares_half_loaded(request, local_tokens):
+        if self.half_loaded and self._loads.shares_half_loaded(request, local_tokens):
             return None, False
         if not tracked.may_load:
             tracked.match = Match(local_tokens)
@@ -118,7 +118,8 @@ class PrefixLoads:
                 asked = request.num_tokens - match.local_tokens
                 self._figures.asked(asked, tokens, tracked.fetched)
             if tokens:
-                self._figures.hit(self._blocks(tokens), Span(match.local_tokens, hit_tokens))
+                blocks = -(-tokens // self._groups.members[0].block_tokens)
+                self._figures.hit(blocks, Span(match.local_tokens, hit_tokens))
             for reason, left in match.left:
                 self._figures.left(reason, left)
                 self._chooser.left(reason)
@@ -206,11 +207,7 @@ class PrefixLoads:
 
     def _fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether `tokens` tokens are loaded beside the forward pass of this step."""
-        if self._fetches.is_waiting(tracked):
+        if tracked.waiting is not None and not tracked.waiting.done:
             return False
-        blocks = self._blocks(tokens)
+        blocks = -(-tokens // self._groups.members[0].block_tokens)
         return self._chooser.is_layerwise(blocks, self.running_requests, tracked.options.load_mode)
-
-    def _blocks(self, tokens: int) -> int:
-        """How many blocks of the first group hold `tokens` tokens."""
-        return -(-tokens // self._groups.members[0].block_tokens)

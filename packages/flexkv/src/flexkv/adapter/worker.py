@@ -211,7 +211,10 @@ class WorkerSide:
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores behind the engine's work so far, the forward pass that computes
         their blocks. Stores that have started already are skipped."""
-        self._layerwise.end()
+        if self._layerwise.running:
+            self._layerwise.end()
+        if not orders.stores:
+            return
         after = self._work_so_far()
         for order in self._not_started(orders):
             if order.built_on in self._layerwise.failed:

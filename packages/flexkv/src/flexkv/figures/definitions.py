@@ -127,6 +127,8 @@ class Counters(TierCounters):
     def add_up(self, tiers: Iterable[TierCounters]) -> None:
         """Set the counters of lower tiers to the sums over `tiers`, which are all lower tiers."""
         counted = list(tiers)
+        if not counted:
+            return
         for each in fields(TierCounters):
             setattr(self, each.name, sum(getattr(tier, each.name) for tier in counted))
 

@@ -91,6 +91,8 @@ class DeviceLink:
     def loading_blocks(self) -> int:
         """The number of blocks in the loads under way."""
         pending = self._pending.values()
+        if not pending:
+            return 0
         return sum(len(t.blocks) for t in pending if t.direction is Direction.LOAD)
 
     @property
