@@ -21,16 +21,16 @@ WINDOW = 64
 while SGLang computes others. Larger than a batch of prompts; their fetches keep blocks in host
 memory. Not tuned."""
 
-_SECONDS = 0.0012
+_SECONDS = 0.001
 """Seconds of a step after which no further pages are looked up. With the last portion it takes
-less than 2 ms, a tenth of a step that decodes; not tuned."""
+less than 2 ms, a tenth of a step that decodes. Not tuned."""
 
 _HASHED_PAGES = 512
 """Pages that are hashed at once: about 0.1 ms. Not tuned."""
 
-_FETCHED_PAGES = 128
-"""Pages whose fetch begins at once: about 0.5 ms, half of it to wake a disk's thread. With 256, a
-step would take more than 2 ms."""
+_FETCHED_PAGES = 96
+"""Pages whose fetch begins at once: about 0.4 ms, in part to wake a disk's thread. With 128, more
+than 5 of 100 steps took more than 2 ms."""
 
 
 class Prompt(Protocol):
