@@ -13,6 +13,7 @@ import pytest
 from flexkv.adapter.cost import Span
 from flexkv.adapter.guard import Edge
 from flexkv_sglang import hooks
+from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.key_epoch import KeyEpoch
 
 
@@ -35,6 +36,8 @@ class Side:
         self.looks_ahead = False
         self.went_on = 0
         self.weights_return = True
+        self.delays = False
+        self.delayed = DelayedOffloads()
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
@@ -366,6 +369,12 @@ def test_pages_are_stored_behind_those_that_they_build_on(
 
 def test_an_unknown_tree_stores_all_the_same(side: Side) -> None:
     assert hooks.offload(lambda *given: "stored", object(), 7, ["pages"]) == "stored"
+
+
+def test_offloads_that_wait_begin_before_sglang_releases_its_memory(side: Side) -> None:
+    side.delayed.used(1, 4, lambda: side.asked.append("offload"))
+    hooks.release_memory(lambda *_: None, None, SimpleNamespace(tags=["kv_cache"]))
+    assert side.asked == ["offload", "await copies"]
 
 
 def test_copies_end_before_sglang_releases_its_memory(side: Side) -> None:

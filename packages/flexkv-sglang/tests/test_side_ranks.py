@@ -13,6 +13,8 @@ from typing import TypeVar
 import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same, write_weights
 
+from flexkv import KVCache
+
 Answer = TypeVar("Answer")
 
 
@@ -103,6 +105,16 @@ def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
     assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, True]
     for rank, wanted in zip(engine.ranks, stored, strict=True):
         assert same(rank.read([7, 8, 9]), wanted)
+
+
+def test_all_ranks_delay_offloads_once_host_memory_is_full(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.both(lambda rank: rank.store(hashes_of("a", 1), [1]))
+    assert [rank.side.delays for rank in engine.ranks] == [False, False]
+    monkeypatch.setattr(KVCache, "free_slots", 0)
+    engine.both(lambda rank: rank.store(hashes_of("b", 1), [2]))
+    assert [rank.side.delays for rank in engine.ranks] == [True, True]
 
 
 def test_a_prefix_that_rank_0_does_not_have_is_nobodys(engine: Engine) -> None:

@@ -32,14 +32,25 @@ _REST_SECONDS = 0.001
 loop holds the GIL, and the reading threads wait up to 5 ms, Python's switch interval, for each
 step. vLLM's loop sleeps as long."""
 
+_RESERVE = 10
+"""A part of SGLang's pool: one tenth is free or may be evicted without an offload. More than the
+longest prompt of Mooncake's conversation trace takes of a pool of 5,000 pages. Tuned on nothing
+else."""
+
+_OFFLOADED_TOKENS = 1 << 14
+"""Tokens after which no further delayed offload begins in a step: two chunks of a prompt. Not
+tuned."""
+
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 _DECODE = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _OFFLOAD = f"{_WRAPPER}._offload_node"
+_OFFLOADS = f"{_WRAPPER}.offload_nodes"
 _AGREEMENT = f"{_WRAPPER}._sync_restorable_prefix"
 _LOAD_BACK = f"{_WRAPPER}.load_back"
 _CLEAR = "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped"
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
+_POLL = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = (
     "update_weights_from_disk",
@@ -57,6 +68,9 @@ _RELEASE = f"{_UPDATER}.release_memory_occupation"
 _WEIGHTS = "weights"
 """SGLang's tag of the memory that holds weights. A call without tags means all memory."""
 
+_FULL = 0
+"""SGLang's number of the component that holds full attention's pages."""
+
 _sides: list[RankSide] = []
 
 
@@ -69,6 +83,8 @@ def serve(side: RankSide) -> None:
         HookRegistry.register(_ADMISSION, schedule, HookType.AROUND)
         HookRegistry.register(_DECODE, decode, HookType.AROUND)
         HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
+        HookRegistry.register(_OFFLOADS, offload_nodes, HookType.AROUND)
+        HookRegistry.register(_POLL, poll_offloads, HookType.AROUND)
         HookRegistry.register(_AGREEMENT, agree_on_prefix, HookType.AROUND)
         HookRegistry.register(_LOAD_BACK, load_back, HookType.AROUND)
         HookRegistry.register(_CLEAR, clear_storage, HookType.AROUND)
@@ -190,6 +206,42 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
     return original(wrapper, node, transfers)
 
 
+def offload_nodes(original: Callable[..., None], wrapper: Any, nodes: Sequence[int]) -> None:
+    """Hook of SGLang's offload of nodes that it has made or used. Delays it if that gives more
+    hits."""
+    side = next(iter(_sides), None)
+    if side is None or not side.delays:
+        original(wrapper, nodes)
+        return
+    with side.edge.guard("delaying offloads", "the pages are not cached"):
+        for node in nodes:
+            tokens = len(wrapper.cache.tree_core.get_component_device_value(node, _FULL))
+            side.delayed.used(node, tokens, partial(_offload_delayed, wrapper, node))
+
+
+def poll_offloads(original: Callable[..., None], tree: Any) -> None:
+    """Hook of the poll of offloads, once in each step. Begins delayed offloads whose pages SGLang
+    may evict soon. All ranks have the same tree and begin the same."""
+    original(tree)
+    for side in _sides:
+        # Pages that are being copied are locked and count as neither free nor evictable.
+        if not side.delayed.tokens or tree.linker.pending_offloads:
+            continue
+        pool = tree.token_to_kv_pool_allocator
+        left = pool.available_size() + tree.evictable_size() - pool.size // _RESERVE
+        for begin in side.delayed.take(max(0, left), _OFFLOADED_TOKENS):
+            begin()
+
+
+def _offload_delayed(wrapper: Any, node: int) -> None:
+    try:
+        transfers = wrapper.cache.tree_core.build_external_linker_offload_transfers(node)
+    except KeyError:
+        return  # evicted
+    if transfers:
+        wrapper._offload_node(node, transfers)
+
+
 def take_events(original: Callable[..., Any], tree: Any) -> Any:
     """Hook of SGLang's publication of its tree's events. Appends FlexKV's events."""
     events = original(tree)
@@ -219,6 +271,9 @@ def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwa
     gets others has nothing in common with the stored blocks.
     """
     for side in _sides:
+        # The latest first: there may be no room for all.
+        for begin in reversed([*side.delayed.take(0)]):
+            begin()
         side.await_copies()
     before = [side.epoch.flushes for side in _sides]
     released = original(updater, *args, **kwargs)

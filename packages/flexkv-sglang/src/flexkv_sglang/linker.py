@@ -121,7 +121,9 @@ class FlexKVLinker(UnifiedCacheLinker):
         return ended
 
     def pop_completed_offload(self) -> bool:
-        return self.side.take_offload()
+        # SGLang offers a page again at its next use if it does not count as stored. The order of
+        # uses is then known for all pages.
+        return self.side.take_offload() and not self.side.delays
 
     def reset(self) -> None:
         self.side.reset()

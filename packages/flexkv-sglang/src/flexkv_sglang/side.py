@@ -28,6 +28,7 @@ from flexkv.packed_keys import PackedKeys
 from flexkv.transfer.copies import Transfer
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
+from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.key_epoch import KeyEpoch
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
@@ -67,6 +68,9 @@ class RankSide:
         may_wait: as given; the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks that do not decide.
         weights_return: whether SGLang keeps a copy of weights whose memory it releases.
+        delays: whether offloads should wait until SGLang is about to evict the pages, because host
+            memory is full and nothing below it wants each block; the same on all ranks.
+        delayed: the offloads that wait.
         epoch: of the keys.
     """
 
@@ -85,6 +89,8 @@ class RankSide:
     ) -> None:
         self.may_wait = may_wait
         self.weights_return = False
+        self.delays = False
+        self.delayed = DelayedOffloads()
         self.events: TierEvents | None = None
         self.epoch = KeyEpoch()
         self._worker = worker
@@ -371,6 +377,7 @@ class RankSide:
         those of copies that end here too, unless the epoch is mixed."""
         if self.epoch.flushed():
             self._renew(mixed=False)
+        self.delayed.clear()
         for rid in list(self._queued):
             self.cancel(rid)
         self._pending.clear()
@@ -412,6 +419,7 @@ class RankSide:
 
     def _renew(self, *, mixed: bool) -> None:
         self.epoch.renew(mixed=mixed)
+        self.delayed.clear()
         if self._followed is not None and self._ahead is not None:
             self._followed.forget_lookups()
             self._ahead.clear()
@@ -496,7 +504,9 @@ class RankSide:
         """The transfer of rank 0: its id, its cell, and a slot for each of the pages. Id and cell
         are 0, and there are no slots, if rank 0 made none."""
         ids = [0, 0] if transfer is None else [transfer.id, transfer.cell]
-        number, cell = self._ranks.agree(ids, 2)
+        is_full = self._cache is not None and not self._cache.free_slots
+        number, cell, full = self._ranks.agree([*ids, int(is_full)], 3)
+        self.delays = bool(full) and not self.may_wait
         return number, cell, self._ranks.agree(slots, pages) if number else []
 
     def _store(self, order: CopyOrder, behind: Behind) -> None:

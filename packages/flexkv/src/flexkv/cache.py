@@ -129,6 +129,11 @@ class KVCache:
         return self._index.num_slots
 
     @property
+    def free_slots(self) -> int:
+        """The number of blocks that the arena takes without an eviction."""
+        return self._index.free_slots
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes that a block takes in every tier, padding included."""
         return self._slot_bytes
