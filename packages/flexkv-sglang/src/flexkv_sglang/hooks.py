@@ -230,7 +230,8 @@ def poll_offloads(original: Callable[..., None], tree: Any) -> None:
         pool = tree.token_to_kv_pool_allocator
         left = pool.available_size() + tree.evictable_size() - pool.size // _RESERVE
         for begin in side.delayed.take(max(0, left), _OFFLOADED_TOKENS):
-            begin()
+            with side.edge.guard("beginning a delayed offload", "the pages are not cached"):
+                begin()
 
 
 def _offload_delayed(wrapper: Any, node: int) -> None:
@@ -273,7 +274,8 @@ def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwa
     for side in _sides:
         # The latest first: there may be no room for all.
         for begin in reversed([*side.delayed.take(0)]):
-            begin()
+            with side.edge.guard("beginning a delayed offload", "the pages are not cached"):
+                begin()
         side.await_copies()
     before = [side.epoch.flushes for side in _sides]
     released = original(updater, *args, **kwargs)
