@@ -118,14 +118,15 @@ def test_where_it_is_unknown_which_loads_failed_all_that_end_count(make_world: M
     adapter.get_finished(ASYNC)
     assert adapter.take_bad_blocks() == adapter.take_failed_requests() == set()
     adapter.start_loads(StepMetadata())
-    adapter._finished = lambda _: (None, {"r"})
+    adapter._worker = side
+    side._received.add("r")
     assert adapter.get_finished(StepMetadata()) == (None, {"r"})
+    adapter._worker = Broken()
     assert adapter.take_failed_requests() == {"r"}
     assert adapter.take_bad_blocks() == {5, 6}
     adapter._by_request = True
     assert adapter.take_bad_blocks() == set()
     adapter._worker, adapter._by_request = side, False
-    del adapter._finished
 
 
 def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
@@ -165,6 +166,51 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
     monkeypatch.setattr(side._cache, "close", lambda seconds: ended.append(seconds) or closed())
     world.close()
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise"])
+@pytest.mark.parametrize(
+    "broken",
+    [("allocated", "refuse"), ("build_orders", "lose_track"), ("build_orders", "take_orders")],
+    ids="-".join,
+)
+def test_a_load_whose_order_two_errors_lose_is_computed(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...], mode: str
+) -> None:
+    world = make_world(settings={"load_mode": mode}, budget=512)
+    rng = random.Random(3)
+    prompt = random_prompt(rng, 160)
+    first = world.generate(prompt)
+    world.forget()
+    for name in broken:
+        monkeypatch.setattr(type(world.side), name, raise_broken)
+    second = world.add(prompt)
+    aborted = world.add([*prompt[:100], *random_prompt(rng, 30)])
+    world.step()
+    world.abort(aborted)
+    world.run()
+    assert world.connector._adapter._scheduler is None
+    assert world.outputs[second] == world.outputs[first]
+    world.check_outputs()
+
+
+def test_blocks_that_vllm_holds_are_released_though_two_errors_lose_the_order(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(entry=IN_TREE)
+    world.slow_down(random.Random(4), (3, 6))
+    build = type(world.side).build_orders
+
+    def fail_with_releases(side: Any, output: Any) -> StepMetadata:
+        if side._orders.releases:
+            raise_broken()
+        return build(side, output)
+
+    monkeypatch.setattr(type(world.side), "build_orders", fail_with_releases)
+    monkeypatch.setattr(type(world.side), "lose_track", raise_broken)
+    world.generate(random_prompt(random.Random(5), 100))
+    assert not world.is_on
+    world.check_outputs()
 
 
 def test_an_error_while_a_layer_waits_is_told_to_vllm(

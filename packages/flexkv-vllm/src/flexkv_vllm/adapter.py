@@ -18,6 +18,7 @@ from flexkv.adapter.worker import WorkerSide
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
+from flexkv_vllm.promises import Promises
 from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.settings import flush_seconds, read_settings
 from flexkv_vllm.stages import Place
@@ -80,6 +81,7 @@ class Adapter:
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._ended: SchedulerSide | None = None
+        self._promises = Promises()
         # What each load fills, of those under way and of those that end with the running step.
         self._loading: dict[str, list[int]] = {}
         self._suspects: dict[str, list[int]] = {}
@@ -100,6 +102,8 @@ class Adapter:
             self._scheduler = make_scheduler_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
             )
+            first = self._scheduler.first_group
+            self._promises = Promises(first.index, first.engine_block_tokens)
 
     def start_worker(
         self,
@@ -134,7 +138,7 @@ class Adapter:
         self._worker = self._scheduler = self._ended = None
 
     def turn_off(self) -> None:
-        """Do nothing more in the scheduler's process."""
+        """Do nothing more in the scheduler's process, apart from ending what vLLM waits for."""
         self._ended, self._scheduler = self._scheduler or self._ended, None
 
     # Scheduler side.
@@ -153,29 +157,37 @@ class Adapter:
     @answers(always((0, False)), "it is a miss")
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is not None:
+            answer: tuple[int | None, bool] = 0, False
             with self._edge.guard("lookup", "it is a miss"):
-                return self._scheduler.match(request, local_tokens)
+                answer = self._scheduler.match(request, local_tokens)
+            self._promises.matched(request, local_tokens, answer)
+            return answer
         return 0, False
 
     @answers(_off(lambda: None), _OFF)
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         if self._scheduler is None:
             return
+        self._promises.allocated(request, blocks, tokens)
         with self._edge.guard("ordering a load", "vLLM is told that it failed"):
             self._scheduler.allocated(request, blocks, tokens)
             return
         self._scheduler.refuse(request, blocks, tokens)
 
-    @answers(_off(StepMetadata), _OFF)
+    @answers(lambda self, _: self.turn_off() or self._promises.orders_after_all(), _OFF)
     def build_orders(self, output: SchedulerOutput) -> StepMetadata:
         if self._scheduler is None:
-            return StepMetadata()
+            return self._promises.orders_after_all()
+        orders = None
         with self._edge.guard(
             "building a step's orders", "no more is stored of the requests that run"
         ):
-            return self._scheduler.build_orders(output)
-        self._scheduler.lose_track()
-        return self._scheduler.take_orders(output)
+            orders = self._scheduler.build_orders(output)
+        if orders is None:
+            self._scheduler.lose_track()
+            orders = self._scheduler.take_orders(output)
+        self._promises.ordered(orders)
+        return orders
 
     @answers(_off(lambda: None), _OFF)
     def step_ended(self, output: KVConnectorOutput) -> None:
@@ -192,9 +204,13 @@ class Adapter:
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         if self._scheduler is None:
             return False
+        holds = None
         with self._edge.guard("ending a request", "its last blocks are not cached"):
-            return self._scheduler.finished(request, tables)
-        return self._scheduler.forget(request.request_id)
+            holds = self._scheduler.finished(request, tables)
+        if holds is None:
+            holds = self._scheduler.forget(request.request_id)
+        self._promises.ended(request.request_id, holds)
+        return holds
 
     @answers(_off(lambda: False), _OFF)
     def reset(self, cause: str = "request") -> bool:
@@ -310,30 +326,32 @@ class Adapter:
     def get_finished(
         self, metadata: KVConnectorMetadata | None
     ) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
         idle = self._idle
-        if metadata is idle and idle is not None and self._worker is not None:
+        if idle is not None and metadata is idle:
             self._worker.step_ended(idle)
             return None, None
         self._idle = None
-        sent, received = self._finished(metadata)
-        for request_id in received or ():
+        if not self._finished(self._worker, metadata):
+            return None, None
+        sent, received = self._worker.take_finished()
+        for request_id in received:
             self._suspects[request_id] = self._loading.pop(request_id, [])
-        return sent, received
+        return sent or None, received or None
 
-    def _finished(
-        self, metadata: KVConnectorMetadata | None
-    ) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is not None:
-            orders = metadata if isinstance(metadata, StepOrders) else StepOrders()
-            if self._edge.lasts(_POLLING):
-                self._edge.gave_up(_POLLING, "all loads and stores of this rank fail")
-                sent, received = self._worker.give_up(orders)
-                return sent or None, received or None
-            with self._edge.guard(_POLLING, "they are polled in the next step"):
-                sent, received = self._worker.finished(orders)
-                return sent or None, received or None
-            self._worker.poll_later(orders)
-        return None, None
+    def _finished(self, worker: WorkerSide, metadata: KVConnectorMetadata | None) -> bool:
+        """Look for the ends of copies. Returns whether vLLM gets those that were found."""
+        orders = metadata if isinstance(metadata, StepOrders) else StepOrders()
+        if self._edge.lasts(_POLLING):
+            self._edge.gave_up(_POLLING, "all loads and stores of this rank fail")
+            worker.give_up(orders)
+            return True
+        with self._edge.guard(_POLLING, "they are polled in the next step"):
+            worker.finished(orders)
+            return True
+        worker.poll_later(orders)
+        return False
 
     @answers(lambda self: self._suspects.keys() - {_STEP}, _DOUBT)
     def take_failed_requests(self) -> set[str]:

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
+from flexkv.adapter.ended import EndedTransfers
 from flexkv.adapter.engine_cache import EngineCache
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.fills import StepStores, StoreTime
+from flexkv.adapter.groups import Group
 from flexkv.adapter.idle import IdleSteps
 from flexkv.adapter.load_choice import LoadChooser
 from flexkv.adapter.prefix_loads import PrefixLoads
@@ -74,6 +76,7 @@ class SchedulerSide:
         self._uses = uses
         self._orders = StepMetadata()
         self._taken: tuple[SchedulerOutput, StepMetadata] | None = None
+        self._ended = EndedTransfers(engine.cache)
         self._ordered: set[int] = set()  # ids of the transfers under way that workers know
         self._lost_some = False
         engine.edge.after_error = self._after_error
@@ -96,6 +99,11 @@ class SchedulerSide:
     def loaded_groups(self) -> tuple[int, ...]:
         """vLLM's numbers of the KV cache groups whose blocks are cached."""
         return tuple(group.index for group in self._groups.members)
+
+    @property
+    def first_group(self) -> Group:
+        """The cached group whose blocks failed loads are reported by."""
+        return self._groups.members[0]
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Set vLLM's block pool with its own prefix cache."""
@@ -302,15 +310,15 @@ class SchedulerSide:
         logger.info("FlexKV ends: %s", text or "never used")
 
     def _poll(self) -> None:
-        if not (self._engine.ended or self._cache.busy):
+        if not (self._ended.waiting or self._cache.busy):
             return
         with self._engine.edge.guard(_POLLING, "copies that ended are seen later"):
             self.figures.note_activity()
             if self._lost_some:
                 running = {*self._stores.under_way, *self._loads.running, *self._ordered}
-                self._engine.end_lost(self._ordered | self._orders.transfer_ids, running)
+                self._ended.end_lost(self._ordered | self._orders.transfer_ids, running)
                 self._lost_some = False
-            for transfer in self._engine.take_ended():
+            for transfer in self._ended.take():
                 self._stores.ended(transfer)
                 self._loads.ended(transfer)
                 self._ordered.discard(transfer.id)

@@ -239,3 +239,15 @@ def test_an_error_in_a_store_gives_its_slots_back(
         world.generate(prompt, params={"flexkv.pin": True})
     world.assert_at_rest()
     assert ready_blocks(world.cache._index) == {}
+
+
+def test_no_request_waits_for_a_fetch_that_never_begins(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world(num_blocks=64, slots=12, disk_slots=60)
+    texts = prompts(9, 4)
+    fill(world, texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.manager.held, "step_is_complete", raising)
+        world.generate(texts[0])
+    world.check_outputs()

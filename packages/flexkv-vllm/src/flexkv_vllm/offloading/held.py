@@ -52,15 +52,23 @@ class HeldStores:
 
     def release(self, keys: Collection[bytes]) -> None:
         """vLLM has reported the end of the store of these blocks."""
-        held = self._held.pop(min(keys, default=b""), None)
+        key = min(keys, default=b"")
+        held = self._held.get(key)
         if held is not None:
             held.transfer.held = False
+            del self._held[key]
 
     def release_all(self) -> None:
         """The cache was cleared or paused: vLLM reports no more ends, and nothing is published."""
         for held in self._held.values():
             held.transfer.held = False
         self._held.clear()
+
+    def discard_all(self) -> None:
+        """After an error, which may have lost vLLM's report of an end: no held store is found."""
+        for held in self._held.values():
+            self._cache.discard(held.transfer.blocks)
+        self.release_all()
 
     def step_is_complete(self) -> None:
         """vLLM has scheduled a step."""

@@ -4,9 +4,7 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import CacheConfig, KVCache
+from flexkv.adapter.ended import EndedTransfers
 from flexkv.adapter.figures import CacheFigures
 from flexkv.adapter.guard import Edge, always, answers
 from flexkv.adapter.idle import IdleSteps
@@ -86,12 +85,14 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._requests: dict[str, RequestBlocks] = {}
         self._asking: dict[str, RequestBlocks] = {}
         self._loading: dict[int, str] = {}
-        self._ended: deque[Transfer] = deque()  # and not handled, because of an error
+        self._ended = EndedTransfers(cache)
+        self._ordered: set[int] = set()  # ids of the transfers under way that vLLM knows
+        self._lost_some = False
         self.held = HeldStores(cache, edge)
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
-        edge.after_error = cache.recover
+        edge.after_error = self._after_error_in(cache)
         self.weights_changed: Callable[[], None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
 
@@ -137,10 +138,13 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(lambda *_: ArenaBlocks(), "vLLM is told that it failed")
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        transfer = None
         with self._edge.guard("ordering a load", "vLLM is told that it failed"):
-            return self._order_load(keys, req_context)
-        self._load_no_more(req_context.req_id)
-        return ArenaBlocks()
+            transfer = self._begin_load(keys, req_context)
+        if transfer is None:
+            self._load_no_more(req_context.req_id)
+            return ArenaBlocks()
+        return self._order(transfer)
 
     @answers(always(None), "transfers that ended are seen later")
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -156,12 +160,16 @@ class FlexKVOffloadingManager(OffloadingManager):
 
         Never returns None, which would ask vLLM to offer the blocks again in the next step.
         """
+        transfer = None
         with self._edge.guard("reserving blocks", "they are not cached"):
             # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
             request = self._requests.get(req_context.req_id)
             if request is not None:
-                return self._reserve(list(keys), request, req_context.req_id)
-        return _nothing_to_store()
+                transfer = self._reserve(list(keys), request, req_context.req_id)
+        if transfer is None:
+            return _nothing_to_store()
+        reserved = [OffloadKey(block.key) for block in transfer.blocks]
+        return PrepareStoreOutput(reserved, self._order(transfer), [])
 
     @answers(always(None), "transfers that ended are seen later")
     def complete_store(
@@ -175,8 +183,8 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(always(None), "nothing is fetched")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        asking, self._asking = self._asking, {}
         with self._edge.guard("ending a step's lookups", "nothing is fetched"):
-            asking, self._asking = self._asking, {}
             self.held.step_is_complete()
             self._idle_steps.note(bool(self._requests))
             self._poll()
@@ -185,6 +193,9 @@ class FlexKVOffloadingManager(OffloadingManager):
             for request_id in context.new_req_ids:
                 if request_id in self._requests:
                     self._requests[request_id].settle()
+            return
+        for request in asking.values():
+            request.fetch_nothing()
 
     @answers(always(False), "copies end in the steps of later requests")
     def has_pending_work(self) -> bool:
@@ -265,19 +276,21 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._requests[context.req_id] = request
         return request
 
-    def _order_load(self, keys: Collection[OffloadKey], context: ReqContext) -> ArenaBlocks:
+    def _begin_load(self, keys: Collection[OffloadKey], context: ReqContext) -> Transfer | None:
         transfer = self._cache.load(list(keys))
-        if transfer is None:
-            self._load_no_more(context.req_id)
-            return ArenaBlocks()
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._cache.cancel, transfer)
+        if transfer is not None:
             self._request(context).settle()
             self._cache.record(prefix_of(context, keys))
             self._figures.hit(len(transfer.blocks))
             self._loading[transfer.id] = context.req_id
-            undo.pop_all()
-        return ArenaBlocks(transfer.cell, transfer.slots)
+        return transfer
+
+    def _order(self, transfer: Transfer) -> ArenaBlocks:
+        """The order of a transfer for vLLM, which copies it. After an error before this, `_poll`
+        cancels the transfer."""
+        order = ArenaBlocks(transfer.cell, transfer.slots)
+        self._ordered.add(transfer.id)
+        return order
 
     def _load_no_more(self, request_id: str) -> None:
         """vLLM looks up the blocks of a failed load again, and would load them for ever."""
@@ -287,32 +300,26 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _reserve(
         self, keys: list[OffloadKey], request: RequestBlocks, request_id: str
-    ) -> PrepareStoreOutput:
+    ) -> Transfer | None:
         request.settle()  # it runs
         if request.stale or not request.options.store:
-            return _nothing_to_store()
+            return None
         chain, positions = request.offer(keys)
         if len(positions) < len(keys):
             # vLLM also offers blocks that it has itself: some of them were hit.
             there = set(keys).difference(chain[i] for i in positions)
             self._cache.record([key for key in keys if key in there])
         transfer = self._cache.store(chain, positions) if positions else None
-        with contextlib.ExitStack() as undo:
-            if transfer is not None:
-                undo.callback(self._cache.cancel, transfer)
-            if request.options.pin:
-                self._cache.pin(keys, _owner(request.options), request.options.pin_seconds)
-            if transfer is None:
-                return _nothing_to_store()
+        if transfer is not None:
             self._figures.note_activity()
-            reserved = [OffloadKey(block.key) for block in transfer.blocks]
-            request.reserved(reserved)
+            request.reserved([block.key for block in transfer.blocks])
             self.held.hold(request_id, transfer)
-            undo.pop_all()
-        return PrepareStoreOutput(reserved, ArenaBlocks(transfer.cell, transfer.slots), [])
+        if request.options.pin:
+            self._cache.pin(keys, _owner(request.options), request.options.pin_seconds)
+        return transfer
 
     def _poll(self) -> None:
-        if not self._cache.busy:
+        if not self._ended.busy:
             return
         with self._edge.guard(_POLLING, "transfers that ended are seen later"):
             self._figures.note_activity()
@@ -323,14 +330,23 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._edge.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
     def _take_ended(self) -> None:
-        self._ended.extend(self._cache.poll())
-        while self._ended:
-            transfer = self._ended[0]
+        if self._lost_some:
+            self.held.discard_all()
+            self._ended.end_lost(self._ordered, {*self._loading, *self._ordered})
+            self._lost_some = False
+        for transfer in self._ended.take():
             request_id = self._loading.get(transfer.id)
             if request_id is not None and transfer.failed:
                 self._load_no_more(request_id)
             self._loading.pop(transfer.id, None)
-            self._ended.popleft()
+            self._ordered.discard(transfer.id)
+
+    def _after_error_in(self, cache: KVCache) -> Callable[[], None]:
+        def after_error() -> None:
+            cache.recover()
+            self._lost_some = True
+
+        return after_error
 
 
 def _nothing_to_store() -> PrepareStoreOutput:

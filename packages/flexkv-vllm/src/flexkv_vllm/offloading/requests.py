@@ -92,6 +92,13 @@ class RequestBlocks:
         if fetch is not None:
             self._awaited |= dict.fromkeys(fetch.awaited, fetch)
 
+    def fetch_nothing(self) -> None:
+        """In place of `fetch_lacking`, after an error: vLLM waits for no block that this step has
+        looked up and no fetch brings."""
+        self._tried.update(self._wanted)
+        self._wanted.clear()
+        self._lacks = False
+
     def source_of(self, key: bytes) -> Medium:
         """The source of a loaded block."""
         fetch = self._awaited.get(key)

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexkv.adapter.engine import Describe
 from flexkv.adapter.groups import Groups
@@ -15,8 +12,6 @@ from flexkv.adapter.keys import BlockKeys
 from flexkv.adapter.recorder import Recorder
 from flexkv.cache import KVCache
 from flexkv.host.session import Session
-from flexkv.mover import Direction, Status
-from flexkv.transfer.copies import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,6 @@ class EngineCache:
         keys: makes the keys of blocks.
         edge: ends, counts and logs errors of single requests.
         describe: describes blocks for events; None if the engine emits no events.
-        ended: transfers that `take_ended` will yield, besides those that the cache finds.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
     """
 
@@ -41,33 +35,6 @@ class EngineCache:
     edge: Edge
     describe: Describe | None = None
     recorder: Recorder | None = None
-    ended: deque[Transfer] = field(default_factory=deque, init=False, repr=False)
-
-    def take_ended(self) -> Iterator[Transfer]:
-        """Poll the cache, and yield the loads and stores that have ended. The next call yields
-        those again that the caller has not handled because of an error, behind all others."""
-        self.ended.extend(self.cache.poll())
-        while self.ended:
-            self.ended.rotate(-1)
-            yield self.ended[-1]
-            self.ended.pop()
-
-    def end_lost(self, ordered: AbstractSet[int], running: AbstractSet[int]) -> None:
-        """After an error: cancel the transfers that no worker will copy, and let `take_ended` yield
-        those as failed whose end was not seen.
-
-        Args:
-            ordered: ids of the transfers that workers know or will know.
-            running: ids of the transfers whose end the caller expects.
-        """
-        for transfer in self.cache.transfers:
-            if transfer.id not in ordered:
-                self.cache.cancel(transfer)
-        known = {each.id for each in (*self.cache.transfers, *self.ended)}
-        self.ended.extend(
-            Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED)
-            for transfer_id in sorted(running - known)
-        )
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

@@ -54,8 +54,8 @@ class StepOrders:
         stores: stores to copy after the forward pass of this step.
         fences: ids of stores that must end before this step's forward pass, which may overwrite
             their blocks.
-        releases: finished request to the stores that still read its blocks; the engine holds
-            the blocks until the worker names the request.
+        releases: finished request to the stores that may still read its blocks, or to none if
+            all under way may; the engine holds the blocks until the worker names the request.
         has_forward: whether the step computes anything.
         number: number for the workers' `StepReport` of this step; 0 if its end is not measured.
         proves: number of the step if its end proves blocks, see `Stores`; 0 if it proves none.

@@ -235,21 +235,25 @@ class WorkerSide:
                 self._copies.report(order, Status.FAILED)
             self._last_store = order.transfer_id
 
-    def finished(self, orders: StepOrders) -> tuple[set[str], set[str]]:
-        """Requests whose blocks no store reads any more, and requests whose loads have ended."""
+    def finished(self, orders: StepOrders) -> None:
+        """At the end of a step: look for copies that have ended, for `take_finished`."""
         # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
         self._layerwise.end()
         self.step_ended(orders)
-        self._releases.update(orders.releases)
+        self._releases.update(self._releases_of(orders))
         if not orders.has_forward:
             # Up to 0.30 vLLM lets no stores begin in such a step.
             self.start_stores(orders)
             self._wait_a_little()
         self._poll_stores()
         self._poll_loads()
-        released, self._released = self._released, set()
-        received, self._received = self._received, set()
-        return released, received
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks no store reads any more, and requests whose loads have ended, each
+        once. Behind no guard: an error would lose those that the engine waits for."""
+        ended = self._released, self._received
+        self._released, self._received = set(), set()
+        return ended
 
     def step_ended(self, orders: StepOrders) -> None:
         """The engine has queued all work of a step. `finished` does this, too."""
@@ -259,7 +263,7 @@ class WorkerSide:
     def poll_later(self, orders: StepOrders) -> None:
         """After `finished` has failed: the next step reports this step's results, except for loads
         that the forward pass needed."""
-        for request_id, transfer_ids in orders.releases.items():
+        for request_id, transfer_ids in self._releases_of(orders).items():
             if request_id not in self._released:
                 self._releases[request_id] = transfer_ids
         if not orders.has_forward:
@@ -269,7 +273,7 @@ class WorkerSide:
             self.stop_copying()
             self._layerwise.give_up()
 
-    def give_up(self, orders: StepOrders) -> tuple[set[str], set[str]]:
+    def give_up(self, orders: StepOrders) -> None:
         """Instead of `finished`, once it has failed for too long: end all copies for good, and
         report all loads and stores as ended, the loads as failed. Called in each step from then
         on."""
@@ -280,12 +284,11 @@ class WorkerSide:
         for load in self._loads.values():
             blocks = [block for part in load.parts.values() for block in part]
             self._bad_blocks.update([] if self._fails_by_request else [*load.bad_blocks, *blocks])
-        received = self._received | self._loads.keys()
+        self._received |= self._loads.keys()
         self._failed_requests |= self._loads.keys() if self._fails_by_request else set()
-        released = self._released | self._releases.keys() | orders.releases.keys()
-        for known in (self._loads, self._received, self._stores, self._releases, self._released):
+        self._released |= self._releases.keys() | orders.releases.keys()
+        for known in (self._loads, self._stores, self._releases):
             known.clear()
-        return released, received
 
     def take_bad_blocks(self) -> set[int]:
         """The engine's blocks whose loads have failed since the last call."""
@@ -360,6 +363,11 @@ class WorkerSide:
             if not any(self._is_running(transfer_id) for transfer_id in transfer_ids):
                 self._released.add(request_id)
                 del self._releases[request_id]
+
+    def _releases_of(self, orders: StepOrders) -> dict[str, list[int]]:
+        """The releases of a step, each with the stores that it waits for."""
+        releases = orders.releases.items()
+        return {each: transfer_ids or list(self._stores) for each, transfer_ids in releases}
 
     def _is_running(self, transfer_id: int) -> bool:
         # A store may be released before it is started: with speculative decoding vLLM asks what
