@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
-from disk_world import delay_reads, read_a_block_a_step
+from disk_world import delay_reads, fill, prompts, read_a_block_a_step
 from engine_world import MakeWorld, World, random_prompt
 from injection import SOURCES, Guarded, InjectedError, all_guarded, hit_all
 from kv_pages import BLOCK_TOKENS
 from late_device import STREAM, DeviceWorld
 
+from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.guard import LASTING
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
@@ -108,6 +110,10 @@ def test_errors_in_polling_the_cache_that_last_switch_it_off(
     world.generate(prompt)
     world.settle()
     world.forget()
+    fetcher = world.cache._below.fetcher
+    cleared: list[None] = []
+    clear = fetcher.clear
+    monkeypatch.setattr(fetcher, "clear", lambda: cleared.append(clear()))
     with monkeypatch.context() as patch:
         patch.setattr(world.cache._below, "poll", raising)
         patch.setattr(world.cache._below, "drain", raising)
@@ -122,6 +128,30 @@ def test_errors_in_polling_the_cache_that_last_switch_it_off(
     assert "FlexKV loads and stores nothing until the engine is restarted" in lines[0]
     assert sum(each.get("failures:lasting:", 0) for each in world.stats) == 1
     assert world.cache.ready_blocks == 0
+    assert len(cleared) == 1  # not with each poll
+
+
+def test_an_error_that_loses_a_fetch_ends_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the guard knows of it: the cache has done what it should."""
+    world = make_world(num_blocks=64, slots=12, disk_slots=60)
+    texts = prompts(7, 4)
+    fill(world, texts)
+    begin, fetches = Fetches.begin_early, []
+
+    def lose(self: Fetches, tracked: Any, keys: Any) -> None:
+        begin(self, tracked, keys)
+        fetches.append(tracked.early)
+        tracked.early, tracked.awaited = None, {}
+        raise InjectedError
+
+    monkeypatch.setattr(Fetches, "begin_early", lose)
+    world.generate(texts[0])
+    assert fetches[0] is not None
+    world.settle()
+    assert world.cache._below.fetcher._fetches == {}
+    world.check_outputs()
 
 
 def test_no_guard_is_left_out() -> None:

@@ -450,11 +450,14 @@ class KVCache:
 
     def stop(self) -> None:
         """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk
-        stay for the next process."""
-        self._off = self._stopped = True
+        stay for the next process. Further calls do nothing, unless this raises."""
+        self._off = True
+        if self._stopped:
+            return
         self._index.clear()
         self._pins.clear()
         self._below.fetcher.clear()
+        self._stopped = True
 
     def recover(self) -> None:
         """After an error that may have lost a lease or a copy: store and fetch nothing until the
