@@ -36,6 +36,8 @@ class LineErrors:
         code: folders and files.
         spared: whether no error is raised at a line of this file in this function.
         may_fail: whether an error may be raised now.
+        spares_now: whether a line that has not failed yet is passed once more. Else each fails when
+            it is first executed, where much of what it may lose is still empty.
 
     Attributes:
         hit: the lines before which an error was raised, in this order.
@@ -46,10 +48,12 @@ class LineErrors:
         code: Iterable[Path],
         spared: Callable[[str, str], bool] = lambda *_: False,
         may_fail: Callable[[], bool] = lambda: True,
+        spares_now: Callable[[], bool] = lambda: False,
     ) -> None:
         self._code = tuple(map(str, code))
         self._spared = spared
         self._may_fail = may_fail
+        self._spares_now = spares_now
         self._traced: dict[Any, bool] = {}
         self._done: set[Line] = set()
         self.hit: list[Line] = []
@@ -74,8 +78,10 @@ class LineErrors:
         if event == "line":
             line = frame.f_code.co_filename, frame.f_lineno
             if line not in self._done and self._may_fail() and line[1] not in _headers(line[0]):
-                self._done.add(line)
-                if _is_chosen(line):
+                if not _is_chosen(line):
+                    self._done.add(line)
+                elif not self._spares_now():
+                    self._done.add(line)
                     self.hit.append(line)
                     raise InjectedError(f"{line[0]}:{line[1]}")
         return self._at

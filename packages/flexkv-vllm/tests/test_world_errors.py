@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from disk_world import delay_reads
@@ -15,9 +16,13 @@ from engine_world import MakeWorld, World
 from injection import SOURCES
 from traffic import Traffic, make_stems
 
+from flexkv.adapter import fetches
 from flexkv.adapter.guard import Guard
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 from packages.line_errors import SHARE, LineErrors
+
+if TYPE_CHECKING:
+    from offloading_world import MakeOffloadingWorld
 
 pytestmark = pytest.mark.skipif(
     not (binds_pool() and fails_by_request()), reason="not all guards are reached in this vLLM"
@@ -32,6 +37,9 @@ WORLDS = math.inf if SHARE == 1 else 3
 
 REQUESTS = 12
 """In a round; rounds follow as long as one lets a new line fail."""
+
+SPARED_NOW = 0.6
+"""Share of a line's executions that pass before it fails, so that much is under way then."""
 
 
 @pytest.fixture
@@ -49,7 +57,13 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> LineErrors:
 
     monkeypatch.setattr(Guard, "__enter__", enter)
     monkeypatch.setattr(Guard, "__exit__", exit_)
-    return LineErrors(SOURCES, lambda file, _: file.endswith(SPARED), lambda: depth[0] > 0)
+    rng = random.Random(2)
+    return LineErrors(
+        SOURCES,
+        lambda file, _: file.endswith(SPARED),
+        lambda: depth[0] > 0,
+        lambda: rng.random() < SPARED_NOW,
+    )
 
 
 def fail_everywhere(
@@ -99,29 +113,63 @@ def _named(errors: LineErrors, start: int) -> list[str]:
     return [f"{Path(file).name}:{line}" for file, line in errors.hit[start:]]
 
 
-@pytest.mark.parametrize("windows", [(), (70,)], ids=["one group", "groups"])
+def slowed(world: World, rng: random.Random) -> World:
+    world.slow_down(rng)
+    delay_reads(world, rng)
+    return world
+
+
+ONE_GROUP: dict[str, Any] = {"num_blocks": 40}
+GROUPS: dict[str, Any] = {"num_blocks": 60, "windows": (70,)}
+
+
+@pytest.mark.parametrize(
+    ("groups", "mode", "policy"),
+    [
+        (ONE_GROUP, "layerwise", "lru"),
+        (ONE_GROUP, "ahead", "hazard"),
+        (GROUPS, "async", "lru"),
+        (GROUPS, "ahead", "hazard"),
+    ],
+    ids=["layerwise", "steps ahead", "groups", "groups, steps ahead"],
+)
 def test_an_error_before_any_line_loses_nothing(
-    make_world: MakeWorld,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     errors: LineErrors,
-    windows: tuple[int, ...],
+    groups: dict[str, Any],
+    mode: str,
+    policy: str,
 ) -> None:
+    request.getfixturevalue("monkeypatch").setattr(fetches, "LOOKAHEAD_SECONDS", math.inf)
+    make_world: MakeWorld = request.getfixturevalue("make_world")
     rng = random.Random(1)
-    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
-    mode = "async" if windows else "layerwise"
+    ahead = mode == "ahead"
 
     def make() -> World:
         world = make_world(
-            num_blocks=60 if windows else 40,
             slots=40,
             disk_slots=200,
             budget=96,
             events=True,
-            windows=windows,
-            settings={"load_mode": mode},
+            lag=random.Random(3) if ahead else None,
+            settings={"load_mode": "async" if ahead else mode, "eviction_policy": policy},
+            **groups,
         )
-        world.slow_down(rng)
-        delay_reads(world, rng)
-        return world
+        return slowed(world, rng)
 
     fail_everywhere(errors, make, rng, restart_rate=0.1)
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "groups"])
+def test_nor_does_one_behind_vllms_offloading_connector(
+    request: pytest.FixtureRequest, errors: LineErrors, groups: dict[str, Any]
+) -> None:
+    pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26")
+    make_world: MakeOffloadingWorld = request.getfixturevalue("make_offloading_world")
+    rng = random.Random(1)
+
+    def make() -> World:
+        world = make_world(slots=40, disk_slots=200, budget=96, events=True, **groups)
+        return slowed(world, rng)
+
+    fail_everywhere(errors, make, rng, restart_rate=0.0)
