@@ -62,7 +62,8 @@ class World:
         hashes = get_storage_hash_str(RadixKey(array("q", tokens_of(prompt))), None, page_size=PAGE)
         side = self.linked.rank.side
         assert side._cache is not None
-        return side._cache.lookup(side.keys_of(hashes))
+        found: int = side._cache.lookup(side.keys_of(hashes))
+        return found
 
 
 @pytest.fixture

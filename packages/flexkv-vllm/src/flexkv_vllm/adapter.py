@@ -329,7 +329,7 @@ class Adapter:
         if self._worker is None:
             return None, None
         idle = self._idle
-        if idle is not None and metadata is idle:
+        if metadata is idle and idle is not None:
             self._worker.step_ended(idle)
             return None, None
         self._idle = None
