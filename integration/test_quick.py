@@ -8,22 +8,46 @@ from pathlib import Path
 
 import pytest
 
+from integration.importers import Importers
 from integration.quick import ALWAYS, ROOT, changed_files, concerned_tests
 
 
-def test_a_module_is_tested_by_its_mirrors_and_by_the_concerned_tests_its_mutants() -> None:
+def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_name() -> None:
     found = concerned_tests(["packages/flexkv/src/flexkv/tiers/disk/index.py"])
     assert "packages/flexkv/tests/test_index_model.py" in found
-    assert "packages/flexkv/tests/tiers/test_slot_index.py" in found, "mutants name it"
+    assert "packages/flexkv/tests/tiers/test_slot_index.py" in found, "it imports the module"
     assert set(ALWAYS) <= set(found)
 
 
-def test_native_code_is_tested_by_the_concerned_tests_its_mutants() -> None:
-    found = concerned_tests(["kernels/src/index/table.hpp"])
-    assert set(found) - set(ALWAYS) == {
-        "packages/flexkv/tests/test_index.py",
-        "packages/flexkv/tests/test_index_model.py",
-    }
+def test_a_test_may_have_the_name_of_the_folder() -> None:
+    found = concerned_tests(["packages/flexkv/src/flexkv/eviction/arc.py"])
+    assert "packages/flexkv/tests/test_eviction.py" in found
+
+
+def test_native_code_is_tested_by_what_mutants_of_it_or_of_its_folder_name() -> None:
+    tests = {"packages/flexkv/tests/test_index.py", "packages/flexkv/tests/test_index_model.py"}
+    for file in ("kernels/src/index/table.hpp", "kernels/src/index/policy.hpp"):
+        assert tests <= set(concerned_tests([file]))
+
+
+def test_a_module_is_tested_by_the_nearest_of_its_importers(tmp_path: Path) -> None:
+    sources, tests = tmp_path / "packages/flexkv/src/flexkv", tmp_path / "packages/flexkv/tests"
+    for path, text in {
+        sources / "base.py": "",
+        sources / "middle.py": "from flexkv import base",
+        sources / "top.py": "def f():\n    import flexkv.middle",
+        tests / "world.py": "from flexkv.top import f",
+        tests / "test_near.py": "import flexkv.middle",
+        tests / "test_far.py": "from world import f",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    importers = Importers(tmp_path)
+    near, far = (f"packages/flexkv/tests/test_{name}.py" for name in ("near", "far"))
+    assert importers.tests_of("packages/flexkv/src/flexkv/base.py") == [near]
+    assert importers.tests_of("packages/flexkv/src/flexkv/middle.py") == [near]
+    assert importers.tests_of("packages/flexkv/src/flexkv/top.py") == [far]
+    assert importers.tests_of("README.md") == []
 
 
 def test_all_tests_that_are_found_exist() -> None:
