@@ -160,7 +160,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=["engine-cpu"])
 def mutants(session: nox.Session) -> None:
-    """Break the code on purpose; tests must notice. `-- AREA --only NAME --list --jobs N`."""
+    """Break the code on purpose; tests must notice. `-- AREA --only NAME --list --jobs N`, or
+    `-- --changed BASE` for faults in the lines changed since a commit."""
     session.install("cmake>=3.20", "ninja")  # for mutants of the kernels
     _run(session, "engine-cpu", "-m", "mutants", *session.posargs)
 
@@ -181,6 +182,9 @@ def nightly(session: nox.Session) -> None:
     ]
     _run(session, "engine-cpu", "-m", "pytest", *every_line, env={"FLEXKV_EVERY_LINE": "1"})
     session.notify("mutants")
+    yesterday = ["git", "rev-list", "-1", "--before=1 day ago", "HEAD"]
+    base = str(session.run(*yesterday, external=True, silent=True)).strip()
+    _run(session, "engine-cpu", "-m", "mutants", "--changed", base)
     for release in RELEASES:
         session.notify(f"compat({release.id})")
     for engine, policy, *more in (

@@ -7,13 +7,15 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from mutants import entries, jobs, verdicts
+from mutants import changed, entries, jobs, verdicts
 from mutants.verdicts import Result, Verdict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the mutants and prints what became of them; returns the exit status."""
     options = _parser().parse_args(arguments)
+    if options.changed is not None:
+        return _try_changed(options)
     try:
         mutants = entries.load()
         chosen = entries.choose(mutants, options.area, options.only)
@@ -32,6 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if verdicts.passes(results) else 1
 
 
+def _try_changed(options: argparse.Namespace) -> int:
+    """Runs mutants made of the changed lines and prints the survivors, which are no failure: many
+    change nothing that a test could see."""
+    mutants = changed.make(options.changed or None)
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.file}:{mutant.line} {' '.join(mutant.tests)}")
+        return 0
+    results = jobs.run(mutants, options.jobs, lambda result: print(result, flush=True))
+    print(f"\n{changed.report(results)}\n")
+    killed = sum(result.verdict is Verdict.KILLED for result in results)
+    print(f"{killed} of {len(results)} mutants of changed lines are killed")
+    return 1 if any(result.verdict is Verdict.ERROR for result in results) else 0
+
+
 def _print(results: Sequence[Result]) -> None:
     print(f"\n{verdicts.table(results)}")
     for verdict in (Verdict.ERROR, Verdict.SURVIVED):
@@ -48,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("area", nargs="*", help="lists to run, without .toml (default: all)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="mutants to run; may have *"
+    )
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="",
+        metavar="BASE",
+        help="make mutants of the lines changed since BASE (default: the branch's beginning)",
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     cores = len(os.sched_getaffinity(0))

@@ -24,7 +24,8 @@ class Mutant:
     """One fault: `find` becomes `replace` in `file`, and one of `tests` must fail.
 
     area: the list's name without `.toml`. file: path from the root. tests: arguments of pytest, as
-    paths from the root. survives: why no test can notice the fault, empty for all others.
+    paths from the root. survives: why no test can notice the fault, empty for all others. line:
+    where a generated fault is, whose `find` and `replace` are whole files; 0 for all others.
     """
 
     area: str
@@ -34,6 +35,7 @@ class Mutant:
     replace: str
     tests: tuple[str, ...]
     survives: str = ""
+    line: int = 0
 
     def apply(self, text: str) -> str:
         """The text of `file` with the fault; ValueError unless `find` occurs exactly once."""
@@ -108,7 +110,8 @@ def _mutant(area: str, number: int, entry: dict[str, object]) -> Mutant:
         raise ValueError(f"{where}: `tests` must be an array of strings")
     if not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{where}: {', '.join(texts)} must be strings")
-    return Mutant(area, **{key: str(text) for key, text in texts.items()}, tests=tuple(tests))
+    name, file, find, replace, survives = (str(texts.get(key, "")) for key in _TEXTS)
+    return Mutant(area, name, file, find, replace, tuple(tests), survives)
 
 
 def _faults_of(mutant: Mutant, root: Path, texts: dict[str, str | None]) -> Iterable[str]:

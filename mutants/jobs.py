@@ -85,7 +85,7 @@ def run(mutants: Sequence[Mutant], count: int, report: Callable[[Result], None])
     then says nothing.
     """
     # Those of a file follow one another: what is built of it is built again for these alone.
-    ordered = sorted(mutants, key=lambda mutant: (mutant.file, mutant.tests))
+    ordered = sorted(mutants, key=lambda mutant: (mutant.file, mutant.tests, mutant.line))
     files: dict[str, set[str]] = {}
     for test in {test for mutant in ordered for test in mutant.tests}:
         files.setdefault(_file(test), set()).add(test)
@@ -108,17 +108,21 @@ def run(mutants: Sequence[Mutant], count: int, report: Callable[[Result], None])
 
 def _try(job: Job, mutant: Mutant, unchanged: Mapping[str, Outcome]) -> Result:
     """Run a mutant's tests with it, if they passed without it."""
-    seconds = 0.0
+    seconds, passing = 0.0, []
     for test in mutant.tests:
         outcome = unchanged[_file(test)]
         passed = [name for name in outcome.passed if _is_of(name, test)]
         failed = [name for name in outcome.failed if _is_of(name, test)]
-        if failed or not passed:
+        if passed and not failed:
+            passing.append(test)
+            seconds += sum(outcome.passed[name] for name in passed)
+        elif failed or not mutant.line:
             reason = f"{failed[0]} fails" if failed else outcome.reason or f"{test} is skipped here"
             return Result(mutant, Verdict.ERROR, f"without the mutant: {reason}")
-        seconds += sum(outcome.passed[name] for name in passed)
+    if not passing:
+        return Result(mutant, Verdict.SURVIVED, "no test runs here")
     limit = _SPARE_SECONDS + _SPARE_TIMES * seconds
-    return judge(mutant, job.run(mutant.tests, limit, mutant))
+    return judge(mutant, job.run(passing, limit, mutant))
 
 
 def _file(test: str) -> str:

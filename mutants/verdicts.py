@@ -35,7 +35,9 @@ class Result:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        head = f"{self.verdict.value:9} {self.mutant.area}: {self.mutant.name}"
+        mutant = self.mutant
+        name = f"{mutant.file}:{mutant.line}" if mutant.line else f"{mutant.area}: {mutant.name}"
+        head = f"{self.verdict.value:9} {name}"
         return f"{head} ({self.seconds:.0f} s) {self.reason}".rstrip()
 
 
@@ -51,6 +53,8 @@ def judge(mutant: Mutant, outcome: Outcome) -> Result:
             verdict, reason = Verdict.EXPLAINED, mutant.survives
         case Ending.PASSED:
             verdict = Verdict.SURVIVED
+        case Ending.BROKEN if mutant.line:
+            verdict = Verdict.KILLED  # its file cannot be imported
     return Result(mutant, verdict, reason, outcome.seconds)
 
 
