@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
@@ -11,10 +12,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from mutants import jobs
 from mutants.entries import ROOT, Mutant
 from mutants.fork_server import Ending, Outcome
 from mutants.jobs import Job
 from mutants.scratch import Scratch
+from mutants.verdicts import Verdict
 
 FILE = "packages/flexkv/src/flexkv/changes.py"
 MUTANT = Mutant("core", "no_keys", FILE, "    if not changed:\n", "    if changed:\n", ())
@@ -119,3 +122,13 @@ def test_tests_that_do_not_run_give_no_verdict(job: Job) -> None:
 def test_a_mutant_that_does_not_fit_gives_no_verdict(job: Job) -> None:
     lost = Mutant("core", "lost", FILE, "what is not there", "", ())
     assert _run(job, "test_keys", lost).ending is Ending.BROKEN
+
+
+@pytest.mark.parametrize(("line", "verdict"), [(0, Verdict.ERROR), (1, Verdict.SURVIVED)])
+def test_skipped_tests_are_an_error_of_a_list_and_notice_no_generated_mutant(
+    job: Job, line: int, verdict: Verdict
+) -> None:
+    test = "test_copy.py::test_is_skipped"
+    unchanged = {"test_copy.py": job.run((test,), 600.0)}
+    mutant = dataclasses.replace(MUTANT, tests=(test,), line=line)
+    assert jobs._try(job, mutant, unchanged).verdict is verdict

@@ -18,6 +18,7 @@ from patience import wait_until
 
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.job import Priority
+from packages.inside import below_of, index_of, store_of
 from packages.tier_blocks import ready_blocks
 
 PROMPT_BLOCKS = 6
@@ -48,23 +49,23 @@ def keep_in_engine(world: World, turns: int) -> list[bool]:
     shared = random_prompt(rng, 4 * BLOCK_TOKENS)
     world.generate(shared + random_prompt(rng, 1), max_tokens=1)
     world.settle()
-    keys = list(ready_blocks(world.cache._index))
+    keys = list(ready_blocks(index_of(world.cache)))
     assert len(keys) == 4
     for _ in range(turns):
         world.generate(shared + random_prompt(rng, 2 * BLOCK_TOKENS))
         world.settle()
-    found: list[bool] = world.cache._below.tiers[0].contains(keys)
+    found: list[bool] = below_of(world.cache).tiers[0].contains(keys)
     return found
 
 
 def settle_fetches(world: World) -> None:
     """Until nothing is read from disk, without a step of the engine."""
-    fetcher = world.cache._below.fetcher
+    fetcher = below_of(world.cache).fetcher
     wait_until(lambda: not fetcher.reads, world.poll)
 
 
 def drive_of(world: World) -> Any:
-    (drive,) = world.cache._below.tiers[0].drives
+    (drive,) = below_of(world.cache).tiers[0].drives
     return drive
 
 
@@ -85,7 +86,7 @@ def flip_a_byte(rng: random.Random, files: Sequence[Path]) -> None:
 
 
 def delay_reads(world: World, rng: random.Random) -> None:
-    store = drive_of(world)._store
+    store = store_of(drive_of(world))
     read = store.read
 
     def late(*args: Any) -> Any:
@@ -105,7 +106,7 @@ def read_a_block_a_step(world: World) -> None:
     fast the disk is: a fetch of several blocks lasts for several steps."""
     read_block_by_block(world)
     drive = drive_of(world)
-    read = type(drive._store).read.__get__(drive._store)
+    read = type(store_of(drive)).read.__get__(store_of(drive))
     queue, turn, ended = threading.Lock(), threading.Event(), threading.Event()
 
     def in_turn(*args: Any) -> Any:
@@ -127,7 +128,7 @@ def read_a_block_a_step(world: World) -> None:
         ended.set()
         turn.set()
 
-    drive._store.read = in_turn
+    store_of(drive).read = in_turn
     world.step = giving_a_turn(world.step)  # type: ignore[method-assign]
     world.poll = giving_a_turn(world.poll)  # type: ignore[method-assign]
     world.closing.callback(end)
@@ -149,7 +150,7 @@ class Hang:
         self._counters = world.cache.counters
         self._last = self._counters.fetched_blocks + free
         drive = drive_of(world)
-        read = type(drive._store).read.__get__(drive._store)
+        read = type(store_of(drive)).read.__get__(store_of(drive))
         reading = type(drive)._reading.__get__(drive)
         raise_priority = type(drive.link).raise_priority.__get__(drive.link)
         numbers = itertools.count()
@@ -167,7 +168,7 @@ class Hang:
             # Its threads may call `read` in another order.
             hangs = next(numbers) >= free
             self._asked += hangs
-            drive._store.read = hanging if hangs else late
+            store_of(drive).read = hanging if hangs else late
             self._want(priority)
             return reading(slots, keys, buffers, priority)
 

@@ -62,7 +62,14 @@ from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.stages import Place
-from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
+from packages.inside import (
+    assert_no_fetch,
+    assert_no_lease,
+    chooser_of,
+    free_cells,
+    index_of,
+)
+from packages.tier_blocks import assert_no_slot_is_lost
 
 TOKEN_SECONDS = 1.0
 """What the model takes to compute a token, by the clock that FlexKV measures steps with: loads are
@@ -187,7 +194,7 @@ class World(StagedWorkers):
     def _set_clock(self) -> None:
         """FlexKV sees steps take as long as their tokens do, and not as this machine does."""
         if self.side is not None:
-            self.side._loads._chooser.timer._clock = lambda: self.computed_seconds
+            chooser_of(self.side).timer._clock = lambda: self.computed_seconds
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
@@ -277,8 +284,8 @@ class World(StagedWorkers):
 
     def believe(self, rate: float) -> None:
         """FlexKV has measured nothing but loads of so many bytes per second."""
-        self.side._loads._chooser._device._rates.clear()
-        self.side._loads._chooser.loaded(rate)
+        chooser_of(self.side)._device._rates.clear()
+        chooser_of(self.side).loaded(rate)
 
     def settle(self) -> None:
         """Until no copy and no disk operation is under way. At rest no worker polls its copies."""
@@ -301,12 +308,10 @@ class World(StagedWorkers):
         if not self.is_on:
             return
         self.settle()
-        index, fetcher = self.cache._index, self.cache._below.fetcher
-        assert sorted(self.cache._device._board._free) == list(range(CELLS))
-        assert [block.key for block in ready_blocks(index).values() if block.leases] == []
-        assert writing_blocks(index) == {}
-        assert_no_slot_is_lost(index)
-        assert fetcher._fetches == fetcher._waiting == {}
+        assert sorted(free_cells(self.cache._device._board)) == list(range(CELLS))
+        assert_no_lease(self.cache)
+        assert_no_slot_is_lost(index_of(self.cache))
+        assert_no_fetch(self.cache)
         self.assert_untracked()
 
     def assert_untracked(self) -> None:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.request_options import RequestOptions
 from flexkv_vllm.compat.events import event_hash
+from packages.inside import below_of
 
 HOST, DISK = "CPU", "STORAGE"
 
@@ -57,7 +58,7 @@ def loadable(world: World, whole: bool = True) -> Blocks:
     """What lookups find of every FlexKV block that a request can have had: all of vLLM's blocks in
     it, or only the last one."""
     found: Blocks = {HOST: set(), DISK: set()}
-    tiers = world.cache._below.tiers
+    tiers = below_of(world.cache).tiers
     side = world.side
     for request in world.requests.values():
         tracked = TrackedRequest(request, RequestOptions())

@@ -19,6 +19,7 @@ from flexkv.adapter.request_options import RequestOptions
 from flexkv.figures.definitions import REASONS, sample
 from flexkv.tiers.job import Outcome
 from flexkv_vllm.compat.core import fails_by_request
+from packages.inside import chooser_of, index_of, store_of
 
 LONG, SHORT = 600, 40
 LONG_HIT, SHORT_HIT = LONG // BLOCK_TOKENS * BLOCK_TOKENS, SHORT // BLOCK_TOKENS * BLOCK_TOKENS
@@ -38,9 +39,9 @@ def test_a_first_load_that_is_seen_late_decides_nothing(
     world.forget()
     (late,) = world.slow_down(rng, polls=(5, 5))
     reported = []
-    loaded = world.side._loads._chooser.loaded
+    loaded = chooser_of(world.side).loaded
     monkeypatch.setattr(
-        world.side._loads._chooser, "loaded", lambda rate: (reported.append(rate), loaded(rate))
+        chooser_of(world.side), "loaded", lambda rate: (reported.append(rate), loaded(rate))
     )
     monkeypatch.setattr(late, "copy_seconds", lambda ticket: 2.0**-20)
     busy = world.add(random_prompt(rng, 20), max_tokens=100)
@@ -165,7 +166,7 @@ def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world:
         world.generate(prompt[:length], max_tokens=1)
         world.settle()
     world.forget()
-    index = world.cache._index
+    index = index_of(world.cache)
     full, _ = world.side._groups.members
     tracked = TrackedRequest(world.requests["r1"], RequestOptions())
     behind = world.side._keys.of(tracked, full)[15:]
@@ -173,7 +174,7 @@ def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world:
     assert len(lost) == 5
     index.drop(lost)
     index.release(lost)
-    store = drive_of(world)._store
+    store = store_of(drive_of(world))
     read = store.read
 
     def read_all_but_the_first(view: Any, keys: Sequence[bytes], *rest: Any) -> list[Outcome]:

@@ -34,6 +34,7 @@ from flexkv.adapter.cost import Span
 from flexkv.adapter.request import TrackedRequest
 from flexkv.transfer.fetch import Fetch
 from flexkv_vllm import identity
+from packages.inside import chooser_of, leaving_of, store_of
 
 if TYPE_CHECKING:
     from packages.conftest import Clock
@@ -75,13 +76,13 @@ def test_a_fetch_is_worth_no_more_than_it_brings(
     texts = prompts(20, 4)
     fill(world, texts)
     spans = []
-    is_worth_waiting = world.side._loads._chooser.is_worth_waiting
+    is_worth_waiting = chooser_of(world.side).is_worth_waiting
 
     def noted(fetch: Fetch, span: Span, others: int) -> bool:
         spans.append(span)
         return is_worth_waiting(fetch, span, others)
 
-    monkeypatch.setattr(world.side._loads._chooser, "is_worth_waiting", noted)
+    monkeypatch.setattr(chooser_of(world.side), "is_worth_waiting", noted)
     known = texts[0][: PROMPT_BLOCKS * BLOCK_TOKENS]
     assert hits(world, known + random_prompt(random.Random(21), 100)) == PROMPT_BLOCKS
     assert set(spans) == {Span(0, len(known))}
@@ -301,16 +302,16 @@ def test_blocks_that_are_written_during_a_reset_leave_again_after_it(
 ) -> None:
     world = make_world(slots=30, disk_slots=200, settings={"ssd_admission": "on_evict"})
     drive = drive_of(world)
-    write, ended = drive._store.write, threading.Event()
+    write, ended = store_of(drive).write, threading.Event()
     world.closing.callback(ended.set)
 
     def late(*args: Any) -> Any:
         ended.wait()
         return write(*args)
 
-    monkeypatch.setattr(drive._store, "write", late)
+    monkeypatch.setattr(store_of(drive), "write", late)
     *texts, last = prompts(31, 5)
-    leaving = world.cache._below._leaving._leaving
+    leaving = leaving_of(world.cache)
     for text in (*texts, last[: PROMPT_BLOCKS // 2 * BLOCK_TOKENS]):
         world.generate(text)
     wait_until(lambda: drive.link._running, world.poll)

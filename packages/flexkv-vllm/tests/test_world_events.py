@@ -22,6 +22,7 @@ from flexkv.adapter.request import TrackedRequest
 from flexkv.adapter.request_options import RequestOptions
 from flexkv.mover import Status
 from flexkv_vllm.compat.events import event_hash
+from packages.inside import below_of, index_of, store_of
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
@@ -83,7 +84,7 @@ def test_only_blocks_in_host_memory_are_described(make_world: MakeWorld) -> None
     for _ in range(4):
         world.generate(random_prompt(rng, 50))
         drain(subscriber)
-    in_host = {block.key for block in world.cache._index.blocks}
+    in_host = {block.key for block in index_of(world.cache).blocks}
     events = world.side._events
     assert events is not None
     assert events._described.keys() == in_host
@@ -166,7 +167,7 @@ def test_blocks_of_adapters_on_disk_are_told_once_they_are_asked_for(
         world.step()
         subscriber.listen()
         assert subscriber.told == {HOST: set(), DISK: set()}
-        assert len(world.cache._below.tiers[0].drives[0].index) == (6 if restarted else 0)
+        assert len(below_of(world.cache).tiers[0].drives[0].index) == (6 if restarted else 0)
         world.add(prompt, adapter=adapter)
         world.run()
         drain(subscriber)
@@ -209,7 +210,7 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
     subscriber = Subscriber(world)
     written = threading.Event()
     world.closing.callback(written.set)
-    store = drive_of(world)._store
+    store = store_of(drive_of(world))
     write = store.write
 
     def hanging(*args: Any) -> Any:

@@ -20,6 +20,7 @@ from flexkv.adapter.fetches import Fetches
 from flexkv.adapter.guard import LASTING
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
+from packages.inside import below_of
 
 pytestmark = pytest.mark.skipif(
     not (binds_pool() and fails_by_request()), reason="not all guards are reached in this vLLM"
@@ -115,8 +116,8 @@ def test_errors_in_polling_the_cache_that_last_switch_it_off(
     clear = fetcher.clear
     monkeypatch.setattr(fetcher, "clear", lambda: cleared.append(clear()))
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache._below, "poll", raising)
-        patch.setattr(world.cache._below, "drain", raising)
+        patch.setattr(below_of(world.cache), "poll", raising)
+        patch.setattr(below_of(world.cache), "drain", raising)
         for _ in range(3):
             world.generate(prompt, max_tokens=LASTING)
             assert world.scheduler.reset_prefix_cache()

@@ -18,6 +18,7 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv.adapter.idle import STEP_ON_SECONDS
 from flexkv.figures.definitions import sample
+from packages.inside import below_of, index_of, store_of
 from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ class Gate:
 
     def __init__(self, world: World) -> None:
         self._open = threading.Event()
-        store = drive_of(world)._store
+        store = store_of(drive_of(world))
         write = store.write
 
         def waiting(*args: Any) -> Any:
@@ -72,7 +73,7 @@ def reported(world: World, *names: str) -> float:
 
 
 def stored_keys(world: World, blocks: int) -> list[bytes]:
-    keys = list(ready_blocks(world.cache._index))
+    keys = list(ready_blocks(index_of(world.cache)))
     assert len(keys) == blocks
     return keys
 
@@ -102,7 +103,7 @@ def test_what_a_burst_left_is_written_and_its_queues_are_reported_empty(
     gate.open()
     step_on(world)
     keys = stored_keys(world, BLOCKS)
-    assert world.cache._below.tiers[0].contains(keys) == [True] * BLOCKS
+    assert below_of(world.cache).tiers[0].contains(keys) == [True] * BLOCKS
     assert reported(world, "blocks", "disk") == BLOCKS
     for queue in (("queue_length", "device"), ("queue_length", "disk"), ("queue_bytes", "disk")):
         assert reported(world, *queue) == 0

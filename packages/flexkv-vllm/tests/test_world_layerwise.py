@@ -14,6 +14,7 @@ from world_config import IN_TREE
 from flexkv import ConfigError
 from flexkv.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
+from packages.inside import chooser_of
 
 pytestmark = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
 
@@ -56,7 +57,7 @@ def test_a_forgotten_prefix_comes_back_in_one_step(
 def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, slow: bool) -> None:
     """A load that others would feel is not beside their forward, though it is worth it."""
     world = make_world(settings={"load_mode": "auto"})
-    world.side._loads._chooser._on_cores = False
+    chooser_of(world.side)._on_cores = False
     rng = random.Random(1)
     prompt = random_prompt(rng, 200)
     world.generate(prompt)

@@ -16,6 +16,7 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
+from packages.inside import index_of
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 LAYERWISE = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
@@ -37,7 +38,7 @@ def test_each_step_stores_what_was_accepted_before_it(make_world: MakeWorld, ahe
     prompt = random_prompt(rng, 10 * BLOCK_TOKENS)
     first = world.add(prompt, max_tokens=100)
     request = world.requests[first]
-    accepted, index, schedule = 0, world.cache._index, world.scheduler.schedule
+    accepted, index, schedule = 0, index_of(world.cache), world.scheduler.schedule
 
     def note_what_is_accepted() -> SchedulerOutput:
         nonlocal accepted
@@ -69,7 +70,7 @@ def test_behind_vllms_connector_an_answer_is_stored_when_it_ends(
 ) -> None:
     rng = random.Random(1)
     world = make_world(guesses=rng, entry=IN_TREE, lag=lag(ahead), slots=100)
-    index, not_computed = world.cache._index, set()
+    index, not_computed = index_of(world.cache), set()
     # Some end within the guesses of their last step, some with them; and most with a block.
     for tokens in (*range(17, 22), *[2 * BLOCK_TOKENS] * 8):
         before = set(ready_blocks(index))
@@ -101,7 +102,7 @@ def test_what_was_left_behind_before_it_was_accepted_is_not_stored(
     first = world.generate(random_prompt(rng, 3), max_tokens=200)
     world.settle()
     hashes = world.requests[first].block_hashes
-    ready = ready_blocks(world.cache._index)
+    ready = ready_blocks(index_of(world.cache))
     stored = [[each + group in ready for each in hashes] for group in (b"", b"\1")]
     assert all(stored[0][:-1])
     assert True in stored[1]

@@ -13,6 +13,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE, PLUGIN
 
 from flexkv_vllm.compat.core import fails_by_request, passes_stages_on
+from packages.inside import index_of
 from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(not passes_stages_on(), reason="refused with this vLLM")
@@ -27,7 +28,7 @@ def test_each_stage_gets_its_own_layers_back(make_world: MakeWorld, entry: str, 
     first = world.generate(prompt)
     stored = set(world.requests[first].block_hashes[: 300 // BLOCK_TOKENS])
     world.forget()
-    assert set(ready_blocks(world.cache._index)) == stored
+    assert set(ready_blocks(index_of(world.cache))) == stored
     second = world.generate(prompt)
     assert world.external_tokens[second] == 288
     assert world.outputs[second] == world.outputs[first]

@@ -14,6 +14,7 @@ from patience import wait_until
 
 from flexkv.adapter.request import TrackedRequest
 from flexkv.mover import Direction
+from packages.inside import index_of
 from packages.tier_blocks import ready_blocks
 
 NEVER_BY_ITSELF = (1_000_000, 1_000_000)
@@ -52,7 +53,7 @@ def test_each_prefix_of_a_store_begins_anew(
     rng = random.Random(7)
     requests = [world.add(random_prompt(rng, 4 * BLOCK_TOKENS + 1)) for _ in range(3)]
     world.run()
-    ready = ready_blocks(world.cache._index)
+    ready = ready_blocks(index_of(world.cache))
     for request_id in requests:
         keys = world.requests[request_id].block_hashes[:4]
         parents = [ready[key].parent for key in keys]

@@ -21,6 +21,7 @@ from flexkv.adapter.load_choice import Left, LoadChoice
 from flexkv.adapter.orders import StepOrders
 from flexkv.index import Block, BlockIndex
 from flexkv.mover import Status
+from packages.inside import chooser_of, index_of
 from packages.tier_blocks import ready_blocks
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
@@ -32,7 +33,7 @@ def broken(*_: object) -> Any:
 
 
 def leased(world: World) -> list[bytes]:
-    return [block.key for block in ready_blocks(world.cache._index).values() if block.leases]
+    return [block.key for block in ready_blocks(index_of(world.cache)).values() if block.leases]
 
 
 def test_a_request_that_reads_no_cache_looks_nothing_up(
@@ -68,7 +69,7 @@ def test_blocks_that_a_request_does_not_load_are_not_kept_for_it(
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(2, 4)
     fill(world, texts)
-    monkeypatch.setattr(world.side._loads._chooser, question, lambda *_args: answer)
+    monkeypatch.setattr(chooser_of(world.side), question, lambda *_args: answer)
     request_id = world.add(texts[0], max_tokens=50)
     wait_until(lambda: world.outputs[request_id], world.step)
     world.settle()
@@ -105,7 +106,7 @@ def test_what_failed_is_not_offered_again(
     prompt = random_prompt(rng, 200)
     world.generate(prompt)
     world.forget()
-    monkeypatch.setattr(world.cache, "_index", DropsNothing(world.cache._index))
+    monkeypatch.setattr(world.cache, "_index", DropsNothing(index_of(world.cache)))
     (late,) = world.slow_down(rng, polls=(0, 0), failure_rate=1.0)
     world.generate(prompt)
     world.check_outputs()
@@ -157,7 +158,7 @@ def test_after_an_error_no_old_block_table_is_stored(
     world.run()
     hashes = world.requests[first].block_hashes
     world.settle()
-    assert set(ready_blocks(world.cache._index)) == set(hashes[:4])
+    assert set(ready_blocks(index_of(world.cache))) == set(hashes[:4])
     world.forget()
     again = world.generate(prompt)
     assert world.external_tokens[again] == 4 * BLOCK_TOKENS

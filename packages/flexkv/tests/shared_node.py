@@ -29,6 +29,7 @@ from flexkv.settings import CacheConfig
 from flexkv.tiers import remote
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.remote import RemoteTier
+from packages.inside import index_of
 from packages.tier_blocks import ready_blocks
 
 SLOT = 1 << 16
@@ -102,7 +103,7 @@ class Node:
         hits = self.cache.lookup(names(text))
         if fetch is not None:
             self.cache.end_fetch(fetch)
-        for key, block in ready_blocks(self.cache._index).items():
+        for key, block in ready_blocks(index_of(self.cache)).items():
             with self.arena.slot_view(block.slot) as view:
                 if bytes(view) != content(key):
                     return "wrong bytes"

@@ -26,6 +26,7 @@ from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.copies import LOAD_RESERVE, Transfer
 from packages.conftest import Clock
+from packages.inside import free_cells, index_of
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
 RANKS = 2
@@ -269,7 +270,7 @@ def test_stores_leave_room_for_loads_and_a_full_board_is_a_miss() -> None:
         for _ in range(LOAD_RESERVE):
             assert workers.cache.load(keys("a")) is not None
         assert workers.cache.load(keys("a")) is None
-        assert ready_blocks(workers.cache._index)[b"a"].leases == LOAD_RESERVE
+        assert ready_blocks(index_of(workers.cache))[b"a"].leases == LOAD_RESERVE
     finally:
         workers.arena.close()
 
@@ -344,8 +345,8 @@ class CacheModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         for transfer in list(self.pending):
             self.cache.cancel(transfer)
-        index = self.cache._index
-        assert sorted(self.workers.arena.board._free) == list(range(CELLS))
+        index = index_of(self.cache)
+        assert sorted(free_cells(self.workers.arena.board)) == list(range(CELLS))
         assert_no_slot_is_lost(index)
         assert all(block.leases == 0 for block in ready_blocks(index).values())
         self.workers.arena.close()
@@ -411,7 +412,7 @@ class CacheModel(RuleBasedStateMachine):
             for i in range(6):
                 key = bytes([chain, i])
                 if self.cache.lookup([key]):
-                    assert self.bytes_of_slot[ready_blocks(self.cache._index)[key].slot] == key
+                    assert self.bytes_of_slot[ready_blocks(index_of(self.cache))[key].slot] == key
 
 
 TestCache = CacheModel.TestCase

@@ -25,6 +25,7 @@ from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
+from packages.inside import assert_no_fetch, assert_no_write, free_cells, link_of
 from packages.line_errors import InjectedError, LineErrors
 
 SOURCE = Path(flexkv.__path__[0])
@@ -176,14 +177,10 @@ class Story:
             cache.cancel(transfer)
         cache.unpin("owner")
         node.assert_at_rest()
-        assert len(node.arena.board._free) == CELLS
-        assert cache._below.fetcher._fetches == {}
+        assert len(free_cells(node.arena.board)) == CELLS
+        assert_no_fetch(cache)
         node.assert_own_bytes()
-        for demoter in cache._below._demoters:
-            assert not (demoter._held)
-            assert not (demoter._writing)
-            assert not (demoter._writes)
-            assert not (demoter._waiting)
+        assert_no_write(cache)
         assert node.disk._batches == node.disk._places == node.remote._batches == {}
         assert all(drive._running == {} for drive in node.disk.drives)
         text = self.text(3)
@@ -214,7 +211,7 @@ def test_hits_in_host_memory_go_on_while_the_cache_recovers(
     node.store.fill({key: content(key) for key in names("xyz")})
     node.store.hanging = {"get"}
     fetch = node.begin("xyz")
-    node.until(lambda: bool(node.store.gets) or bool(node.remote._link._running))
+    node.until(lambda: bool(node.store.gets) or bool(link_of(node.remote)._running))
     with monkeypatch.context() as patch:
         patch.setattr(node.disk, "contains", _raising)
         with pytest.raises(InjectedError):

@@ -38,6 +38,14 @@ from flexkv.transfer import demote, fetch, fetcher, reads, sources
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import StillClock
+from packages.inside import (
+    assert_no_read,
+    assert_no_write,
+    below_of,
+    demoters_of,
+    free_cells,
+    index_of,
+)
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (64,))
@@ -240,15 +248,12 @@ class FaultModel(RuleBasedStateMachine):
             self.cache.end_fetch(each)
         self.fetches.clear()
         self.drain(outcome)
-        below, index = self.cache._below, self.cache._index
-        reads = below.fetcher.reads
-        assert not any((reads, reads._read_of, reads._delivered, below.fetcher._waiting))
-        for demoter in below._demoters:
-            assert not demoter.busy
-            assert not any((demoter._held, demoter._writing, demoter._chain))
-        assert not below._writeback._leaving
+        index = index_of(self.cache)
+        assert_no_read(self.cache)
+        assert_no_write(self.cache)
+        assert not any(demoter.busy for demoter in demoters_of(self.cache))
         assert self.cache.transfers_under_way == 0
-        assert len(self.arena.board._free) == CELLS
+        assert len(free_cells(self.arena.board)) == CELLS
         assert not writing_blocks(index)
         assert {block.key for block in ready_blocks(index).values() if block.leases} == set()
         assert_no_slot_is_lost(index)
@@ -258,7 +263,7 @@ class FaultModel(RuleBasedStateMachine):
         """At rest, all that leads to a key without a gap can be had."""
         self.rest(Outcome.DONE)
         prefix = prefix_of(chain, length)
-        below = self.cache._below
+        below = below_of(self.cache)
         below._sources[2].clear()  # what was known of the tier that others fill is out of date
         if self.cache.ask(prefix):
             self.drain(Outcome.DONE)
@@ -276,7 +281,7 @@ class FaultModel(RuleBasedStateMachine):
     def what_is_there_has_its_own_bytes(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for key, block in ready_blocks(self.cache._index).items():
+        for key, block in ready_blocks(index_of(self.cache)).items():
             with self.arena.slot_view(block.slot) as view:
                 assert bytes(view) == content(key)
         for tier in self.tiers:
@@ -299,7 +304,7 @@ class FaultModel(RuleBasedStateMachine):
 
     def finish(self, transfer: Transfer, status: Status) -> None:
         """Copy, as the rank would, and poll."""
-        kept = set(ready_blocks(self.cache._index))
+        kept = set(ready_blocks(index_of(self.cache)))
         own = [block.key for block in transfer.blocks if block.state.value != "dropped"]
         for block in transfer.blocks:
             if transfer.direction is Direction.STORE and status is Status.DONE:
@@ -313,7 +318,7 @@ class FaultModel(RuleBasedStateMachine):
         assert transfer in polled
         for each in polled:
             self.transfers.remove(each)
-        there = set(ready_blocks(self.cache._index))
+        there = set(ready_blocks(index_of(self.cache)))
         if transfer.direction is Direction.STORE:
             assert not set(own) & kept
             if status is Status.FAILED:
@@ -321,7 +326,7 @@ class FaultModel(RuleBasedStateMachine):
 
     def drain(self, outcome: Outcome) -> None:
         """Until nothing is under way but fetches that wait for nothing more."""
-        below = self.cache._below
+        below = below_of(self.cache)
         for _ in range(100):
             for tier in self.tiers:
                 tier.stalled.clear()

@@ -12,6 +12,7 @@ import pytest
 from tiered_engine import Engine, keys
 
 from flexkv.eviction import RequestContext
+from packages.inside import below_of, index_of
 from packages.tier_blocks import assert_no_slot_is_lost
 
 OLD = "abcdefgh"
@@ -88,13 +89,13 @@ def test_an_error_of_a_tier_loses_no_slot(
     engine = make()
     engine.cache.clear()
     assert request(engine, OLD[:4], None) == 4
-    (source,) = engine.cache._below._sources
+    (source,) = below_of(engine.cache)._sources
     with monkeypatch.context() as patch:
         patch.setattr(type(source), "look", raising)
         engine.cache.record((), RequestContext(request_id="r", returns=False), keys(*"uvwxyz"))
         with pytest.raises(RuntimeError, match="look"):
             engine.cache.store(keys(*"uvwxyz"), range(6))
-    assert_no_slot_is_lost(engine.cache._index)
+    assert_no_slot_is_lost(index_of(engine.cache))
     engine.settle()
     assert request(engine, "pqrs", returns=False) == 4
 

@@ -20,6 +20,7 @@ from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Priority
 from flexkv.transfer import sources
 from packages.conftest import Clock
+from packages.inside import demoters_of, link_of, store_of
 
 
 @pytest.fixture
@@ -384,7 +385,7 @@ def test_a_block_whose_read_hangs_is_a_miss_at_once_and_all_others_come(
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Reads of the disk wait until the returned function is called."""
     gate = threading.Event()
-    disk_store: Any = node.disk.drives[0]._store
+    disk_store: Any = store_of(node.disk.drives[0])
     read = disk_store.read
 
     def waiting(*args: Any) -> Any:
@@ -438,7 +439,7 @@ def test_a_block_leaves_once_every_tier_that_wants_it_has_it(
     node.begin_store("ab")
     node.cache.poll()
     node.begin_store("uvwxyz")
-    node.until(lambda: node.on_disk("ab") == "ab" and not node.cache._below._demoters[0].busy)
+    node.until(lambda: node.on_disk("ab") == "ab" and not demoters_of(node.cache)[0].busy)
     assert node.cache.lookup(names("ab")) == 2
     store.release()
     node.until(lambda: store.keys() == names("ab"))
@@ -474,7 +475,7 @@ def test_a_hanging_store_lets_the_disk_end(
     node = Node(tmp_path / "own", store, disk="write_through")
     store.hanging = {"get"}
     fetch = node.begin("x")
-    node.until(lambda: fetch.asking is None and bool(node.remote._link._running))
+    node.until(lambda: fetch.asking is None and bool(link_of(node.remote)._running))
     node.begin_store("ab")
     assert not node.cache.close()
     store.release()

@@ -16,6 +16,7 @@ from two_tiers import Node, content, names
 from flexkv.mover import Status
 from flexkv.tiers.job import Priority
 from packages.conftest import PATIENCE_SECONDS
+from packages.inside import demoters_of, index_of, link_of, store_of
 from packages.tier_blocks import ready_blocks
 
 FULL = "stuvwxyz"
@@ -50,7 +51,7 @@ def fill(node: Node, text: str = FULL) -> None:
     node.begin_store(text)
     node.cache.poll()  # takes the end of the store
     node.cache.poll()  # begins the writes
-    wait(lambda: bool(node.remote._link._running))
+    wait(lambda: bool(link_of(node.remote)._running))
 
 
 def wait(done: Callable[[], bool]) -> None:
@@ -63,7 +64,7 @@ def wait(done: Callable[[], bool]) -> None:
 
 def held(node: Node) -> str:
     """The blocks that cannot be evicted, in the order of their names."""
-    ready = ready_blocks(node.cache._index)
+    ready = ready_blocks(index_of(node.cache))
     return "".join(sorted(key.decode() for key, block in ready.items() if block.leases))
 
 
@@ -133,7 +134,7 @@ def test_blocks_give_way_before_their_writes_are_queued(
     node = make(slots=40)
     many = "".join(map(chr, range(0x41, 0x41 + 26))) + "0123456789mnop"
     fill(node, many)
-    assert [block.key for block in node.cache._below._demoters[1]._waiting] == names(many[20:])
+    assert [block.key for block in demoters_of(node.cache)[1]._waiting] == names(many[20:])
     assert node.fetched("abcd") == "abcd"
     assert dropped(node) == 16
     store.release()
@@ -171,13 +172,13 @@ def hanging(make: Callable[..., Node]) -> Iterator[tuple[Node, threading.Event]]
     node = make(disk="write_through", remote="second_hit")
     drive: Any = node.disk.drives[0]
     drive.link._write_bytes = 1
-    gate, write = threading.Event(), drive._store.write
+    gate, write = threading.Event(), store_of(drive).write
 
     def waiting(*args: Any) -> Any:
         gate.wait()
         return write(*args)
 
-    drive._store.write = waiting
+    store_of(drive).write = waiting
     yield node, gate
     gate.set()
 
@@ -228,7 +229,7 @@ def test_a_read_that_ends_meanwhile_reaches_its_request(
     fill(node, FULL[:7])
     wait(lambda: "get" in store.waiting)
     store.release_running()
-    wait(lambda: bool(node.remote._link._done))
+    wait(lambda: bool(link_of(node.remote)._done))
     other = node.begin("abcd")
     assert (dropped(node), other.stop, fetch.done) == (6, 4, False)
     node.until(lambda: fetch.done and other.done)

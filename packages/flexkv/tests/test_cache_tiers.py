@@ -24,6 +24,7 @@ from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
+from packages.inside import index_of
 
 
 @pytest.fixture
@@ -483,7 +484,7 @@ class TierModel(RuleBasedStateMachine):
     def no_slot_is_lost(self) -> None:
         if not self.pending and not self.fetches:
             self.engine.settle()
-            index = self.engine.cache._index
+            index = index_of(self.engine.cache)
             assert index.free_slots + len(index) == index.num_slots
 
 

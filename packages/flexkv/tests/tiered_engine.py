@@ -20,6 +20,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
+from packages.inside import store_of
 
 FORMAT = BlockFormat(1, (4096,))
 FINGERPRINT = "0123456789abcdef" * 2
@@ -100,7 +101,7 @@ class Engine:
 
     def hang(self, reached: threading.Event | None = None) -> Callable[[], None]:
         """Reads wait until the returned function is called; `reached` is set once one does."""
-        store: Any = self.disk.drives[0]._store
+        store: Any = store_of(self.disk.drives[0])
         self._gate = gate = threading.Event()
         read = store.read
 

@@ -22,7 +22,8 @@ from flexkv.tiers.job import Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import PATIENCE_SECONDS
-from packages.tier_blocks import ready_blocks, writing_blocks
+from packages.inside import assert_no_lease, assert_no_read, demoters_of, index_of, leaving_of
+from packages.tier_blocks import ready_blocks
 
 SLOT = 4096
 FINGERPRINT = "fe" * 16
@@ -92,9 +93,9 @@ class Node:
     def put_on_disk(self, text: str) -> None:
         """Have blocks on disk, and not in host memory."""
         self.store_blocks(text)
-        self.cache._below._demoters[0].offer(names(text))
+        demoters_of(self.cache)[0].offer(names(text))
         self.settle()
-        index = self.cache._index
+        index = index_of(self.cache)
         for key in reversed(names(text)):
             found = index.lease([key])
             assert found is not None
@@ -123,20 +124,17 @@ class Node:
         return text[:hits]
 
     def assert_own_bytes(self) -> None:
-        for key, block in ready_blocks(self.cache._index).items():
+        for key, block in ready_blocks(index_of(self.cache)).items():
             with self.arena.slot_view(block.slot) as view:
                 assert bytes(view) == content(key)
 
     def assert_at_rest(self) -> None:
         """Nothing is under way, leased or lost."""
         self.settle()
-        index, reads = self.cache._index, self.cache._below.fetcher.reads
-        assert not reads
-        assert not reads._read_of
-        assert not self.cache._below.fetcher._waiting
-        assert not self.cache._below._writeback._leaving
-        assert not writing_blocks(index)
-        assert [block.key for block in ready_blocks(index).values() if block.leases] == []
+        index = index_of(self.cache)
+        assert_no_read(self.cache)
+        assert not leaving_of(self.cache)
+        assert_no_lease(self.cache)
         assert index.free_slots + len(index) == index.num_slots
 
     def close(self) -> None:

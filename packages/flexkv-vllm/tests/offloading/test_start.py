@@ -33,6 +33,7 @@ from flexkv.mover import FALLBACK
 from flexkv_kernels import CpuMover
 from flexkv_vllm.compat.events import event_hash
 from flexkv_vllm.offloading.pages import describe_groups
+from packages.inside import below_of, index_of
 from packages.tier_blocks import ready_blocks
 
 
@@ -125,12 +126,12 @@ def test_events_say_what_can_be_loaded(
         world.settle()
     world.generate([1], max_tokens=1)  # a step more, which tells the last
     subscriber.listen()
-    index = ready_blocks(world.cache._index)
+    index = ready_blocks(index_of(world.cache))
     assert len(index) > 12
     assert subscriber.told[HOST] == {
         (int.from_bytes(key[-4:], "big"), event_hash(key[:-4])) for key in index
     }
-    (drive,) = world.cache._below.tiers[0].drives
+    (drive,) = below_of(world.cache).tiers[0].drives
     assert len(subscriber.told[DISK]) == len(drive.index) > len(index)
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate([1], max_tokens=1)
@@ -155,9 +156,9 @@ def test_an_engine_at_rest_tells_all_events(
         subscriber.listen()
         return {medium: {name for _, name in told} for medium, told in subscriber.told.items()}
 
-    (drive,) = world.cache._below.tiers[0].drives
+    (drive,) = below_of(world.cache).tiers[0].drives
     told = told_at_rest()
-    assert told[HOST] == {event_hash(key[:-4]) for key in ready_blocks(world.cache._index)}
+    assert told[HOST] == {event_hash(key[:-4]) for key in ready_blocks(index_of(world.cache))}
     assert len(told[HOST]) == len(told[DISK]) == len(drive.index) == 24
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
     assert told_at_rest() == {HOST: set(), DISK: set()}

@@ -18,6 +18,7 @@ from patience import wait_until
 from flexkv.adapter.guard import LASTING
 from flexkv.mover import Direction
 from flexkv_vllm.offloading.worker import Job
+from packages.inside import assert_no_fetch, below_of, index_of
 from packages.tier_blocks import ready_blocks
 
 pytestmark = SEVERAL_GROUPS
@@ -78,8 +79,8 @@ def test_errors_in_polling_the_cache_that_last_switch_it_off(
     world.generate(prompt)
     world.forget()
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache._below, "poll", raising)
-        patch.setattr(world.cache._below, "drain", raising)
+        patch.setattr(below_of(world.cache), "poll", raising)
+        patch.setattr(below_of(world.cache), "drain", raising)
         for _ in range(2):
             world.generate(prompt, max_tokens=2 * LASTING)
             assert world.scheduler.reset_prefix_cache()
@@ -151,7 +152,7 @@ def test_a_request_that_ends_with_an_error_keeps_no_fetch(
     world.abort(request)
     world.step()
     assert errors == []
-    assert world.cache._below.fetcher._fetches == {}
+    assert_no_fetch(world.cache)
     hang.end()
     world.run()
     world.assert_at_rest()
@@ -238,7 +239,7 @@ def test_an_error_in_a_store_gives_its_slots_back(
         prompt = random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3)
         world.generate(prompt, params={"flexkv.pin": True})
     world.assert_at_rest()
-    assert ready_blocks(world.cache._index) == {}
+    assert ready_blocks(index_of(world.cache)) == {}
 
 
 def test_no_request_waits_for_a_fetch_that_never_begins(

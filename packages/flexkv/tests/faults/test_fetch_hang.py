@@ -21,6 +21,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
+from packages.inside import below_of
 
 KEYS = names(40)
 
@@ -87,7 +88,7 @@ def test_a_fetch_over_a_hung_drive_ends_at_the_gap(
     good, bad = node.on_drive(0), node.on_drive(1)
     files.hang(tmp_path / "b")
     victim = node.fetch([good[0], bad[0], good[1]])
-    node.wait(lambda: victim.arrived == 1 and len(node.cache._below.fetcher.reads._read_of) == 1)
+    node.wait(lambda: victim.arrived == 1 and len(below_of(node.cache).fetcher.reads._read_of) == 1)
     assert files.hanging.wait(DEADLINE)
     clock.skip(DEADLINE + 1)
     other = node.fetch([good[2]])

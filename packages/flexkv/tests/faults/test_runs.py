@@ -15,6 +15,7 @@ from disk_blocks import FINGERPRINT, SLOT, Client, names, opened
 
 from flexkv.tiers.disk import OsFiles, table
 from flexkv.tiers.job import Outcome
+from packages.inside import store_of
 
 SLOTS = 40
 RUN = 20
@@ -131,7 +132,7 @@ def test_one_bad_block_of_a_run_that_is_read_is_a_miss_and_no_other(
         assert client.read(KEYS) == all_but(place, expected)
         assert RUN in files.hits
         assert 1 in files.hits
-        (ledger,) = [drive._store.ledger for drive in client.tier.drives]
+        (ledger,) = [store_of(drive).ledger for drive in client.tier.drives]
         assert ledger.hit_blocks == RUN - 1
         assert ledger.damaged_blocks == (limit is Limit.NOTHING)
         client.settle()
@@ -166,7 +167,7 @@ def test_one_bad_place_in_a_run_that_is_written_fails_one_block_and_no_other(
         left = [key for key in KEYS if key != KEYS[place]]
         assert client.found(KEYS) == left
         assert client.read(left) == [DONE] * (RUN - 1)
-        (ledger,) = [drive._store.ledger for drive in client.tier.drives]
+        (ledger,) = [store_of(drive).ledger for drive in client.tier.drives]
         assert ledger.written_blocks == RUN - 1 + (SLOTS if full else 0)
         files.bad = None
     with opened(tmp_path, slots=SLOTS) as client:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from packages.inside import requests_of
+
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 
 import obstore
@@ -131,7 +133,7 @@ def test_a_write_ends_when_no_block_is_read_any_more(
         node.blocks.put(node.epoch, keys, buffers)
     buffers[1][:] = content(b"of another block")
     reused.set()
-    while asyncio.all_tasks(node.blocks._requests._loop):
+    while asyncio.all_tasks(requests_of(node.blocks)._loop):
         time.sleep(0.001)
     assert node.get("ab") == [MISSING, DONE]
 
@@ -150,13 +152,13 @@ def test_what_is_there_is_not_sent_again(
     one.put("ab")
     before = obstore.head(store, one.name("a"))["e_tag"]
     sent: list[str] = []
-    put = other.blocks._requests.put
+    put = requests_of(other.blocks).put
 
     async def count(name: str, *args: Any, **options: Any) -> bool:
         sent.append(name)
         return await put(name, *args, **options)
 
-    monkeypatch.setattr(other.blocks._requests, "put", count)
+    monkeypatch.setattr(requests_of(other.blocks), "put", count)
     assert other.put("abc") == [DONE] * 3
     assert sent == [other.name("c")]
     assert obstore.head(store, one.name("a"))["e_tag"] == before
@@ -244,13 +246,13 @@ def test_a_record_that_is_too_long_is_no_record(tmp_path: Path) -> None:
 def count_questions(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names that the node asks about from now on."""
     asked: list[str] = []
-    has = node.blocks._requests.has
+    has = requests_of(node.blocks).has
 
     async def count(name: str) -> bool:
         asked.append(name)
         return await has(name)
 
-    monkeypatch.setattr(node.blocks._requests, "has", count)
+    monkeypatch.setattr(requests_of(node.blocks), "has", count)
     return asked
 
 
@@ -287,7 +289,7 @@ def test_questions_of_one_call_do_not_wait_for_each_other(
 ) -> None:
     one, other = start(), start()
     one.put("ab")
-    has = other.blocks._requests.has
+    has = requests_of(other.blocks).has
     answered = asyncio.Event()
     answers: dict[int, Found] = {}
 
@@ -301,7 +303,7 @@ def test_questions_of_one_call_do_not_wait_for_each_other(
         if len(answers) == 2:
             answered.set()
 
-    monkeypatch.setattr(other.blocks._requests, "has", has_late)
+    monkeypatch.setattr(requests_of(other.blocks), "has", has_late)
     questions = [Question(names(text)) for text in ("xy", "abz", "q")]
     other.blocks.find(other.epoch, questions, answer)
     assert sorted(answers) == [0, 1, 2]
@@ -314,14 +316,14 @@ def test_of_the_questions_of_one_call_only_those_fail_that_the_store_does_not_an
 ) -> None:
     node = start()
     node.put("a")
-    has = node.blocks._requests.has
+    has = requests_of(node.blocks).has
 
     async def has_or_fail(name: str) -> bool:
         if name == node.name("x"):
             raise module.StoreError("slow down")
         return await has(name)
 
-    monkeypatch.setattr(node.blocks._requests, "has", has_or_fail)
+    monkeypatch.setattr(requests_of(node.blocks), "has", has_or_fail)
     first, failed, last = node.answers(*(Question(names(text)) for text in "axb"))
     assert (first, last) == ([True], [False])
     assert str(failed) == "slow down"
@@ -332,7 +334,7 @@ def test_questions_do_not_wait_for_reads(
 ) -> None:
     node = start()
     node.put("a")
-    monkeypatch.setattr(node.blocks._requests, "_free", asyncio.Semaphore(0))
+    monkeypatch.setattr(requests_of(node.blocks), "_free", asyncio.Semaphore(0))
     assert node.find("ab") == [True, False]
 
 
@@ -395,7 +397,7 @@ def test_a_request_that_hangs_fails_in_time(
             return await read(store, name)
         return await asyncio.Event().wait()
 
-    monkeypatch.setattr(node.blocks._requests, "_timeout_seconds", 0.05)
+    monkeypatch.setattr(requests_of(node.blocks), "_timeout_seconds", 0.05)
     monkeypatch.setattr(obstore, "get_async", hang)
     monkeypatch.setattr(obstore, "head_async", hang)
     for results in (node.get("ab"), node.put("ab")):

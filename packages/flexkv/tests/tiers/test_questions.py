@@ -14,6 +14,7 @@ from flexkv.tiers.base import Answer
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome
 from packages.conftest import PATIENCE_SECONDS, Clock
+from packages.inside import hung_jobs, is_idle, link_of, questions_of
 
 LONG = 60.0
 """Seconds that pass only if the clock is put forward."""
@@ -39,7 +40,7 @@ def test_questions_that_are_always_late_are_asked_no_more(
         assert not polled or client.tier.drain_answers() == []
         client.store.release_running()
         client.store.hanging = set()
-        client.until(lambda: not client.tier._questions._link._running)
+        client.until(lambda: not link_of(questions_of(client.tier))._running)
         answer = client.answer()
         assert (answer.has, answer.late) == ([False], True)  # of use for later requests
     assert not client.tier.readable
@@ -58,12 +59,12 @@ def test_the_wait_for_a_thread_makes_a_question_late(
     failed = [Answer(ticket, None, late=True) for ticket in tickets]
     if polled:
         assert client.tier.drain_answers() == failed
-        assert not client.tier._questions._waiting
+        assert not questions_of(client.tier)._waiting
         assert client.tier.figures.openings == 1
         assert not client.tier.readable
     client.store.release()
-    link = client.tier._questions._link
-    client.until(lambda: not link._running and not link._queue)
+    link = link_of(questions_of(client.tier))
+    client.until(lambda: is_idle(link))
     answers = client.answers(questions.CALLS + (0 if polled else len(failed)))
     late = [answer for answer in answers if answer.has is None]
     assert late == ([] if polled else failed)
@@ -128,7 +129,7 @@ def test_a_question_whose_call_hangs_fails_at_the_timeout_and_has_no_second_answ
     clock.skip(LONG)
     assert client.tier.drain_answers() == [Answer(ticket, None, late=True)]
     client.store.release()
-    client.until(lambda: not client.tier._questions._link._hung)
+    client.until(lambda: not hung_jobs(link_of(questions_of(client.tier))))
     assert client.tier.drain_answers() == []
     assert client.ask("a") == [False]
 
@@ -140,8 +141,8 @@ def test_a_drained_tier_answers_nothing_of_before(make: Callable[..., Client]) -
     client.tier.ask(names("a"))
     assert client.tier.drain()
     client.store.release()
-    link = client.tier._questions._link
-    client.until(lambda: not link._running and not link._queue)
+    link = link_of(questions_of(client.tier))
+    client.until(lambda: is_idle(link))
     assert client.tier.drain_answers() == []
     assert client.ask("a") == [True]
     assert client.store.finds.count(names("a")) == 1
@@ -155,7 +156,7 @@ def test_a_drained_tier_asks_again_after_an_error(
 
     client = make()
     with monkeypatch.context() as patch:
-        patch.setattr(client.tier._questions._link, "submit", fail)
+        patch.setattr(link_of(questions_of(client.tier)), "submit", fail)
         with pytest.raises(MemoryError):
             client.tier.ask(names("a"))
     assert client.tier.drain()
@@ -189,7 +190,7 @@ def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock)
     assert (figures.reads, figures.writes) == ({CircuitState.OPEN: 1}, {CircuitState.CLOSED: 1})
     assert client.write("a") == [DONE]
     client.store.release()
-    client.until(lambda: not client.tier._questions._link._hung)
+    client.until(lambda: not hung_jobs(link_of(questions_of(client.tier))))
     assert client.tier.readable
     assert client.tier.figures.reads == {CircuitState.CLOSED: 1}
 

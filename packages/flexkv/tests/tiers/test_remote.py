@@ -20,6 +20,7 @@ from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from packages.conftest import PATIENCE_SECONDS, Clock
+from packages.inside import link_of
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_writes_that_run_count_as_waiting(make: Callable[..., Client]) -> None:
     client = make(threads=2, batch_bytes=SLOT, queue_bytes=4 * SLOT)
     client.store.hanging = {"put"}
     first = client.begin_write("abcd")
-    client.until(lambda: len(client.tier._link._running) == 2)
+    client.until(lambda: len(link_of(client.tier)._running) == 2)
     more = client.tier.write(names("e"), client.buffers[4:5])
     assert client.tier.poll() == [BlockResult(more, 0, Outcome.DROPPED)]
     client.store.release()

@@ -19,6 +19,7 @@ from flexkv.tiers.disk import OsFiles, ledger, table, upkeep
 from flexkv.tiers.disk.directory import RESET
 from flexkv.tiers.job import Outcome
 from packages.conftest import Clock
+from packages.inside import store_of
 
 DONE = Outcome.DONE
 KEYS = names(20)
@@ -299,13 +300,13 @@ def test_an_erasure_that_raises_anything_gives_its_slot_back(
     with opened(tmp_path, slots=8) as client:
         client.write(names(8))
         (one,) = client.tier.drives
-        real = one._store.write_record
+        real = store_of(one).write_record
 
         def erase(slot: int, record: bytes) -> None:
-            monkeypatch.setattr(one._store, "write_record", real)
+            monkeypatch.setattr(store_of(one), "write_record", real)
             raise MemoryError
 
-        monkeypatch.setattr(one._store, "write_record", erase)
+        monkeypatch.setattr(store_of(one), "write_record", erase)
         client.delete(names(2))
         client.settle()
         assert one.index.free_slots == 2

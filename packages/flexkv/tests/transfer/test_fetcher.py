@@ -18,6 +18,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer.fetch import Fetch
 from packages.conftest import Clock
+from packages.inside import assert_no_read, index_of
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (4096,))
@@ -63,25 +64,21 @@ class Node:
 
     def ready(self) -> str:
         """Names of the blocks in the arena, each of which has its own bytes."""
-        for key, block in ready_blocks(self.cache._index).items():
+        for key, block in ready_blocks(index_of(self.cache)).items():
             with self.arena.slot_view(block.slot) as view:
                 assert bytes(view) == content(key)
-        return "".join(sorted(key.decode() for key in ready_blocks(self.cache._index)))
+        return "".join(sorted(key.decode() for key in ready_blocks(index_of(self.cache))))
 
     def leased(self) -> dict[str, int]:
-        ready = ready_blocks(self.cache._index).values()
+        ready = ready_blocks(index_of(self.cache)).values()
         return {block.key.decode(): block.leases for block in ready if block.leases}
 
     def assert_at_rest(self) -> None:
         """Nothing is under way, leased or lost."""
-        fetcher, index = self.cache._below.fetcher, self.cache._index
+        index = index_of(self.cache)
         self.cache.poll()  # what has come is offered to faster tiers
         assert not (self.cache.busy)
-        reads = fetcher.reads
-        assert not (reads)
-        assert not (reads._read_of)
-        assert not (reads._delivered)
-        assert not (fetcher._waiting)
+        assert_no_read(self.cache)
         assert not (writing_blocks(index))
         assert not (self.leased())
         assert index.free_slots + len(index) == index.num_slots
@@ -474,7 +471,7 @@ def test_a_tier_that_raises_keeps_no_fetch_no_key_and_no_slot(make: Callable[...
     tier.read = fail  # type: ignore[assignment]
     with pytest.raises(MemoryError):
         node.fetch("abc")
-    index = node.cache._index
+    index = index_of(node.cache)
     assert not node.leased()
     assert not writing_blocks(index)
     assert index.free_slots == index.num_slots - 3, "the tier may have begun to write to two"

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private parts of FlexKV that tests look at or replace, each named in this file only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flexkv.cache import KVCache
+from flexkv.host.board import CompletionBoard
+from flexkv.index import BlockIndex
+from flexkv.tiers.link import Link
+from flexkv.transfer.lower import LowerTiers
+from packages.tier_blocks import ready_blocks, writing_blocks
+
+
+def index_of(cache: KVCache) -> BlockIndex:
+    """The blocks in host memory."""
+    return cache._index
+
+
+def below_of(cache: KVCache) -> LowerTiers:
+    """The tiers below host memory, and what moves blocks from and to them."""
+    return cache._below
+
+
+def demoters_of(cache: KVCache) -> Sequence[Any]:
+    """What writes to each lower tier, the fastest tier first."""
+    return cache._below._demoters
+
+
+def leaving_of(cache: KVCache) -> Any:
+    """Blocks that lower tiers take before the arena gives their slots away."""
+    return cache._below._writeback._leaving
+
+
+def free_cells(board: CompletionBoard) -> Sequence[int]:
+    """Cells that no transfer has."""
+    return board._free
+
+
+def store_of(drive: Any) -> Any:
+    """The file of a drive's blocks, or the store of a remote tier: tests replace its calls."""
+    return drive._store
+
+
+def requests_of(blocks: Any) -> Any:
+    """Requests to an object store: tests replace its calls."""
+    return blocks._requests
+
+
+def questions_of(tier: Any) -> Any:
+    """Queries of a remote tier."""
+    return tier._questions
+
+
+def link_of(owner: Any) -> Link:
+    """The threads that do a tier's jobs, or put its queries to a store."""
+    link: Link = owner._link
+    return link
+
+
+def is_idle(link: Link) -> bool:
+    """Whether no job runs or waits; those that hang do not count."""
+    return not (link._running or link._queue)
+
+
+def hung_jobs(link: Link) -> int:
+    return len(link._hung)
+
+
+def chooser_of(side: Any) -> Any:
+    """What decides whether a scheduler's loads are worth their time."""
+    return side._loads._chooser
+
+
+def assert_no_read(cache: KVCache) -> None:
+    """Nothing is read from a lower tier, and no fetch waits for a slot."""
+    fetcher = cache._below.fetcher
+    reads = fetcher.reads
+    assert not reads
+    assert not reads._read_of
+    assert not reads._delivered
+    assert not fetcher._waiting
+
+
+def assert_no_fetch(cache: KVCache) -> None:
+    """No request waits for a lower tier."""
+    fetcher = cache._below.fetcher
+    assert fetcher._fetches == fetcher._waiting == {}
+
+
+def assert_no_write(cache: KVCache) -> None:
+    """Nothing waits for its write to a lower tier, or is written."""
+    assert not cache._below._writeback._leaving
+    for demoter in cache._below._demoters:
+        assert not any((demoter._held, demoter._writing, demoter._writes, demoter._waiting))
+        assert not demoter._chain
+
+
+def assert_no_lease(cache: KVCache) -> None:
+    """No block is leased or being written."""
+    assert not writing_blocks(cache._index)
+    assert [b.key for b in ready_blocks(cache._index).values() if b.leases] == []
