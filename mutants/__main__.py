@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 from collections.abc import Sequence
 
 from mutants import changed, entries, jobs, verdicts
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _try_changed(options: argparse.Namespace) -> int:
     """Runs mutants made of the changed lines and prints the survivors, which are no failure: many
     change nothing that a test could see."""
-    mutants = changed.make(options.changed or None)
+    try:
+        mutants = changed.make(options.changed or None)
+    except subprocess.CalledProcessError as error:
+        print(f"--changed {options.changed}: {error.stderr.strip()}; allowed: a commit of git")
+        return 2
     if options.list:
         for mutant in mutants:
             print(f"{mutant.file}:{mutant.line} {' '.join(mutant.tests)}")
