@@ -66,58 +66,45 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("cli", "flexkv stat, top, plan, ...", _of(CORE, "cli", "__main__")),
     ),
     (
-        Room(
-            "flexkv",
-            "open_cache, the public names",
-            (CORE, *_of(CORE, "standalone", "page_cache", "page_copies")),
-        ),
+        Room("flexkv", "the public names", (CORE,)),
         Room("kernels", "native copies, index, steps", ("flexkv_kernels",)),
     ),
-    (Room("adapter", "what every engine's adapter is made of", _of(CORE, "adapter")),),
+    (Room("library", "a cache without an engine", _of(CORE, "library")),),
     (
-        Room("cache", "KVCache, the facade", _of(CORE, "cache", "presence")),
-        Room("plan", "traces, replays, sizing", _of(CORE, "plan")),
+        Room("engine/scheduler", "follows an engine's requests", _of(CORE, "engine.scheduler")),
+        Room("engine/worker", "copies of pages, rank by rank", _of(CORE, "engine.worker")),
     ),
+    (
+        Room(
+            "engine: start",
+            "makes a cache for an engine",
+            _of(CORE, "engine.start", "engine.side_figures"),
+        ),
+    ),
+    (Room("engine/choice", "whether a load is worth it", _of(CORE, "engine.choice")),),
+    (Room("engine", "the boundary, orders, identity of weights", _of(CORE, "engine")),),
+    (Room("plan", "traces, replays, sizing", _of(CORE, "plan")),),
+    (Room("cache", "KVCache, the facade", _of(CORE, "cache")),),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
     (Room("figures", "metrics, the meter", _of(CORE, "figures")),),
     (
         Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),
-        Room("host/session", "how processes meet", _of(CORE, "host.session")),
+        Room("session", "how processes meet", _of(CORE, "session")),
     ),
     (
         Room("tiers", "the protocol, jobs, links", _of(CORE, "tiers")),
         Room("host", "the arena and its memory", _of(CORE, "host")),
     ),
     (
-        Room(
-            "index", "key to slot, states, leases, pins", _of(CORE, "index", "packed_keys", "pins")
-        ),
+        Room("index", "key to slot, states, leases, pins", _of(CORE, "index")),
         Room("settings", "one field each, all sources", _of(CORE, "settings")),
     ),
     (
         Room("eviction", "one policy a file", _of(CORE, "eviction")),
         Room("layout", "where pages are, block format", _of(CORE, "layout")),
     ),
-    (
-        Room(
-            "base",
-            "mover, errors, admission",
-            _of(
-                CORE,
-                "mover",
-                "deadline",
-                "directories",
-                "errors",
-                "changes",
-                "admission",
-                "forks",
-                "mounts",
-                "native",
-                "regular_files",
-                "version",
-            ),
-        ),
-    ),
+    (Room("system", "files, memory, processes, native modules", _of(CORE, "system")),),
+    (Room("types", "errors, mover, presence, changes", _of(CORE, "types", "version")),),
 )
 
 

@@ -13,19 +13,22 @@ from integration.quick import ALWAYS, ROOT, changed_files, concerned_tests
 
 
 def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_name() -> None:
-    found = concerned_tests(["packages/flexkv/src/flexkv/tiers/disk/index.py"])
-    assert "packages/flexkv/tests/test_index_model.py" in found
-    assert "packages/flexkv/tests/tiers/test_slot_index.py" in found, "it imports the module"
+    found = concerned_tests(["packages/flexkv/src/flexkv/tiers/disk/slot_index.py"])
+    assert "packages/flexkv/tests/index/test_block_index_model.py" in found
+    assert "packages/flexkv/tests/tiers/disk/test_slot_index.py" in found, "it imports the module"
     assert set(ALWAYS) <= set(found)
 
 
 def test_a_test_may_have_the_name_of_the_folder() -> None:
     found = concerned_tests(["packages/flexkv/src/flexkv/eviction/arc.py"])
-    assert "packages/flexkv/tests/test_eviction.py" in found
+    assert "packages/flexkv/tests/eviction/test_eviction.py" in found
 
 
 def test_native_code_is_tested_by_what_mutants_of_it_or_of_its_folder_name() -> None:
-    tests = {"packages/flexkv/tests/test_index.py", "packages/flexkv/tests/test_index_model.py"}
+    tests = {
+        "packages/flexkv/tests/index/test_block_index.py",
+        "packages/flexkv/tests/index/test_block_index_model.py",
+    }
     for file in ("kernels/src/index/table.hpp", "kernels/src/index/policy.hpp"):
         assert tests <= set(concerned_tests([file]))
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from flexkv import cache
 from flexkv.eviction import POLICIES, AnyPolicy
-from flexkv.host.session import server
+from flexkv.session import session_server
 from flexkv.tiers import link, questions
 from flexkv.tiers.disk import drive
 from flexkv.transfer import demote, fetch, fetcher, lower, reads, sources
@@ -33,7 +33,7 @@ def _patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(link, "PROBE_SECONDS", PATIENCE_SECONDS)
-        patch.setattr(server, "GREETING_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(session_server, "GREETING_SECONDS", PATIENCE_SECONDS)
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexkv.cache import KVCache
 from flexkv.host.board import CompletionBoard
-from flexkv.index import BlockIndex
+from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.link import Link
 from flexkv.transfer.lower import LowerTiers
 from packages.tier_blocks import ready_blocks, writing_blocks

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv.index import Block, BlockIndex, BlockState
+from flexkv.index.block_index import Block, BlockIndex, BlockState
 
 
 def ready_blocks(index: BlockIndex) -> dict[bytes, Block]:

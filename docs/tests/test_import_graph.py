@@ -30,7 +30,7 @@ def test_every_import_goes_down_and_no_files_form_a_cycle(imports: dict[str, set
 def test_a_module_of_an_adapter_imports_twelve_of_ours_at_most(
     imports: dict[str, set[str]],
 ) -> None:
-    adapters = ("flexkv.adapter.", "flexkv_vllm.")
+    adapters = ("flexkv.engine.", "flexkv_vllm.")
     many = {
         module: len(imported)
         for module, imported in imports.items()
@@ -44,8 +44,8 @@ def test_the_picture_is_that_of_the_code(imports: dict[str, set[str]]) -> None:
 
 
 def test_all_modules_of_all_packages_are_read(imports: dict[str, set[str]]) -> None:
-    assert "flexkv.tiers.disk.store" in imports["flexkv.tiers.disk"]
-    assert "flexkv.adapter.engine" in imports["flexkv.adapter.request"]
+    assert "flexkv.tiers.disk.disk_store" in imports["flexkv.tiers.disk"]
+    assert "flexkv.engine.scheduler.engine" in imports["flexkv.engine.scheduler.request"]
     assert {module.partition(".")[0] for module in imports} == {
         "flexkv",
         "flexkv_vllm",
@@ -57,12 +57,24 @@ def test_all_modules_of_all_packages_are_read(imports: dict[str, set[str]]) -> N
 @pytest.mark.parametrize(
     ("module", "imported", "said"),
     [
-        ("flexkv.index", "flexkv.cache", "flexkv.index (index) imports flexkv.cache (cache)"),
-        ("flexkv.adapter.cost", "flexkv_vllm.stages", "(adapter) imports flexkv_vllm.stages"),
+        (
+            "flexkv.index.pins",
+            "flexkv.cache",
+            "flexkv.index.pins (index) imports flexkv.cache (cache)",
+        ),
+        (
+            "flexkv.engine.choice.cost",
+            "flexkv_vllm.stages",
+            "(engine/choice) imports flexkv_vllm.stages",
+        ),
         ("flexkv.tiers.base", "flexkv.tiers.disk.tier", "(tiers) imports flexkv.tiers.disk.tier"),
         ("flexkv.host.arena", "flexkv.tiers.job", "(host) imports flexkv.tiers.job (tiers)"),
         ("flexkv.eviction.lru", "flexkv.layout.share", "(eviction) imports flexkv.layout.share"),
-        ("flexkv.errors", "flexkv.host.numa", "(base) imports flexkv.host.numa (host)"),
+        (
+            "flexkv.types.errors",
+            "flexkv.system.numa",
+            "(types) imports flexkv.system.numa (system)",
+        ),
     ],
 )
 def test_an_import_upwards_or_next_door_is_found(
@@ -73,7 +85,7 @@ def test_an_import_upwards_or_next_door_is_found(
 
 
 def test_a_cycle_of_files_in_one_room_is_found(imports: dict[str, set[str]]) -> None:
-    imports["flexkv.tiers.disk.files"].add("flexkv.tiers.disk.store")
+    imports["flexkv.tiers.disk.files"].add("flexkv.tiers.disk.disk_store")
     assert any(fault.startswith("cycle of files") for fault in faults(imports))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from mooncake.store import MooncakeDistributedStore
 
 from flexkv import KVCache
-from flexkv.adapter.lower_tiers import open_shared_tiers
+from flexkv.engine.open_tiers import open_shared_tiers
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, RequestContext
-from flexkv.index import block_index
+from flexkv.index.block_index import block_index
 from flexkv.plan.read import read_trace
 from flexkv.plan.replay import Setup, replay
 from flexkv.plan.trace import Trace

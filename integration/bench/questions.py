@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
-from flexkv.changes import Medium
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -25,6 +23,8 @@ from flexkv.tiers.job import Outcome
 from flexkv.tiers.questions import CALLS, Found, Question
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.changes import Medium
 from integration.bench.rows import Goal, Row, milliseconds
 
 CALL_SECONDS = 0.06

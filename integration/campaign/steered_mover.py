@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flexkv import Mover
 from flexkv.layout import PlacedPlane
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from integration.campaign.faults import Kind, Steering
 
 _KINDS = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flexkv.host.available import available_memory
+from flexkv.system.available import available_memory
 from integration.demo import chart, engines, options, screen
 from integration.demo.conversation import Conversations, Turn
 from integration.demo.engines import Backend, ModelError, Setup, Way

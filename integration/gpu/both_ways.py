@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from integration.bench.rows import Row
 from integration.gpu import contenders, goals
 from integration.gpu.contenders import Enqueue

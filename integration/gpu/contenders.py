@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from integration import preflight
 from integration.gpu.device import Stream, driver_copy
 from integration.gpu.lab import Lab

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from flexkv.host.arena import Arena
-from flexkv.host.numa import bytes_by_node, node_of_device
+from flexkv.system.numa import bytes_by_node, node_of_device
 from flexkv_kernels import (
     Calibration,
     CudaMode,

@@ -29,7 +29,7 @@ def describe_machine(command: list[str]) -> dict[str, str]:
     """What a reader must know to judge the figures. Initialises CUDA in this process."""
     import torch
 
-    from flexkv.host.numa import node_of_device
+    from flexkv.system.numa import node_of_device
     from flexkv_kernels import cuda_device
     from integration.gpu.device import DEVICE
 

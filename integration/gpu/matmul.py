@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_kernels import Calibration, CudaMode
 from integration.bench.rows import Goal, Row
 from integration.gpu import contenders, goals

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_kernels import CudaMode
 from integration.bench.rows import Goal, Row
 from integration.gpu import contenders, goals

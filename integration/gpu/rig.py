@@ -11,7 +11,7 @@ import torch
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from integration.gpu.shapes import BLOCK_BYTES, Order, Shape, random_order
 
 WAIT_SECONDS = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_kernels import CudaMode
 from integration.bench.rows import Row
 from integration.gpu import goals

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from integration.bench.rows import Row
 from integration.gpu import contenders, goals
 from integration.gpu.lab import Lab

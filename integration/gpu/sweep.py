@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_kernels import CudaMode, CudaOptions
 from integration.bench.rows import Row
 from integration.gpu import contenders

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.layers import LayerParts
-from flexkv.adapter.orders import CopyOrder, StepOrders
-from flexkv.adapter.worker import WorkerSide
+from flexkv.engine.boundary import Edge
+from flexkv.engine.orders import CopyOrder, StepOrders
+from flexkv.engine.worker.layers import LayerParts
+from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, sample
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Mover
+from flexkv.types.mover import Mover
 from kernels.tests.worlds import Plane
 
 

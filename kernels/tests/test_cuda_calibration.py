@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from flexkv.adapter.layers import split_layers
+from flexkv.engine.worker.layers import split_layers
 from flexkv.layout import PlacedPlane
 from flexkv_kernels import Calibration, CudaChoice, CudaMode, Direction, calibrated
 from flexkv_kernels import cuda_calibration as calibration

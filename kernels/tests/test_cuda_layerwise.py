@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from flexkv.adapter.orders import StepOrders
+from flexkv.engine.orders import StepOrders
 from flexkv_kernels import CudaMode, CudaMover, Direction
 from kernels.tests.fake_cuda.fake_driver import FakeCuda, FakeStream
 from kernels.tests.layerwise import check_figures, end_step, layerwise, make_arena, worker_of

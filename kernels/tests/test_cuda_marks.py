@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from flexkv.mover import MARKS
+from flexkv.types.mover import MARKS
 from flexkv_kernels import CudaMode, CudaMover, Direction, Status
 from kernels.tests.fake_cuda.fake_driver import INVALID_HANDLE, FakeCuda, FakeStream
 from kernels.tests.worlds import World, simple_world, until

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from flexkv.mover import FALLBACK, WAYS
+from flexkv.types.mover import FALLBACK, WAYS
 from flexkv_kernels import CudaChoice, CudaMode, CudaMover, Direction, Status
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda, FakeStream

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flexkv.eviction import EvictionPolicy, LRUPolicy, RequestContext
-from flexkv.index import BlockIndex, block_index
+from flexkv.index.block_index import BlockIndex, block_index
 from flexkv_kernels.hazard import HazardPolicy
 
 PAUSE = 30

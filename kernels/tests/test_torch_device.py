@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from flexkv.errors import LayoutError  # noqa: E402
+from flexkv.types.errors import LayoutError  # noqa: E402
 from flexkv_kernels import torch_device  # noqa: E402
 from flexkv_kernels.torch_device import CudaMemory, device_of  # noqa: E402
 from kernels.tests.fake_cuda.fake_driver import FakeCuda  # noqa: E402
@@ -63,7 +63,7 @@ USE = """
 import torch
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat, PlacedPlane
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from flexkv_kernels import CudaMover, cuda_calibration
 from flexkv_kernels.torch_device import CudaMemory
 

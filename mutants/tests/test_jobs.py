@@ -19,13 +19,13 @@ from mutants.jobs import Job
 from mutants.scratch import Scratch
 from mutants.verdicts import Verdict
 
-FILE = "packages/flexkv/src/flexkv/changes.py"
+FILE = "packages/flexkv/src/flexkv/types/changes.py"
 MUTANT = Mutant("core", "no_keys", FILE, "    if not changed:\n", "    if changed:\n", ())
 
 TESTS = """
 import os, signal, subprocess, time
 import pytest
-from flexkv.changes import take_newest
+from flexkv.types.changes import take_newest
 
 def test_keys():
     assert take_newest({b"a": None}, 1) == [b"a"]

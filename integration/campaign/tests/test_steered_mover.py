@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from flexkv.layout import PlacedPlane
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from flexkv_kernels import CpuMover
 from integration.campaign.faults import Kind, OrderBook, Steering
 from integration.campaign.steered_mover import LATE_SECONDS, SteeredMover

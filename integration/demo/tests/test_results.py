@@ -207,9 +207,9 @@ def test_a_chart_that_could_not_be_written_is_refused_at_once(tmp_path: Path, ou
 def test_why_an_engine_did_not_start_is_found_in_its_log() -> None:
     log = (
         "(EngineCore pid=1) INFO starting\n"
-        "(Worker pid=2) ERROR [worker.py:1] flexkv.errors.ArenaError: cpu_cache_gb is 900 GiB\n"
+        "(Worker pid=2) ERROR [worker.py:1] flexkv.types.errors.ArenaError: cpu_cache_gb is 900\n"
         "(EngineCore pid=1) Exception: WorkerProc initialization failed\n"
     )
     cause = root_cause(EngineStartError("the engine did not start", log, []))
-    assert cause == "flexkv.errors.ArenaError: cpu_cache_gb is 900 GiB"
+    assert cause == "flexkv.types.errors.ArenaError: cpu_cache_gb is 900 GiB"
     assert root_cause(EngineStartError("not ready within 9 s", "", [])) == "not ready within 9 s"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_kernels import Calibration, CudaChoice, CudaMode, cuda_calibration
 from integration.bench.rows import Goal, Row
 from integration.gpu import contenders, goals, journal, matmul, one_way, smoke

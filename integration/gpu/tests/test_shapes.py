@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_kernels import CpuMover
 from integration.gpu import both_ways, contenders, goals, matmul, one_way, smoke, submit
 from integration.gpu.lab import describe_arena

@@ -13,12 +13,12 @@ extern "C" {
 
 struct _object;
 
-// The type, which implements flexkv.index.BlockIndex: a new reference to a PyTypeObject, or null with an
-// exception set. `states` is a sequence of the members of flexkv.index.BlockState, in their order. Called
+// The type, which implements flexkv.index.block_index.BlockIndex: a new reference to a PyTypeObject, or null with an
+// exception set. `states` is a sequence of the members of flexkv.index.block_index.BlockState, in their order. Called
 // once, with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_index_type(struct _object* states);
 
-// The type that makes flexkv.packed_keys.PackedKeys, in the same way.
+// The type that makes flexkv.index.packed_keys.PackedKeys, in the same way.
 FKV_API struct _object* fkv_packed_keys_type(void);
 
 #ifdef __cplusplus

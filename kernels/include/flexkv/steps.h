@@ -13,13 +13,13 @@ extern "C" {
 
 struct _object;
 
-// The types, which implement flexkv.adapter.block_uses.BlockUses and
-// flexkv.adapter.fill_calendar.FillCalendar: a new reference to a PyTypeObject, or null with an exception
+// The types, which implement flexkv.engine.scheduler.access_log.BlockUses and
+// flexkv.engine.scheduler.full_blocks.FillCalendar: a new reference to a PyTypeObject, or null with an exception
 // set. Called with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_uses_type(void);
 FKV_API struct _object* fkv_fill_calendar_type(void);
 
-// The function flexkv.adapter.tables.ExtendTables, in the same way.
+// The function flexkv.engine.scheduler.tables.ExtendTables, in the same way.
 FKV_API struct _object* fkv_extend_tables(void);
 
 #ifdef __cplusplus

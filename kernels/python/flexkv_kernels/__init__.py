@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from flexkv_kernels.cpu_mover import CpuMover, CpuOptions, available_kernels
 from flexkv_kernels.cuda_calibration import Calibration, calibrated
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device, cuda_unavailable

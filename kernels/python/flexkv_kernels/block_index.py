@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native index of a tier, as `flexkv.index` describes it; `kernels/src/index` has the code."""
+"""The native index of a tier, as `flexkv.index.block_index` describes it.
+
+`kernels/src/index` has the code.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from flexkv.eviction import EvictionPolicy
-from flexkv.index import BlockIndex, BlockState
-from flexkv.packed_keys import PackedKeys
+from flexkv.index.block_index import BlockIndex, BlockState
+from flexkv.index.packed_keys import PackedKeys
 from flexkv_kernels._library import LIBRARY
 
 
@@ -28,7 +31,7 @@ class _MakeBlockIndex(Protocol):
 
 class _PackKeys(Protocol):
     def __call__(self, hashes: Sequence[str], end: bytes, /) -> PackedKeys:
-        """See `flexkv.packed_keys.pack_keys`."""
+        """See `flexkv.index.packed_keys.pack_keys`."""
         ...
 
 

@@ -21,9 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flexkv.directories import open_directory
-from flexkv.mover import LAYER_PARTS, Direction
-from flexkv.regular_files import open_regular
+from flexkv.system.directories import open_directory
+from flexkv.system.regular_files import open_regular
+from flexkv.types.mover import LAYER_PARTS, Direction
 from flexkv_kernels.cuda_check import correct_modes
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device
 from flexkv_kernels.cuda_measure import Bench, Candidate, Sample, TransferClass

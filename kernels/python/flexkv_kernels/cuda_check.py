@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from flexkv_kernels.cuda_mover import CudaMover
 from flexkv_kernels.cuda_options import CudaMode, CudaOptions
 from flexkv_kernels.cuda_scratch import Scratch

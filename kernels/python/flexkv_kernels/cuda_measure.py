@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from flexkv_kernels.cuda_mover import CudaMover
 from flexkv_kernels.cuda_options import CudaMode, CudaOptions
 from flexkv_kernels.cuda_scratch import Scratch

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from flexkv.mover import FALLBACK
+from flexkv.types.mover import FALLBACK
 from flexkv_kernels._library import LIBRARY, CudaChoiceStruct, CudaOptionsStruct
 from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions
 from flexkv_kernels.native_mover import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 
 
 class CudaMode(IntEnum):

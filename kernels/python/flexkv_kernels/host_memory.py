@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexkv.host.arena import Arena
 from flexkv.layout import PlacedPlane
-from flexkv.mover import Mover
+from flexkv.types.mover import Mover
 from flexkv_kernels.cpu_mover import CpuMover
 
 

@@ -10,7 +10,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 from flexkv_kernels._library import (
     ECLOSED,
     EINVAL,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexkv.adapter.block_uses import BlockUses
-from flexkv.adapter.fill_calendar import FillCalendar
-from flexkv.adapter.tables import ExtendTables
+from flexkv.engine.scheduler.access_log import BlockUses
+from flexkv.engine.scheduler.full_blocks import FillCalendar
+from flexkv.engine.scheduler.tables import ExtendTables
 from flexkv_kernels._library import LIBRARY
 
 

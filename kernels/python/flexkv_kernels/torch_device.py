@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flexkv.errors import LayoutError
 from flexkv.host.arena import Arena
-from flexkv.host.numa import node_of_device
 from flexkv.layout import PlacedPlane
-from flexkv.mover import Mover
+from flexkv.system.numa import node_of_device
+from flexkv.types.errors import LayoutError
+from flexkv.types.mover import Mover
 from flexkv_kernels.cuda_calibration import calibrated
 from flexkv_kernels.cuda_device import cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover

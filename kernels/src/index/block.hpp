@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A block that has a slot, as an object of Python. See flexkv.index.Block.
+// A block that has a slot, as an object of Python. See flexkv.index.block_index.Block.
 #pragma once
 
 #include <cstdint>

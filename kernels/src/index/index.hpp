@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Keys, slots, states, leases and pins of a tier's blocks. See flexkv.index, whose rules it keeps.
+// Keys, slots, states, leases and pins of a tier's blocks. See flexkv.index.block_index, whose rules it keeps.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The type `FillCalendar` for CPython, by the stable ABI. It reads and writes attributes of
-// flexkv.adapter.request.TrackedRequest.
+// flexkv.engine.scheduler.request.TrackedRequest.
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
@@ -24,7 +24,7 @@ using flexkv::python::PythonError;
 using flexkv::python::Reference;
 using flexkv::python::share;
 
-// flexkv.adapter.request.NEVER
+// flexkv.engine.scheduler.request.NEVER
 constexpr Py_ssize_t kNever = PY_SSIZE_T_MAX;
 
 // The names of attributes, made once: a look for a name that is made for it takes longer.
@@ -86,7 +86,7 @@ struct Step {
   Py_ssize_t hash_tokens;
 };
 
-// See flexkv.adapter.fill_calendar.FillCalendar. All methods may throw PythonError and std::bad_alloc.
+// See flexkv.engine.scheduler.full_blocks.FillCalendar. All methods may throw PythonError and std::bad_alloc.
 class Calendar {
  public:
   Calendar(std::vector<Py_ssize_t> group_tokens, Py_ssize_t alignment)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The function `extend_tables` for CPython, by the stable ABI. It changes the attribute `engine_blocks` of
-// flexkv.adapter.request.TrackedRequest.
+// flexkv.engine.scheduler.request.TrackedRequest.
 #include <vector>
 
 #include "../python/calls.hpp"
@@ -53,7 +53,7 @@ bool has_any(const Items& groups) {
   return false;
 }
 
-// See flexkv.adapter.tables.ExtendTables.
+// See flexkv.engine.scheduler.tables.ExtendTables.
 PyObject* extend_tables(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 5);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The step that last used each of an engine's blocks. See flexkv.adapter.block_uses, whose rules it keeps.
+// The step that last used each of an engine's blocks. See flexkv.engine.scheduler.access_log, whose rules it keeps.
 #pragma once
 
 #include <cstddef>

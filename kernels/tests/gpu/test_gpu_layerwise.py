@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from flexkv.adapter.orders import StepOrders  # noqa: E402
+from flexkv.engine.orders import StepOrders  # noqa: E402
 from flexkv_kernels import CudaMode, CudaMover, CudaOptions, Direction  # noqa: E402
 from kernels.tests.gpu.gpu_world import DEVICE, gpu_world  # noqa: E402
 from kernels.tests.gpu.test_gpu_copies import PAUSE, done, mode, some  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapter.cost import Span
-from flexkv.adapter.guard import Edge
+from flexkv.engine.boundary import Edge
+from flexkv.engine.choice.cost import Span
 from flexkv_sglang import hooks
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.key_epoch import KeyEpoch

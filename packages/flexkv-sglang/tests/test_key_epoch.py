@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from sglang_world import hashes_of
 
-from flexkv.packed_keys import PackedKeys, pack_keys
+from flexkv.index.packed_keys import PackedKeys, pack_keys
 from flexkv_sglang import key_epoch
 from flexkv_sglang.key_epoch import KeyEpoch
 

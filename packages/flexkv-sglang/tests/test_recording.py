@@ -10,7 +10,7 @@ import pytest
 from sglang_requests import Request
 from sglang_world import Rank
 
-from flexkv.adapter.recorder import open_recorder
+from flexkv.engine.recorder import open_recorder
 from flexkv.plan.read import read_trace
 from flexkv.plan.trace import Trace
 from flexkv.settings import load_config

@@ -10,8 +10,8 @@ import pytest
 from sglang_requests import Request
 from sglang_world import Rank, hashes_of, same
 
-from flexkv.adapter.cost import Span, StepTimer
-from flexkv.adapter.load_choice import Left, LoadChoice, LoadChooser
+from flexkv.engine.choice.cost import Span, StepTimer
+from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser
 from flexkv.figures.definitions import sample
 from flexkv_sglang.side import RankSide
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
 
-from flexkv.adapter.load_choice import LoadChooser
+from flexkv.engine.choice.load_choice import LoadChooser
 
 MakeRank = Callable[..., Rank]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
-from flexkv.changes import Medium
+from flexkv.types.changes import Medium
 from flexkv_sglang.tier_events import Page, TierEvents, Told
 
 MakeRank = Callable[..., Rank]

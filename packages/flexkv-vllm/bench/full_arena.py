@@ -27,7 +27,7 @@ from stopwatch import Stopwatch, leave_out_workers, no_forward
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from flexkv.presence import Presence
+from flexkv.types.presence import Presence
 
 PROMPT_BLOCKS = 1312
 PRESENCE_BLOCKS = 8000

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from engine_world import World
 
-from flexkv.mover import Status
+from flexkv.types.mover import Status
 
 CALLS = (
     "get_num_new_matched_tokens",

@@ -43,7 +43,8 @@ def no_tier_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from patience import PATIENCE_SECONDS
 
-    from flexkv.adapter import cost, recorder, wait_choice
+    from flexkv.engine import recorder
+    from flexkv.engine.choice import cost, wait_choice
 
     monkeypatch.setattr(wait_choice, "_PROBE_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(cost, "_TRUST_SECONDS", 10 * PATIENCE_SECONDS)

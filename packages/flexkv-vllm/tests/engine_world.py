@@ -56,7 +56,7 @@ from world_config import (
     make_kv_cache_config,
 )
 
-from flexkv.adapter.fills import StoreTime
+from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.host.board import CELLS
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.connector import FlexKVConnectorV1

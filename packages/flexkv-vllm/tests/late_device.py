@@ -25,8 +25,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv import Mover
-from flexkv.adapter.orders import EVERYTHING, CopyOrder
-from flexkv.mover import MARKS, Direction, Status
+from flexkv.engine.orders import EVERYTHING, CopyOrder
+from flexkv.types.mover import MARKS, Direction, Status
 
 STREAM = 1
 """The handle of the stream that workers compute in."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from patience import PATIENCE_SECONDS
 
 from flexkv import Mover
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from flexkv.adapter.orders import StepOrders
+from flexkv.engine.orders import StepOrders
 from flexkv_vllm.adapter import Adapter
 
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)

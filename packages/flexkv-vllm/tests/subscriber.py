@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from engine_world import World
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import RequestOptions
+from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv_vllm.compat.events import event_hash
 from packages.inside import below_of
 

@@ -13,7 +13,7 @@ from engine_world import MakeWorld, World, random_prompt
 from vllm.v1.outputs import KVConnectorOutput
 from world_config import IN_TREE, PLUGIN
 
-from flexkv.adapter.orders import CopyOrder
+from flexkv.engine.orders import CopyOrder
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport

@@ -14,7 +14,7 @@ from vllm.v1 import kv_cache_interface as interface
 from world_config import make_kv_cache_config
 
 from flexkv import LayoutError
-from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv_vllm.groups import read_groups
 
 HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.int8}

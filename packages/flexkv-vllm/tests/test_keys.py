@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from flexkv.adapter.groups import Group, Groups, Reach
-from flexkv.adapter.keys import BlockKeys
-from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import RequestOptions
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv_vllm.identity import adapter_stamp, request_stamp
 
 FULL = Group(0, Reach.ALL, 0, 16, 2)

@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCach
 from world_config import PLUGIN, make_config, make_kv_cache_config
 
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
-from flexkv.adapter.fills import StoreTime
-from flexkv.adapter.groups import Groups
-from flexkv.adapter.load_choice import LoadMode
-from flexkv.tiers.disk.directory import claim
+from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.groups import Groups
+from flexkv.tiers.disk.cache_directory import claim
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.connector import FlexKVConnectorV1

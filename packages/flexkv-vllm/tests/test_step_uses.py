@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from world_config import Drafts
 
-from flexkv.adapter.orders import EVERYTHING, CopyOrder
+from flexkv.engine.orders import EVERYTHING, CopyOrder
 from flexkv_vllm.compat import core
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.step_uses import StepUses

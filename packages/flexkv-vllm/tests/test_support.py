@@ -9,7 +9,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from world_config import PLUGIN, make_config
 
 from flexkv import LayoutError
-from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv_vllm.compat.core import passes_stages_on
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.settings import read_settings

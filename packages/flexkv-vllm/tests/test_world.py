@@ -13,7 +13,7 @@ from patience import PATIENCE_SECONDS
 from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_MULTI, IN_TREE, PLUGIN
 
-from flexkv.mover import Direction, Status
+from flexkv.types.mover import Direction, Status
 
 BOTH = pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
 

@@ -14,7 +14,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.request import RequestStatus
 from world_config import IN_MULTI, IN_TREE, PLUGIN
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 
 TOKENS = 8 * BLOCK_TOKENS
 

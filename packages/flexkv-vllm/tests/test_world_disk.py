@@ -30,8 +30,8 @@ from traffic import Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
-from flexkv.adapter.cost import Span
-from flexkv.adapter.request import TrackedRequest
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.transfer.fetch import Fetch
 from flexkv_vllm import identity
 from packages.inside import chooser_of, leaving_of, store_of
@@ -270,7 +270,7 @@ def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
     """As without a disk, and bytes on disk change, reads take their time, loads begin as soon as
     something is there, and the engine is started anew in between."""
     rng = random.Random(seed)
-    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     stems = make_stems(rng, 6)
 
     def disturb() -> None:
@@ -335,7 +335,7 @@ def test_blocks_that_are_written_during_a_reset_leave_again_after_it(
 def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100, policy=policy)
     texts = prompts(11, 4)
     fill(world, texts)
@@ -355,7 +355,7 @@ def test_a_load_begins_before_its_end_is_read_only_where_failures_are_recomputed
 def test_the_rest_of_a_load_that_does_not_come_is_computed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(12, 4)
     fill(world, texts)
@@ -383,7 +383,7 @@ def test_blocks_that_come_in_the_step_of_a_first_part_are_ordered_in_the_next(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step has one order for a request: a second one would take the place of the first."""
-    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(14, 4)
     fill(world, texts)

@@ -16,8 +16,8 @@ from engine_world import MakeWorld, World
 from injection import SOURCES
 from traffic import Traffic, make_stems
 
-from flexkv.adapter import fetches
-from flexkv.adapter.guard import Guard
+from flexkv.engine.boundary import Guard
+from flexkv.engine.scheduler import fetches
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 from packages.line_errors import SHARE, LineErrors
 

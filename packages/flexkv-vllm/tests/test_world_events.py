@@ -18,9 +18,9 @@ from traffic import Traffic, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import IN_TREE, PLUGIN
 
-from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.request_options import RequestOptions
-from flexkv.mover import Status
+from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.request_options import RequestOptions
+from flexkv.types.mover import Status
 from flexkv_vllm.compat.events import event_hash
 from packages.inside import below_of, index_of, store_of
 

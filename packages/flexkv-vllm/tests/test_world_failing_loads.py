@@ -17,8 +17,8 @@ from patience import PATIENCE_SECONDS
 from traffic import Traffic, loaded, make_stems, preempted
 from world_config import BESIDE_OTHER, IN_TREE_BESIDE_OTHER
 
-from flexkv.adapter.request import NEVER
-from flexkv.adapter.storing import Stores
+from flexkv.engine.scheduler.request import NEVER
+from flexkv.engine.scheduler.storing import Stores
 from flexkv_vllm.compat.core import binds_pool
 from flexkv_vllm.scheduler_side import SchedulerSide
 

@@ -13,7 +13,7 @@ from patience import wait_until
 from subscriber import DISK, HOST, Subscriber, loadable
 from traffic import Traffic, loaded, make_stems, preempted, refused
 
-from flexkv.presence import Presence
+from flexkv.types.presence import Presence
 from flexkv_vllm.compat.core import fails_by_request
 
 pytestmark = pytest.mark.skipif(

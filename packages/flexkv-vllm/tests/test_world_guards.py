@@ -16,8 +16,8 @@ from injection import SOURCES, Guarded, InjectedError, all_guarded, hit_all
 from kv_pages import BLOCK_TOKENS
 from late_device import STREAM, DeviceWorld
 
-from flexkv.adapter.fetches import Fetches
-from flexkv.adapter.guard import LASTING
+from flexkv.engine.boundary import LASTING
+from flexkv.engine.scheduler.fetches import Fetches
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 from packages.inside import below_of
@@ -34,7 +34,7 @@ def test_after_an_error_all_is_as_without_flexkv(
     guarded: Guarded,
 ) -> None:
     rng = random.Random(1)
-    monkeypatch.setattr("flexkv.adapter.fetches.LOOKAHEAD_SECONDS", math.inf)
+    monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     states = "states" in guarded.place
     if states:
         monkeypatch.setattr(

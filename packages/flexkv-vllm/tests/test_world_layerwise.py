@@ -12,7 +12,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_TREE
 
 from flexkv import ConfigError
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
 from packages.inside import chooser_of
 

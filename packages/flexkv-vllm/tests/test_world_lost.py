@@ -13,7 +13,7 @@ from engine_world import MakeWorld, World, random_prompt
 from injection import InjectedError
 from kv_pages import BLOCK_TOKENS
 
-from flexkv.adapter import load_in_parts, loading, storing
+from flexkv.engine.scheduler import load_in_parts, loading, storing
 
 BLOCKS = 5
 

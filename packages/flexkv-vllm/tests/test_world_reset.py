@@ -14,7 +14,7 @@ from patience import wait_until
 from subscriber import Subscriber, drain, loadable
 from traffic import Traffic, loaded, make_stems
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)

@@ -14,7 +14,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE, PLUGIN
 
-from flexkv.mover import Direction
+from flexkv.types.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
 from packages.inside import index_of
 from packages.tier_blocks import ready_blocks, writing_blocks

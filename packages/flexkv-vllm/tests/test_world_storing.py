@@ -12,8 +12,8 @@ import pytest
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
 
-from flexkv.adapter.request import TrackedRequest
-from flexkv.mover import Direction
+from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.types.mover import Direction
 from packages.inside import index_of
 from packages.tier_blocks import ready_blocks
 

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from scraping import metrics, scrape
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv.adapter import fetches
+from flexkv.engine.scheduler import fetches
 from flexkv.figures.definitions import sample
 from integration.harness.s3_server import BUCKET, S3Server
 

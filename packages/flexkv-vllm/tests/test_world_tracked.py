@@ -17,10 +17,10 @@ from patience import wait_until
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE
 
-from flexkv.adapter.load_choice import Left, LoadChoice
-from flexkv.adapter.orders import StepOrders
-from flexkv.index import Block, BlockIndex
-from flexkv.mover import Status
+from flexkv.engine.choice.load_choice import Left, LoadChoice
+from flexkv.engine.orders import StepOrders
+from flexkv.index.block_index import Block, BlockIndex
+from flexkv.types.mover import Status
 from packages.inside import chooser_of, index_of
 from packages.tier_blocks import ready_blocks
 

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
-from flexkv.tiers.disk.store import slots_within
+from flexkv.tiers.disk.disk_store import slots_within
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.mover import Status
 
 ENGINE_BLOCKS = 500
 STEP_BLOCKS = 16

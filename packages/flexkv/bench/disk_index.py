@@ -19,7 +19,7 @@ from typing import Any
 
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import OsFiles, open_folder, read_fully
-from flexkv.tiers.disk.index import SlotIndex
+from flexkv.tiers.disk.slot_index import SlotIndex
 
 SLOTS = 1_000_000
 HEADER = table.Header(2 << 20, SLOTS, 1, "f" * 64, 1)

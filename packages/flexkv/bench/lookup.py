@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from flexkv.eviction import LRUPolicy
-from flexkv.index import BlockIndex, block_index
+from flexkv.index.block_index import BlockIndex, block_index
 
 PROMPT_BLOCKS = 1312
 KEY_BYTES = 32

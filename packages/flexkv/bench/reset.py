@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from flexkv.eviction import POLICIES
-from flexkv.index import BlockIndex, block_index
-from flexkv.tiers.disk.index import SlotIndex
+from flexkv.index.block_index import BlockIndex, block_index
+from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 
 SLOTS = 1_000_000

@@ -15,7 +15,7 @@ from flexkv import KVCache
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
+from flexkv.types.mover import Status
 
 PREFIXES = (1312, 8000)
 KEY_BYTES = 32

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from memory_tier import AskedMemoryTier, MemoryTier
 
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
-from flexkv.index import Block, block_index
+from flexkv.index.block_index import Block, block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, EvictionWriteback
 from flexkv.transfer.sources import AskedSource, IndexedSource
+from flexkv.types.admission import ADMISSIONS
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from flexkv.tiers.disk import DiskTier, Drive, open_disk_tier
+from flexkv.tiers.disk.disk_store import slots_within
 from flexkv.tiers.disk.drive import THREADS
-from flexkv.tiers.disk.store import slots_within
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.link import Link
 

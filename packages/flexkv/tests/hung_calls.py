@@ -14,7 +14,7 @@ from packages.conftest import PATIENCE_SECONDS
 
 
 def wait_for_all_but_one(monkeypatch: pytest.MonkeyPatch, *, alone: bool = True) -> None:
-    """Let the limit of `flexkv.deadline.call_within` pass once all calls but one have ended.
+    """Let the limit of `flexkv.types.deadline.call_within` pass once all calls but one have ended.
 
     So only the call that hangs is late, however slow the machine is, and no test waits for the
     limit. Without `alone`, a call beside which there is no other keeps its own limit.
@@ -31,4 +31,4 @@ def wait_for_all_but_one(monkeypatch: pytest.MonkeyPatch, *, alone: bool = True)
         # An end that comes at once is still no hang.
         return wait(futures, min(seconds, 0.1))
 
-    monkeypatch.setattr("flexkv.deadline.wait", wait_for_others)
+    monkeypatch.setattr("flexkv.types.deadline.wait", wait_for_others)

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.changes import Change, Medium
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
 from flexkv.tiers.job import Outcome, Priority
+from flexkv.types.changes import Change, Medium
 
 
 @dataclass(slots=True, eq=False)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flexkv.host.arena import ArenaSpec
-from flexkv.host.available import Promise
-from flexkv.host.session import Session, Shard, lead
 from flexkv.layout import BlockFormat
+from flexkv.session import Session, Shard, lead
+from flexkv.system.available import Promise
 
 SHARD_BYTES = 8192
 
@@ -38,7 +38,7 @@ def led(root: Path, name: str = "engine", ranks: int = 1) -> Iterator[Session]:
 LEADER = """
 import sys, time
 from flexkv.host.arena import ArenaSpec
-from flexkv.host.session import (Shard, lead)
+from flexkv.session import (Shard, lead)
 session = lead(sys.argv[1], sys.argv[2], Shard(0, "same", 2, 8192), 1,
                lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 print("leading", flush=True)

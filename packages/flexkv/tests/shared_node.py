@@ -20,15 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.adapter.lower_tiers import open_shared_tiers
+from flexkv.engine.open_tiers import open_shared_tiers
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
 from flexkv.settings import CacheConfig
 from flexkv.tiers import remote
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.remote import RemoteTier
+from flexkv.types.mover import Status
 from packages.inside import index_of
 from packages.tier_blocks import ready_blocks
 

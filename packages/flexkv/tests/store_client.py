@@ -12,11 +12,11 @@ from typing import Any
 
 from memory_store import MemoryStore
 
-from flexkv.changes import Medium
 from flexkv.tiers import questions
 from flexkv.tiers.base import Answer, BlockResult
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
+from flexkv.types.changes import Medium
 from packages.conftest import PATIENCE_SECONDS
 
 SLOT = 4096

@@ -16,15 +16,15 @@ from memory_tier import MemoryTier
 
 from flexkv import KVCache
 from flexkv.cache import _SWEPT_SLOTS
-from flexkv.changes import Change
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
-from flexkv.mover import Direction, Status
-from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.copies import LOAD_RESERVE, Transfer
+from flexkv.types.changes import Change
+from flexkv.types.mover import Direction, Status
+from flexkv.types.presence import Presence
 from packages.conftest import Clock
 from packages.inside import free_cells, index_of
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks

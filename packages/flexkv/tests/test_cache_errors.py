@@ -15,15 +15,15 @@ from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
 import flexkv
-from flexkv.changes import Medium
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.host.board import CELLS
-from flexkv.mover import Direction, Status
-from flexkv.presence import Presence
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.changes import Medium
+from flexkv.types.mover import Direction, Status
+from flexkv.types.presence import Presence
 from packages.conftest import Clock
 from packages.inside import assert_no_fetch, assert_no_write, free_cells, link_of
 from packages.line_errors import InjectedError, LineErrors

@@ -12,7 +12,7 @@ from flexkv import KVCache
 from flexkv.eviction import POLICIES, AnyPolicy, LRUPolicy, RequestContext, S3FIFOPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
+from flexkv.types.mover import Status
 
 SLOTS = 40
 BLOCK_TOKENS = 16

@@ -24,19 +24,19 @@ from hypothesis.stateful import (
 from memory_tier import AskedMemoryTier, MemoryTier, Task
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
-from flexkv.index import BlockState
+from flexkv.index.block_index import BlockState
 from flexkv.layout import BlockFormat
-from flexkv.mover import Direction, Status
-from flexkv.presence import Presence
 from flexkv.tiers.base import AttachedTier, BlockResult
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer import demote, fetch, fetcher, reads, sources
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.mover import Direction, Status
+from flexkv.types.presence import Presence
 from packages.conftest import StillClock
 from packages.inside import (
     assert_no_read,

@@ -13,12 +13,12 @@ import pytest
 from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
-from flexkv.changes import Medium
-from flexkv.presence import Presence
 from flexkv.tiers import remote
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Priority
 from flexkv.transfer import sources
+from flexkv.types.changes import Medium
+from flexkv.types.presence import Presence
 from packages.conftest import Clock
 from packages.inside import demoters_of, link_of, store_of
 

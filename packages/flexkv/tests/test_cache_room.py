@@ -13,8 +13,8 @@ import pytest
 from memory_store import MemoryStore
 from two_tiers import Node, content, names
 
-from flexkv.mover import Status
 from flexkv.tiers.job import Priority
+from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import demoters_of, index_of, link_of, store_of
 from packages.tier_blocks import ready_blocks

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
-from flexkv.admission import ADMISSIONS
-from flexkv.changes import Change, Medium
-from flexkv.mover import Status
-from flexkv.presence import Presence
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.changes import Change, Medium
+from flexkv.types.mover import Status
+from flexkv.types.presence import Presence
 from packages.conftest import Clock
 from packages.inside import index_of
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Direction, Status
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.mover import Direction, Status
 from packages.inside import store_of
 
 FORMAT = BlockFormat(1, (4096,))

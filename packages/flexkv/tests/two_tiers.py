@@ -10,17 +10,17 @@ from pathlib import Path
 from memory_store import MemoryStore
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
-from flexkv.changes import Medium
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.job import Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.changes import Medium
+from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import assert_no_lease, assert_no_read, demoters_of, index_of, leaving_of
 from packages.tier_blocks import ready_blocks

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flexkv import KVCache
-from flexkv.adapter.cost import Span
-from flexkv.adapter.hit_sources import fetched_blocks
-from flexkv.adapter.load_choice import LoadChooser
-from flexkv.changes import Medium
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.scheduler.hit_sources import fetched_blocks
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.changes import Medium
 
 
 class AwaitedPrefixes:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 
-from flexkv.adapter.releases import Age, Releases
-from flexkv.errors import EngineVersionError
+from flexkv.engine.releases import Age, Releases
+from flexkv.types.errors import EngineVersionError
 
 LINKER = Releases("--enable-flexkv", (0, 5, 23), (0, 5, 23))
 """Releases with which the external linker was tested: the first and the newest."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv import KVCache
-from flexkv.adapter.orders import CopyOrder
-from flexkv.packed_keys import PackedKeys
+from flexkv.engine.orders import CopyOrder
+from flexkv.index.packed_keys import PackedKeys
 from flexkv.transfer.copies import Transfer
 
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.adapter.request_options import OptionsReader, tenant_session
+from flexkv.engine.scheduler.request_options import OptionsReader, tenant_session
 from flexkv.eviction import RequestContext
-from flexkv.packed_keys import PackedKeys
+from flexkv.index.packed_keys import PackedKeys
 from flexkv_sglang.recording import RequestRecorder
 
 _LOOK_SECONDS = 1.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from flexkv.adapter.cost import Span
+from flexkv.engine.choice.cost import Span
 from flexkv_sglang.kv_events import follow
 from flexkv_sglang.look_ahead import WINDOW
 from flexkv_sglang.missing_pages import missing_pages

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flexkv.adapter.weights import (
+from flexkv.engine.weights import (
     adapter_stamps,
     code_traits,
     configuration_digest,

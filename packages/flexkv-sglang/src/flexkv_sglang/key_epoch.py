@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from flexkv.packed_keys import PackedKeys, pack_keys
+from flexkv.index.packed_keys import PackedKeys, pack_keys
 
 _BYTES = 16
 

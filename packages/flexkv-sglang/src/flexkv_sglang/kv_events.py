@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flexkv.changes import Medium
+from flexkv.types.changes import Medium
 from flexkv_sglang.tier_events import Page, TierEvents, Told
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexkv import KVCache
-from flexkv.adapter.guard import Edge
+from flexkv.engine.boundary import Edge
 from flexkv_sglang.awaited import AwaitedPrefixes
 
 WINDOW = 64

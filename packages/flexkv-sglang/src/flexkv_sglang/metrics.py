@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping
 
 from flexkv import CacheConfig
-from flexkv.adapter.guard import Edge
+from flexkv.engine.boundary import Edge
 from flexkv.figures.definitions import GAUGES
 from flexkv.figures.exposition import Exposition
 from flexkv_sglang.side import RankSide

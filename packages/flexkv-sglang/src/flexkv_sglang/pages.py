@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flexkv.errors import LayoutError
 from flexkv.layout import KVLayout, Sharding, TensorView
+from flexkv.types.errors import LayoutError
 
 _INDEXER = "index_k_with_scale_buffer"
 """Attribute of SGLang's pools for sparse attention (DSA): the indexer's keys, one row a page."""

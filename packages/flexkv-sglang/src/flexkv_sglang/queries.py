@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flexkv.adapter.cost import Span
-from flexkv.adapter.figures import CacheFigures
-from flexkv.adapter.load_choice import Left
-from flexkv.changes import Medium
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.choice.load_choice import Left
+from flexkv.engine.side_figures import CacheFigures
+from flexkv.types.changes import Medium
 
 _UNANSWERED = 64
 """Queries of requests that left unscheduled, before these are searched for. Not tuned."""

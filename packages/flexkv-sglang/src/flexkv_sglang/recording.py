@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from flexkv.adapter.recorder import Recorder
+from flexkv.engine.recorder import Recorder
 
 
 class RequestRecorder:

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from flexkv import CacheConfig, load_config
-from flexkv.errors import ConfigError
 from flexkv.settings import CONFIG_PATH_VARIABLE
+from flexkv.types.errors import ConfigError
 
 _SOURCE = "--unified-cache-external-linker-config"
 _FILE = "config_file"

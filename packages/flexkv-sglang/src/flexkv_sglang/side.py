@@ -16,16 +16,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.adapter.cost import Span
-from flexkv.adapter.figures import CacheFigures
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.load_choice import LoadChooser
-from flexkv.adapter.orders import CopyOrder, StepOrders
-from flexkv.adapter.worker import WorkerSide
+from flexkv.engine.boundary import Edge
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.orders import CopyOrder, StepOrders
+from flexkv.engine.side_figures import CacheFigures
+from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import ResetCause, Samples, add
-from flexkv.mover import Status
-from flexkv.packed_keys import PackedKeys
+from flexkv.index.packed_keys import PackedKeys
 from flexkv.transfer.copies import Transfer
+from flexkv.types.mover import Status
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexkv import CacheConfig, KVCache
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.load_choice import LoadChooser, LoadMode
-from flexkv.adapter.pages import RankPages
-from flexkv.adapter.start import make_cache, make_recorder
-from flexkv.adapter.start_worker import start_worker
-from flexkv.adapter.worker import WorkerSide
-from flexkv.host.session import Session
+from flexkv.engine.boundary import Edge
+from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv.engine.start import make_cache, make_recorder
+from flexkv.engine.worker.pages import RankPages
+from flexkv.engine.worker.start_worker import start_worker
+from flexkv.engine.worker.worker import WorkerSide
+from flexkv.session import Session
 from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process
 from flexkv_sglang.pages import Pages

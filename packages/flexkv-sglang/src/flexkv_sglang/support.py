@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flexkv import CacheConfig
-from flexkv.errors import ConfigError, LayoutError
+from flexkv.types.errors import ConfigError, LayoutError
 
 _ONE = {
     "pp_size": "--pp-size (--pipeline-parallel-size)",

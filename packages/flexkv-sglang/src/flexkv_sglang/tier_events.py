@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.changes import Change, Medium
+from flexkv.types.changes import Change, Medium
 
 _HASH_BYTES = 32
 _NUMBER_BYTES = 8

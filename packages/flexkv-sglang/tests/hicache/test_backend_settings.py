@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.errors import ConfigError
+from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.backend_settings import read_settings
 
 OF_SGLANG = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.errors import ConfigError
+from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.place import Place
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hicache.fake_pools import LAYOUTS, MAKERS, MhaPool, fill, tokens_of
 
-from flexkv.errors import LayoutError
+from flexkv.types.errors import LayoutError
 from flexkv_sglang.hicache.pool import PagePool
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
-from flexkv.adapter.guard import Edge
-from flexkv.errors import ConfigError
+from flexkv.engine.boundary import Edge
 from flexkv.settings import CacheConfig
 from flexkv.tiers.blocking import BlockingTier
+from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from flexkv.adapter.fills import StoreTime
-from flexkv.adapter.guard import Edge, always, answers
-from flexkv.adapter.orders import StepOrders
-from flexkv.adapter.worker import WorkerSide
+from flexkv.engine.boundary import Edge, always, answers
+from flexkv.engine.orders import StepOrders
+from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.worker.worker import WorkerSide
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport

@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flexkv.adapter.fills import States
-from flexkv.adapter.groups import Groups
-from flexkv.adapter.orders import StepOrders
-from flexkv.adapter.request import TrackedRequest
-from flexkv.adapter.storing import Stores
-from flexkv.adapter.tables import extend_tables
+from flexkv.engine.orders import StepOrders
+from flexkv.engine.scheduler.fills import States
+from flexkv.engine.scheduler.groups import Groups
+from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.storing import Stores
+from flexkv.engine.scheduler.tables import extend_tables
 from flexkv_vllm.compat.core import offered_states, overwritten_blocks
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexkv import KVCache
-from flexkv.adapter.groups import Group
-from flexkv.adapter.keys import BlockKeys
-from flexkv.changes import Change, Medium
+from flexkv.engine.scheduler.groups import Group
+from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.types.changes import Change, Medium
 from flexkv_vllm.compat.events import (
     MEDIA,
     block_removed,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.v1 import kv_cache_interface as interface
 
 from flexkv import LayoutError
-from flexkv.adapter.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv_vllm.compat.core import fails_by_request, tells_states
 from flexkv_vllm.support import check_stages
 

@@ -19,9 +19,9 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
-from flexkv.adapter.groups import Groups
-from flexkv.adapter.keys import BlockKeys
-from flexkv.adapter.weights import (
+from flexkv.engine.scheduler.groups import Groups
+from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.weights import (
     adapter_stamps,
     code_traits,
     configuration_digest,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flexkv import CacheConfig, ConfigError, KVCache
-from flexkv.adapter.fills import StoreTime
-from flexkv.adapter.groups import Groups
-from flexkv.adapter.load_choice import LoadChooser, LoadMode
+from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.groups import Groups
 from flexkv.host.arena import ArenaSpec
 from flexkv_vllm.compat.core import binds_pool
 from flexkv_vllm.settings import load_extra

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from flexkv.adapter.orders import StepOrders, StepReport
+from flexkv.engine.orders import StepOrders, StepReport
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from flexkv.adapter.groups import Groups
+    from flexkv.engine.scheduler.groups import Groups
 
 _BHNC_DIMS = 4
 _HEAD_DIM = 1

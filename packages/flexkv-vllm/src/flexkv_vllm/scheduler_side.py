@@ -11,15 +11,15 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from flexkv.adapter.ended import EndedTransfers
-from flexkv.adapter.engine_cache import EngineCache
-from flexkv.adapter.figures import CacheFigures
-from flexkv.adapter.fills import StepStores, StoreTime
-from flexkv.adapter.groups import Group
-from flexkv.adapter.idle import IdleSteps
-from flexkv.adapter.load_choice import LoadChooser
-from flexkv.adapter.prefix_loads import PrefixLoads
-from flexkv.adapter.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.scheduler.ended import EndedTransfers
+from flexkv.engine.scheduler.engine_cache import EngineCache
+from flexkv.engine.scheduler.fills import StepStores, StoreTime
+from flexkv.engine.scheduler.groups import Group
+from flexkv.engine.scheduler.idle import IdleSteps
+from flexkv.engine.scheduler.prefix_loads import PrefixLoads
+from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.engine.side_figures import CacheFigures
 from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport

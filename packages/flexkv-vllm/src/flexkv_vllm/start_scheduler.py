@@ -11,10 +11,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from flexkv import CacheConfig
-from flexkv.adapter.engine_cache import EngineCache
-from flexkv.adapter.fills import StoreTime
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.start import attach_session, make_cache, make_recorder
+from flexkv.engine.boundary import Edge
+from flexkv.engine.scheduler.engine_cache import EngineCache
+from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.start import attach_session, make_cache, make_recorder
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks

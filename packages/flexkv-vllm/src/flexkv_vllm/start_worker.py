@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexkv import CacheConfig
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.pages import RankPages
-from flexkv.adapter.start_worker import start_worker
-from flexkv.adapter.worker import WorkerSide
+from flexkv.engine.boundary import Edge
+from flexkv.engine.worker.pages import RankPages
+from flexkv.engine.worker.start_worker import start_worker
+from flexkv.engine.worker.worker import WorkerSide
 from flexkv.layout import choose_engine_blocks
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.groups import groups_of

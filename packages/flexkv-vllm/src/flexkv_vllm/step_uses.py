@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.adapter.block_uses import block_uses
-from flexkv.adapter.groups import Groups
-from flexkv.adapter.orders import EVERYTHING, StepOrders
+from flexkv.engine.orders import EVERYTHING, StepOrders
+from flexkv.engine.scheduler.access_log import block_uses
+from flexkv.engine.scheduler.groups import Groups
 from flexkv_vllm.compat.core import blocks_beside_requests, knows_used_blocks
 
 if TYPE_CHECKING:

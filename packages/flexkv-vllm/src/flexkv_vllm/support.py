@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import vllm
 
 from flexkv import LayoutError
-from flexkv.adapter.groups import Groups, Reach
+from flexkv.engine.scheduler.groups import Groups, Reach
 from flexkv_vllm.compat.core import passes_stages_on
 
 if TYPE_CHECKING:

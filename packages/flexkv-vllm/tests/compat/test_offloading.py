@@ -7,7 +7,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="this vLLM has no offloadi
 
 from vllm.v1.kv_offload import base
 
-from flexkv.changes import Medium
+from flexkv.types.changes import Medium
 from flexkv_vllm.compat.offloading import may_load_from
 
 if not hasattr(base, "TierFilter"):

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
 
 import flexkv
 from flexkv import ConfigError, EngineVersionError, LayoutError
-from flexkv.mover import FALLBACK
+from flexkv.types.mover import FALLBACK
 from flexkv_kernels import CpuMover
 from flexkv_vllm.compat.events import event_hash
 from flexkv_vllm.offloading.pages import describe_groups

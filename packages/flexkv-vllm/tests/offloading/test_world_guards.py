@@ -15,8 +15,8 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
 from patience import wait_until
 
-from flexkv.adapter.guard import LASTING
-from flexkv.mover import Direction
+from flexkv.engine.boundary import LASTING
+from flexkv.types.mover import Direction
 from flexkv_vllm.offloading.worker import Job
 from packages.inside import assert_no_fetch, below_of, index_of
 from packages.tier_blocks import ready_blocks

@@ -8,7 +8,12 @@ they need from its module.
 from __future__ import annotations
 
 from flexkv.cache import KVCache
-from flexkv.errors import (
+from flexkv.layout import KVLayout, TensorView
+from flexkv.library.open_cache import open_cache
+from flexkv.library.page_cache import PageCache
+from flexkv.library.page_copies import PageCopy
+from flexkv.settings import CacheConfig, load_config
+from flexkv.types.errors import (
     ArenaError,
     ConfigError,
     DiskError,
@@ -16,12 +21,7 @@ from flexkv.errors import (
     FlexKVError,
     LayoutError,
 )
-from flexkv.layout import KVLayout, TensorView
-from flexkv.mover import Mover
-from flexkv.page_cache import PageCache
-from flexkv.page_copies import PageCopy
-from flexkv.settings import CacheConfig, load_config
-from flexkv.standalone import open_cache
+from flexkv.types.mover import Mover
 from flexkv.version import __version__
 
 __all__ = [

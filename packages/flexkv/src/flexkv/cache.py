@@ -15,20 +15,20 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from flexkv.changes import Change, Medium, take_newest
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.figures.definitions import Counters, HostFigures, ResetCause, TierReading
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
-from flexkv.index import Block, block_index, publish
-from flexkv.mover import Direction, Status
-from flexkv.pins import Pins
-from flexkv.presence import Presence, presence_below
+from flexkv.index.block_index import Block, block_index, publish
+from flexkv.index.pins import Pins
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch
 from flexkv.transfer.lower import LowerTiers
+from flexkv.types.changes import Change, Medium, take_newest
+from flexkv.types.mover import Direction, Status
+from flexkv.types.presence import Presence, presence_below
 
 logger = logging.getLogger(__name__)
 

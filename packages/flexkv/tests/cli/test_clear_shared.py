@@ -14,7 +14,7 @@ pytest.importorskip("moto", reason="moto is not installed: pip install moto flas
 import obstore
 from shared_node import FINGERPRINT, Remote
 
-from flexkv.tiers.objects.open import connect
+from flexkv.tiers.objects.open_objects import connect
 from integration.harness.s3_server import BUCKET, S3Server
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import Cache, Flexkv

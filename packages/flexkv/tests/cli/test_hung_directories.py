@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv import deadline
-from flexkv.deadline import HungError, call_beside, call_within
+from flexkv.types import deadline
+from flexkv.types.deadline import HungError, call_beside, call_within
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
 from packages.flexkv.tests.cli.screen import Screen, on_terminal

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from flexkv.cli.shared import shared_blocks
-from flexkv.errors import ConfigError
 from flexkv.settings import CacheConfig
+from flexkv.types.errors import ConfigError
 
 FINGERPRINT = "fe" * 16
 CONFIG = CacheConfig(mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata")

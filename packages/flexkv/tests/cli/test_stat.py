@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from faulty_s3 import FaultyS3
 
-from flexkv.adapter.lower_tiers import open_shared_tiers
+from flexkv.engine.open_tiers import open_shared_tiers
 from flexkv.host.arena import ArenaSpec
-from flexkv.host.session.store_states import StoreStates
 from flexkv.layout import BlockFormat
+from flexkv.session.store_states import StoreStates
 from flexkv.settings import load_config
 from flexkv.tiers import circuit
-from flexkv.tiers.disk.directory import folders, lock_folder
+from flexkv.tiers.disk.cache_directory import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
 from flexkv.tiers.remote import RemoteTier
 from packages.conftest import PATIENCE_SECONDS

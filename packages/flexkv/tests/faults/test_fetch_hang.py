@@ -12,14 +12,14 @@ from disk_blocks import DEADLINE, FINGERPRINT, SLOT, capacity_of, names
 from faults.faulty_files import HangingFiles
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.mover import Status
 from packages.conftest import Clock
 from packages.inside import below_of
 

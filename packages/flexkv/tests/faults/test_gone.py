@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from disk_blocks import FINGERPRINT, names, opened
 
-from flexkv.errors import DiskError
 from flexkv.tiers.disk import upkeep
 from flexkv.tiers.job import Outcome
+from flexkv.types.errors import DiskError
 
 SLOTS = 40
 KEYS = names(SLOTS)

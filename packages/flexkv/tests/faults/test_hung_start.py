@@ -18,13 +18,13 @@ from disk_blocks import FINGERPRINT, SLOT, capacity_of, names, opened, unopened
 from hung_calls import wait_for_all_but_one
 
 from flexkv import KVLayout, TensorView, open_cache
-from flexkv.errors import DiskError
 from flexkv.settings import kinds
 from flexkv.tiers import disk
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import OsFiles, open_disk_tier, opening
-from flexkv.tiers.disk.directory import Folder, claim
+from flexkv.tiers.disk.cache_directory import Folder, claim
 from flexkv.tiers.job import Outcome
+from flexkv.types.errors import DiskError
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from disk_blocks import FINGERPRINT, SLOT, names, opened, unopened
 
-from flexkv.errors import DiskError
 from flexkv.tiers.job import Outcome
+from flexkv.types.errors import DiskError
 
 DISK_BYTES = 8 << 20
 FITS = DISK_BYTES // SLOT // 4

@@ -11,9 +11,9 @@ from resident import resident
 from flexkv import ArenaError
 from flexkv.host import arena as arena_module
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
-from flexkv.host.available import available_memory
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
-from flexkv.mover import Status
+from flexkv.system.available import available_memory
+from flexkv.types.mover import Status
 
 FORMAT = BlockFormat(2, (5000, 5000))
 GIB = 1 << 30

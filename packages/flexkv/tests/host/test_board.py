@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv.host.board import CELLS, CompletionBoard, board_bytes
-from flexkv.mover import Status
+from flexkv.types.mover import Status
 
 
 def board(ranks: int) -> CompletionBoard:

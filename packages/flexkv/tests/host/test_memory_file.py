@@ -21,11 +21,11 @@ from resident import resident
 from flexkv import ArenaError
 from flexkv.host import arena
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
-from flexkv.host.available import free_huge_pages
 from flexkv.host.memory_file import HUGE_PAGE, Pages, create_file, populate
-from flexkv.host.numa import bytes_by_node, processors_of
-from flexkv.host.session import SessionInfo
 from flexkv.layout import BlockFormat
+from flexkv.session import SessionInfo
+from flexkv.system.available import free_huge_pages
+from flexkv.system.numa import bytes_by_node, processors_of
 
 # The kernel's pool of huge pages is one for the machine: any other arena would take its pages.
 pytestmark = pytest.mark.alone

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.errors import TraceError
 from flexkv.plan.model import read_model
+from flexkv.types.errors import TraceError
 
 LLAMA_8B = {
     "model_type": "llama",

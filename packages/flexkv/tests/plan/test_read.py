@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from flexkv.errors import TraceError
 from flexkv.plan.read import read_trace
 from flexkv.plan.trace import Trace
+from flexkv.types.errors import TraceError
 
 A, B, C = list(range(100, 116)), list(range(200, 216)), list(range(300, 316))
 

@@ -13,12 +13,12 @@ import pytest
 from memory_store import MemoryStore
 from store_client import DONE, SLOT, Client, clients, content, names
 
-from flexkv.changes import Medium
 from flexkv.tiers import circuit, remote
 from flexkv.tiers.base import AskedTier, BlockResult
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
+from flexkv.types.changes import Medium
 from packages.conftest import PATIENCE_SECONDS, Clock
 from packages.inside import link_of
 

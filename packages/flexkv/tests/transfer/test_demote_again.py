@@ -8,12 +8,12 @@ import pytest
 from demote_arena import arena, keys, long_prefix
 from memory_tier import AskedMemoryTier, MemoryTier
 
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
-from flexkv.index import block_index
+from flexkv.index.block_index import block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter
 from flexkv.transfer.sources import AskedSource
+from flexkv.types.admission import ADMISSIONS
 from packages.tier_blocks import ready_blocks
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from memory_tier import MemoryTier, Task
 
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
-from flexkv.index import Block, block_index
+from flexkv.index.block_index import Block, block_index
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer import demote
 from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.sources import IndexedSource
+from flexkv.types.admission import ADMISSIONS
 from packages.conftest import StillClock
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 

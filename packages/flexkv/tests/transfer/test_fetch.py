@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from memory_tier import MemoryTier
 
-from flexkv.changes import Medium
 from flexkv.transfer.fetch import Fetch
 from flexkv.transfer.sources import IndexedSource
+from flexkv.types.changes import Medium
 
 KEYS = [bytes([i]) for i in range(8)]
 DISK = IndexedSource(MemoryTier(Medium.DISK), 0, 1.0)

@@ -9,14 +9,14 @@ import pytest
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.mover import Status
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.mover import Status
 from packages.conftest import Clock
 from packages.inside import assert_no_read, index_of
 from packages.tier_blocks import ready_blocks, writing_blocks

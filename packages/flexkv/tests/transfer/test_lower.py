@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 from memory_tier import MemoryTier
 
-from flexkv.changes import Medium
 from flexkv.eviction import LRUPolicy
 from flexkv.figures.meter import Meter
-from flexkv.index import block_index
+from flexkv.index.block_index import block_index
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.lower import LowerTiers
+from flexkv.types.changes import Medium
 
 
 class EndingTier(MemoryTier):

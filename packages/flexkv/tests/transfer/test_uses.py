@@ -10,13 +10,13 @@ import pytest
 from disk_blocks import FINGERPRINT, SLOT, capacity_of
 from memory_tier import MemoryTier
 
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
-from flexkv.index import BlockIndex, block_index
+from flexkv.index.block_index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.demote import Demoter
 from flexkv.transfer.sources import IndexedSource
 from flexkv.transfer.uses import _BACKLOG_SHARE, _BLOCKS, UseLog
+from flexkv.types.admission import ADMISSIONS
 
 
 def names(count: int, prefix: str = "a") -> list[bytes]:

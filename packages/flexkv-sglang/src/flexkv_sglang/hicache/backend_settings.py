@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexkv.errors import ConfigError
 from flexkv.settings import CacheConfig, load_config
+from flexkv.types.errors import ConfigError
 
 _SOURCE = "--hicache-storage-backend-extra-config"
 _PAGES = "interface_v1"

@@ -9,7 +9,7 @@ from sglang import __version__ as sglang_version
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_server_args
 
-from flexkv.errors import EngineVersionError
+from flexkv.types.errors import EngineVersionError
 from flexkv_sglang.compat import STORAGE
 from flexkv_sglang.identity import model_identity, outlives_process
 

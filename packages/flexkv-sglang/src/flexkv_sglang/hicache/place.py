@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexkv.errors import ConfigError
+from flexkv.types.errors import ConfigError
 
 _OF_EVERY_RANK = {"mamba"}
 """Pools that differ between ranks even if the KV does not. Every rank writes them."""

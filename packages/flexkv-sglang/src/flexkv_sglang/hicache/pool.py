@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from flexkv.errors import LayoutError
 from flexkv.layout.block_format import SLOT_ALIGNMENT
+from flexkv.types.errors import LayoutError
 
 _GEOMETRY = (
     "layout",

@@ -27,8 +27,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.recorder import warn_unrecorded
+from flexkv.engine.boundary import Edge
+from flexkv.engine.recorder import warn_unrecorded
 from flexkv.settings import GIB, configure_logging
 from flexkv_sglang.hicache.backend_settings import read_settings
 from flexkv_sglang.hicache.engine import (

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.weights import digest
-from flexkv.errors import ConfigError
+from flexkv.engine.boundary import Edge
+from flexkv.engine.weights import digest
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import TierFigures
 from flexkv.tiers.blocking import BlockingTier, Blocks
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.tiers.disk.follower import FollowerTier
+from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.pool import HostPool, PagePool
 

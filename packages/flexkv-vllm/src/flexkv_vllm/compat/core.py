@@ -21,8 +21,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv import EngineVersionError
-from flexkv.adapter.releases import Age
-from flexkv.changes import Medium
+from flexkv.engine.releases import Age
+from flexkv.types.changes import Medium
 from flexkv_vllm.compat.features import missing_features
 from flexkv_vllm.compat.versions import CONNECTOR
 

@@ -11,7 +11,7 @@ from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from flexkv.changes import Medium
+from flexkv.types.changes import Medium
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.kv_offload import base
 
 from flexkv import LayoutError
-from flexkv.changes import Medium
+from flexkv.types.changes import Medium
 from flexkv_vllm.compat.core import hit_source
 from flexkv_vllm.compat.events import MEDIA
 from flexkv_vllm.compat.patches import key_positions

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv.adapter.releases import Releases
+from flexkv.engine.releases import Releases
 
 CONNECTOR_NAME = "FlexKVConnectorV1"
 

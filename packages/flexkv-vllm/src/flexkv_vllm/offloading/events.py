@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
 
 from flexkv import KVCache
-from flexkv.changes import Medium
+from flexkv.types.changes import Medium
 from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
 

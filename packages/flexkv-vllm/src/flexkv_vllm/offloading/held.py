@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores whose blocks are not known to be computed yet; see `flexkv.adapter.storing.Stores`."""
+"""Stores whose blocks are not known to be computed yet.
+
+See `flexkv.engine.scheduler.storing.Stores`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from flexkv import KVCache
-from flexkv.adapter.guard import Edge, answers
-from flexkv.adapter.storing import UNREPORTED_STEPS, first_of
+from flexkv.engine.boundary import Edge, answers
+from flexkv.engine.scheduler.storing import UNREPORTED_STEPS, first_of
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.patches import blocks_of_requests, drop_from_prefix_cache
 

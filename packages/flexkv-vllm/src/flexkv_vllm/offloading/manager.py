@@ -21,11 +21,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import CacheConfig, KVCache
-from flexkv.adapter.ended import EndedTransfers
-from flexkv.adapter.figures import CacheFigures
-from flexkv.adapter.guard import Edge, always, answers
-from flexkv.adapter.idle import IdleSteps
-from flexkv.adapter.request_options import OptionsReader, RequestOptions
+from flexkv.engine.boundary import Edge, always, answers
+from flexkv.engine.scheduler.ended import EndedTransfers
+from flexkv.engine.scheduler.idle import IdleSteps
+from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
+from flexkv.engine.side_figures import CacheFigures
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks

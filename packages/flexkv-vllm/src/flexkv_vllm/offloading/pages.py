@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import KVLayout, LayoutError, TensorView
-from flexkv.adapter.weights import digest
+from flexkv.engine.weights import digest
 from flexkv.layout import Sharding, block_identity, fingerprint
 from flexkv_vllm.identity import model_identity, outlives_process
 

@@ -13,11 +13,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import KVCache
-from flexkv.adapter.hit_sources import Awaited
-from flexkv.adapter.request_options import RequestOptions
-from flexkv.changes import Medium
-from flexkv.presence import Presence
+from flexkv.engine.scheduler.hit_sources import Awaited
+from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.transfer.fetch import Fetch
+from flexkv.types.changes import Medium
+from flexkv.types.presence import Presence
 from flexkv_vllm.compat.offloading import may_load_from
 
 

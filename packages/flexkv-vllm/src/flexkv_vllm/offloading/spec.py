@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.recorder import warn_unrecorded
+from flexkv.engine.boundary import Edge
+from flexkv.engine.recorder import warn_unrecorded
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.offload_settings import read_settings

@@ -10,9 +10,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig
-from flexkv.adapter.guard import Edge
-from flexkv.adapter.start import attach_session, closed_on_error, make_cache, open_rank
-from flexkv.host.session import Shard
+from flexkv.engine.boundary import Edge
+from flexkv.engine.start import attach_session, closed_on_error, make_cache, open_rank
+from flexkv.session import Shard
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.offloading import worker_config

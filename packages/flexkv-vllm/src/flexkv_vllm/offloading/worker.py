@@ -20,14 +20,14 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from flexkv.adapter.figures import CopyFigures
-from flexkv.adapter.guard import LASTING, Edge, always, answers
-from flexkv.adapter.offsets import SlotOffsets
-from flexkv.adapter.pages import Device
+from flexkv.engine.boundary import LASTING, Edge, always, answers
+from flexkv.engine.side_figures import CopyFigures
+from flexkv.engine.worker.offsets import SlotOffsets
+from flexkv.engine.worker.pages import Device
 from flexkv.host.arena import Arena
-from flexkv.host.session import Session
 from flexkv.layout import KVLayout, PlacedPlane
-from flexkv.mover import Direction, Mover, Status
+from flexkv.session import Session
+from flexkv.types.mover import Direction, Mover, Status
 from flexkv_vllm.compat.patches import answer_stats, offloading_connector_of
 from flexkv_vllm.offloading.failures import LoadFailures
 from flexkv_vllm.offloading.orders import ArenaBlocks

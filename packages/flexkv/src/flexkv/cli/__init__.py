@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from flexkv.cli import clear, doctor, plan, stat, top, verify
-from flexkv.errors import FlexKVError
 from flexkv.tiers.disk.files import reason_of
+from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
 
 NO = 1

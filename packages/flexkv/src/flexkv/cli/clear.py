@@ -14,12 +14,12 @@ import sys
 
 from flexkv.cli.common import Found, add_directory, find_folders, read_settings, size
 from flexkv.cli.shared import SharedBlocks, is_fingerprint, shared_blocks
-from flexkv.deadline import HungError, call_beside
-from flexkv.errors import ConfigError
-from flexkv.tiers.disk import directory
+from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import owner_of
 from flexkv.tiers.disk.removal import Removal, remove
+from flexkv.types.deadline import HungError, call_beside
+from flexkv.types.errors import ConfigError
 
 NAME = "clear"
 HELP = "remove the caches that no engine owns, and clear shared stores"
@@ -141,7 +141,7 @@ def _remove(path: str) -> bool:
 def _try_to_remove(path: str) -> tuple[str, int]:
     """Remove one folder. Returns why it was not removed, empty if it was, and the bytes that it
     took on disk."""
-    count = directory.disk_bytes(path)
+    count = cache_directory.disk_bytes(path)
     removal = remove(path)
     if removal is Removal.REMOVED:
         return "", count
@@ -165,6 +165,6 @@ def _clear(shared: SharedBlocks) -> bool:
 def _owner(path: str) -> int | str:
     folder = open_folder(path)
     try:
-        return owner_of(folder) or directory.owner(path)
+        return owner_of(folder) or cache_directory.owner(path)
     finally:
         os.close(folder)

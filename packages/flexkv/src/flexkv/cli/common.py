@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.deadline import ANSWER_SECONDS, HANGS, call_within
-from flexkv.errors import ConfigError, DiskError
 from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
-from flexkv.tiers.disk import directory
+from flexkv.tiers.disk import cache_directory
+from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within
+from flexkv.types.errors import ConfigError, DiskError
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -125,7 +125,7 @@ def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
     if not stat.S_ISDIR(mode):
         return DiskError(_refusal(root, source, "is not a directory"))
     try:
-        return directory.folders(path, leftovers)
+        return cache_directory.folders(path, leftovers)
     except DiskError as error:
         return error
 

@@ -23,9 +23,9 @@ from flexkv.cli.doctor_host import (
     check_memory,
     check_runtime_dir,
 )
-from flexkv.deadline import ANSWER_SECONDS, call_within
-from flexkv.errors import ConfigError
 from flexkv.settings import GIB, SETTINGS, CacheConfig, load_config
+from flexkv.types.deadline import ANSWER_SECONDS, call_within
+from flexkv.types.errors import ConfigError
 
 NAME = "doctor"
 HELP = "check what an engine with FlexKV needs, and say what to change"

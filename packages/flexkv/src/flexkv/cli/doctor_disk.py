@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from flexkv.cli.common import size
 from flexkv.cli.doctor_findings import Finding, Level
-from flexkv.directories import open_directory
-from flexkv.errors import DiskError
-from flexkv.mounts import read_mounts
 from flexkv.settings import GIB
-from flexkv.tiers.disk import directory
+from flexkv.system.directories import open_directory
+from flexkv.system.mounts import read_mounts
+from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import folder_state
+from flexkv.types.errors import DiskError
 
 _CHUNK = 8 << 20
 """Bytes of one write or read: FlexKV's reads of several blocks are about as large."""
@@ -174,7 +174,7 @@ def _own_bytes(path: str) -> int:
     """Bytes that FlexKV's folders in the directory take on disk. Unreadable folders count as 0."""
     total = 0
     with contextlib.suppress(DiskError):
-        for folder in directory.folders(path, True):
+        for folder in cache_directory.folders(path, True):
             with contextlib.suppress(DiskError):
                 total += folder_state(folder).disk_bytes
     return total

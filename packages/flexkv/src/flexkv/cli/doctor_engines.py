@@ -2,7 +2,7 @@
 """Checks of packages: FlexKV's own, and the installed engines against what the adapters allow.
 
 Versions come from the metadata of packages; no engine is imported. An adapter publishes the
-releases that it starts with (`flexkv.adapter.releases`).
+releases that it starts with (`flexkv.engine.releases`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 
-from flexkv.adapter.releases import GROUP, Age, Releases
 from flexkv.cli.doctor_findings import Finding, Level
+from flexkv.engine.releases import GROUP, Age, Releases
 from flexkv.settings import CacheConfig
 from flexkv.version import __version__
 

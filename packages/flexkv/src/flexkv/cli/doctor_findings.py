@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from flexkv.deadline import HANGS, call_within
+from flexkv.types.deadline import HANGS, call_within
 
 
 class Level(enum.Enum):

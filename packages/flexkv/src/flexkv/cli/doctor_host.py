@@ -14,11 +14,11 @@ from pathlib import Path
 
 from flexkv.cli.common import size
 from flexkv.cli.doctor_findings import Finding, Level
-from flexkv.errors import ArenaError
-from flexkv.host.available import available_memory, free_huge_pages
-from flexkv.host.numa import processors_of
-from flexkv.host.session.directory import RuntimeDirectory
+from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import GIB, CacheConfig
+from flexkv.system.available import available_memory, free_huge_pages
+from flexkv.system.numa import processors_of
+from flexkv.types.errors import ArenaError
 
 _OLDEST_KERNEL = (4, 16)
 """memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""

@@ -14,11 +14,8 @@ from collections.abc import Collection
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from flexkv.admission import ADMISSIONS
 from flexkv.cli.common import print_json, size
 from flexkv.cli.plan_report import Report, as_json, print_report
-from flexkv.deadline import call_beside
-from flexkv.errors import TraceError
 from flexkv.eviction import POLICIES
 from flexkv.plan import plot
 from flexkv.plan.curve import LRUCurve
@@ -26,6 +23,9 @@ from flexkv.plan.model import KV_DTYPES, read_model
 from flexkv.plan.prefill import PrefillCost
 from flexkv.plan.read import AUTO, FORMS, TraceFile, read_trace
 from flexkv.plan.sizing import GIB, Limits, size_up
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.deadline import call_beside
+from flexkv.types.errors import TraceError
 
 NAME = "plan"
 HELP = "replay a trace: what memory, disk and policies would bring"

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flexkv.errors import ConfigError
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
-from flexkv.tiers.disk import directory
+from flexkv.tiers.disk import cache_directory
+from flexkv.types.errors import ConfigError
 
 _FINGERPRINT = re.compile("[0-9a-f]{32}")
 """What `flexkv.layout.fingerprint` makes."""
@@ -68,7 +68,7 @@ def shared_blocks(
     if config.mooncake_metadata is not None:
         known = given or sorted(
             {each.fingerprint for each in found}
-            | {name for path in folders if (name := directory.fingerprint_of(path))}
+            | {name for path in folders if (name := cache_directory.fingerprint_of(path))}
         )
         if not known:
             raise ConfigError(
@@ -85,8 +85,8 @@ def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBloc
     if url is None:
         return
     try:
-        from flexkv.tiers.objects.open import connect
-        from flexkv.tiers.objects.store import ObjectRecord, Requests, fingerprints_in
+        from flexkv.tiers.objects.object_store import ObjectRecord, Requests, fingerprints_in
+        from flexkv.tiers.objects.open_objects import connect
     except ImportError as error:
         raise ConfigError(
             f"objects_url is {url!r}, but its client cannot be imported ({error}); allowed: none, "
@@ -100,7 +100,7 @@ def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBloc
 
 
 def _in_mooncake(url: str, seconds: float, known: Sequence[str]) -> Iterator[SharedBlocks]:
-    from flexkv.tiers.mooncake.store import MetadataRecord
+    from flexkv.tiers.mooncake.mooncake_store import MetadataRecord
 
     for fingerprint in known:
         yield SharedBlocks(url, fingerprint, MetadataRecord(url, fingerprint, seconds))

@@ -23,10 +23,10 @@ from flexkv.cli.common import (
     read_settings,
     size,
 )
-from flexkv.deadline import HungError, call_beside
-from flexkv.errors import ArenaError, ConfigError, DiskError
-from flexkv.host.session.store_states import read_states
+from flexkv.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state
+from flexkv.types.deadline import HungError, call_beside
+from flexkv.types.errors import ArenaError, ConfigError, DiskError
 
 NAME = "stat"
 HELP = "print contents of caches, and the state of shared stores"

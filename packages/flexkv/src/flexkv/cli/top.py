@@ -23,8 +23,8 @@ from flexkv.cli.top_keys import open_keys
 from flexkv.cli.top_metrics import Reading
 from flexkv.cli.top_sources import Kind, Source, address_of, kinds_of, read_folders, scrape
 from flexkv.cli.top_view import EngineHistory, show_directory, show_engine
-from flexkv.errors import ConfigError
 from flexkv.tiers.disk.inspect import FolderState
+from flexkv.types.errors import ConfigError
 
 NAME = "top"
 HELP = "show live what engines and cache directories do"

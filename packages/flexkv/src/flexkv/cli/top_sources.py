@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 from flexkv.cli.common import cache_folders
 from flexkv.cli.top_metrics import Reading, read_metrics
-from flexkv.deadline import call_within
-from flexkv.errors import ConfigError, DiskError
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
+from flexkv.types.deadline import call_within
+from flexkv.types.errors import ConfigError, DiskError
 
 _CALL_SECONDS = 5.0
 """Time limit for an engine's answer. Its `/metrics` may wait for a step of the engine. Not

@@ -22,10 +22,10 @@ from rich.progress import (
 )
 
 from flexkv.cli.common import add_directory, add_json, blocks, find_folders, print_json, size
-from flexkv.deadline import call_beside
-from flexkv.errors import DiskError
 from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
+from flexkv.types.deadline import call_beside
+from flexkv.types.errors import DiskError
 
 NAME = "verify"
 HELP = "read every block and verify its checksum"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from flexkv.errors import ConfigError
+from flexkv.types.errors import ConfigError
 
 _PLUGINS = "SGLANG_PLUGINS"
 

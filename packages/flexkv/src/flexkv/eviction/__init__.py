@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from flexkv.eviction.arc import ARCPolicy
-from flexkv.eviction.base import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.eviction.choice import AUTO, FOLLOWING, choose_policy
 from flexkv.eviction.hazard import MOST_BLOCKS, hazard_policy
 from flexkv.eviction.lru import LRUPolicy
+from flexkv.eviction.policy import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 from flexkv.eviction.s3fifo import S3FIFOPolicy
 
 AnyPolicy: TypeAlias = EvictionPolicy | LRUPolicy

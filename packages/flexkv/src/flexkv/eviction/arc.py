@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from flexkv.eviction.base import EvictionPolicy, RequestContext
+from flexkv.eviction.policy import EvictionPolicy, RequestContext
 
 
 @dataclass(slots=True, eq=False)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from flexkv.errors import ConfigError
-from flexkv.eviction.base import EvictionPolicy
-from flexkv.native import kernels
+from flexkv.eviction.policy import EvictionPolicy
+from flexkv.system.native import kernels
+from flexkv.types.errors import ConfigError
 
 MOST_BLOCKS = (1 << 24) - 1
 """The most blocks of a tier; the kernels number them in 24 bits."""

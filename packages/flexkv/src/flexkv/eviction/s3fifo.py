@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from flexkv.eviction.base import EvictionPolicy, RequestContext
+from flexkv.eviction.policy import EvictionPolicy, RequestContext
 
 _SMALL_SHARE = 10
 """The small queue has a tenth of the blocks, as in the paper. There are at most as many ghosts as

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple, TypeAlias
 
-from flexkv.changes import BELOW, Medium
 from flexkv.eviction import POLICIES
-from flexkv.mover import WAYS
 from flexkv.tiers.base import TierFigures
 from flexkv.tiers.circuit import CircuitState
+from flexkv.types.changes import BELOW, Medium
+from flexkv.types.mover import WAYS
 
 Samples = dict[str, float]
 """Values by name of the sample, see `sample`: totals since the start and present gauges. A `Reader`

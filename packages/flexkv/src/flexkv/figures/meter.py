@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from flexkv.changes import Medium
 from flexkv.figures.definitions import (
     GAUGES,
     METRICS,
@@ -19,6 +18,7 @@ from flexkv.figures.definitions import (
     bucket,
     sample,
 )
+from flexkv.types.changes import Medium
 
 _OWN = {sample(m.name, *labels): read for m in METRICS for labels, read in m.own.items()}
 _SHARED = {sample(m.name, *labels): read for m in METRICS for labels, read in m.shared.items()}

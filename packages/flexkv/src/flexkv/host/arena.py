@@ -17,14 +17,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from flexkv.errors import ArenaError
-from flexkv.forks import close_in_children
-from flexkv.host.available import Promise, available_memory, free_huge_pages
 from flexkv.host.board import CompletionBoard, board_bytes
 from flexkv.host.memory_file import HUGE_PAGE, Pages, check_seals, create_file, populate
-from flexkv.host.numa import bytes_by_node
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
 from flexkv.settings import GIB
+from flexkv.system.available import Promise, available_memory, free_huge_pages
+from flexkv.system.forks import close_in_children
+from flexkv.system.numa import bytes_by_node
+from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ArenaSpec:
 
 class Reservation(Protocol):
     """Lets processes see what memory each of them is about to take. See
-    `flexkv.host.session.reservation`."""
+    `flexkv.session.reservation`."""
 
     def turn(self) -> AbstractContextManager[Sequence[Promise]]:
         """Let no other process plan during the block, which gets the promises of all others."""

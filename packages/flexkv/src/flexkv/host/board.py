@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from flexkv.mover import Status
+from flexkv.types.mover import Status
 
 _ROWS = 4096
 """Rows of the board: the cells, and the row `_STOPPED`. A row has a word for each rank."""

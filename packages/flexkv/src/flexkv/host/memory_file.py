@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
-from flexkv.errors import ArenaError
-from flexkv.host.numa import processors_of
+from flexkv.system.numa import processors_of
+from flexkv.types.errors import ArenaError
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page. The size of every arena is a multiple of it, even with smaller pages."""

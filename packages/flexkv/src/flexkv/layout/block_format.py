@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexkv.errors import LayoutError
 from flexkv.layout.kv_layout import SHARD_ALIGNMENT, KVLayout
+from flexkv.types.errors import LayoutError
 
 FORMAT_VERSION = 2
 """Version of the block format below; part of every fingerprint."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexkv.errors import LayoutError
 from flexkv.layout.overlap import check_disjoint
 from flexkv.layout.planes import (
     Plane,
@@ -17,6 +16,7 @@ from flexkv.layout.planes import (
     opaque_geometry,
     opaque_planes,
 )
+from flexkv.types.errors import LayoutError
 
 SHARD_ALIGNMENT = 64
 """A head, and so a rank's shard, starts at a multiple of this many bytes within the slot: one

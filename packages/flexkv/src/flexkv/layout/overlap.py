@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from flexkv.errors import LayoutError
 from flexkv.layout.planes import Plane
+from flexkv.types.errors import LayoutError
 
 
 def check_disjoint(names: Mapping[Plane, str], num_blocks: int) -> None:

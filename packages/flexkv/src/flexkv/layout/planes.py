@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexkv.errors import LayoutError
+from flexkv.types.errors import LayoutError
 
 MAX_PLANES = 65_536
 """More pieces than this per engine block mean that the tensor is not paged by block at all."""

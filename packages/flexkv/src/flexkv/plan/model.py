@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from flexkv.errors import TraceError
+from flexkv.types.errors import TraceError
 
 _MOST_BYTES = 1 << 22
 """The most bytes of a configuration; usual ones have some KiB."""

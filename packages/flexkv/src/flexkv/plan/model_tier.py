@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
-from flexkv.changes import Change, Medium
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
-from flexkv.tiers.disk.index import SlotIndex
+from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 from flexkv.tiers.job import Outcome, Priority
+from flexkv.types.changes import Change, Medium
 
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.errors import TraceError
+from flexkv.types.errors import TraceError
 
 ENDINGS = (".png", ".svg", ".pdf")
 _INCHES = (9.0, 8.0)

@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from flexkv.errors import TraceError
 from flexkv.plan import mooncake, recording, request_logs
 from flexkv.plan.fields import LineError, json_object
 from flexkv.plan.trace import Trace
+from flexkv.types.errors import TraceError
 
 AUTO = "auto"
 FORMS = (

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.figures.meter import Meter
-from flexkv.index import block_index
+from flexkv.index.block_index import block_index
 from flexkv.plan.model_tier import ModelTier
 from flexkv.plan.prefill import PrefillCost
 from flexkv.plan.trace import Trace, TracedRequest
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.lower import LowerTiers
+from flexkv.types.admission import ADMISSIONS
 
 _KEY_BYTES = 8
 _NO_BYTES = memoryview(b"")

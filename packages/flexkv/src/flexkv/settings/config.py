@@ -9,7 +9,6 @@ import stat
 import tempfile
 from dataclasses import dataclass
 
-from flexkv.admission import ADMISSIONS
 from flexkv.eviction import AUTO, POLICIES
 from flexkv.settings.kinds import (
     bucket_url,
@@ -26,6 +25,7 @@ from flexkv.settings.kinds import (
     seconds,
 )
 from flexkv.settings.setting import declared, setting
+from flexkv.types.admission import ADMISSIONS
 
 GIB = 1 << 30
 """Bytes of a GiB, the unit of all sizes in settings."""

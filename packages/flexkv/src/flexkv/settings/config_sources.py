@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flexkv.errors import ConfigError
 from flexkv.settings.config import SETTINGS, CacheConfig
 from flexkv.settings.setting import shorten, show
 from flexkv.settings.settings_file import CONFIG_PATH_VARIABLE, read_file
+from flexkv.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import os
 import re
 from collections.abc import Collection
 
-from flexkv.deadline import call_within
 from flexkv.settings.setting import ValueKind
+from flexkv.types.deadline import call_within
 
 _LEAST_GIB = 1e-6
 """The least size, about 1 KiB. Tests use caches of some KiB."""

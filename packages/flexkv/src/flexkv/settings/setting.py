@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from flexkv.errors import ConfigError
+from flexkv.types.errors import ConfigError
 
 _MOST_SHOWN = 100
 """Characters of a value that an error prints."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from flexkv.errors import ConfigError
 from flexkv.settings.setting import shorten, show
+from flexkv.types.errors import ConfigError
 
 CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
 """The environment variable with the path of the settings' file."""

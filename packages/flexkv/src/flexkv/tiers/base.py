@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from flexkv.admission import ADMISSIONS, Admission
-from flexkv.changes import Change, Medium
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
+from flexkv.types.admission import ADMISSIONS, Admission
+from flexkv.types.changes import Change, Medium
 
 MAX_KEY_BYTES = 96
 """The longest key of a block. A record of 128 bytes on disk has room for so much. Keys of

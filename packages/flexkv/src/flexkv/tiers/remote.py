@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from flexkv.changes import Medium
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, States, TierFigures, Traffic
 from flexkv.tiers.circuit import Circuit, CircuitState
@@ -36,6 +35,7 @@ from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
 from flexkv.tiers.questions import Found, Question, Questions
 from flexkv.tiers.retries import Retried
+from flexkv.types.changes import Medium
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ tuned."""
 
 FIRST_SHARE = 4
 """The first call of a read has a quarter of the bytes of later calls: requests stop waiting for a
-tier of unknown pace that gives no block within 20 ms (`flexkv.adapter.wait_choice`). Not tuned."""
+tier of unknown pace that gives no block within 20 ms (`flexkv.engine.choice.wait_choice`). Not
+tuned."""
 
 CLOSE_SECONDS = 5.0
 """Seconds that `close` waits for running calls. In the first half, waiting writes still begin; in a

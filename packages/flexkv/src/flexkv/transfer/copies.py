@@ -15,8 +15,8 @@ from operator import attrgetter
 from flexkv.figures.definitions import LOAD_SECONDS, STORE_SECONDS
 from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
-from flexkv.index import Block
-from flexkv.mover import Direction, Status
+from flexkv.index.block_index import Block
+from flexkv.types.mover import Direction, Status
 
 _SLOT: Callable[[Block], int] = attrgetter("slot")
 

@@ -16,11 +16,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flexkv.admission import Admission
-from flexkv.index import Block, BlockIndex, BlockState
+from flexkv.index.block_index import Block, BlockIndex, BlockState
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
+from flexkv.types.admission import Admission
 
 _CHAIN_SHARE = 2
 """The predecessors of blocks that leave are written, too, up to half of the arena. The other half

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexkv.changes import Medium
-from flexkv.index import Block
+from flexkv.index.block_index import Block
 from flexkv.tiers.job import Priority
 from flexkv.transfer.sources import Source
+from flexkv.types.changes import Medium
 
 
 @dataclass(slots=True, eq=False)

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from flexkv.changes import Medium
 from flexkv.figures.meter import Histogram
-from flexkv.index import Block, BlockIndex
+from flexkv.index.block_index import Block, BlockIndex
 from flexkv.tiers.job import Priority
 from flexkv.transfer.fetch import Fetch
 from flexkv.transfer.reads import Read, Reads
 from flexkv.transfer.sources import Source
+from flexkv.types.changes import Medium
 
 
 class Fetcher:

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flexkv.changes import Change, Medium
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
-from flexkv.index import Block, BlockIndex
+from flexkv.index.block_index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import Demoter, EvictionWriteback
@@ -25,6 +24,7 @@ from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from flexkv.transfer.sources import Source, sources_of
 from flexkv.transfer.uses import UseLog
+from flexkv.types.changes import Change, Medium
 
 logger = logging.getLogger(__name__)
 

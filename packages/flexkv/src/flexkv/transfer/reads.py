@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.index import Block, BlockIndex, BlockState
+from flexkv.index.block_index import Block, BlockIndex, BlockState
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.transfer.sources import Source

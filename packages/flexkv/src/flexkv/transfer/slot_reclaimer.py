@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexkv.index import BlockIndex
+from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.base import AskedTier, BlockResult
 from flexkv.transfer.demote import Demoter, EvictionWriteback
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.changes import Medium
 from flexkv.figures.definitions import TierCounters
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
+from flexkv.types.changes import Medium
 
 HAS_SECONDS = 60.0
 """Seconds for which a block counts as present after the tier has reported or written it. If the

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flexkv.eviction import RequestContext
-from flexkv.index import BlockIndex
+from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.base import IndexedTier
 from flexkv.transfer.demote import Demoter
 

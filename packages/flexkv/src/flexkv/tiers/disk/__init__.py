@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from flexkv.tiers.base import States
+from flexkv.tiers.disk.disk_store import DiskStore
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles
 from flexkv.tiers.disk.opening import DriveSpec, Opening
-from flexkv.tiers.disk.store import DiskStore
 from flexkv.tiers.disk.tier import DiskTier
 
 __all__ = ["DiskStore", "DiskTier", "Drive", "OsFiles", "open_disk_tier"]

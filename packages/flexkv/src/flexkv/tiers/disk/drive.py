@@ -14,7 +14,7 @@ from typing import TypeAlias
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Traffic
 from flexkv.tiers.circuit import Circuit
-from flexkv.tiers.disk.index import SlotIndex
+from flexkv.tiers.disk.disk_store import DiskStore, new_epoch
 from flexkv.tiers.disk.runs import (
     READ_RUN_BYTES,
     WRITE_RUN_BYTES,
@@ -22,7 +22,7 @@ from flexkv.tiers.disk.runs import (
     find_runs,
 )
 from flexkv.tiers.disk.slabs import slots_per_slab
-from flexkv.tiers.disk.store import DiskStore, new_epoch
+from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.failures import FailureLog, describe_end

@@ -9,12 +9,12 @@ import logging
 import os
 import stat
 
-from flexkv.directories import OTHERS, WRITABLE
-from flexkv.errors import DiskError
-from flexkv.regular_files import open_regular
-from flexkv.tiers.disk.directory import LOCK, Folder
+from flexkv.system.directories import OTHERS, WRITABLE
+from flexkv.system.regular_files import open_regular
+from flexkv.tiers.disk.cache_directory import LOCK, Folder
 from flexkv.tiers.disk.files import is_regular
 from flexkv.tiers.disk.removal import is_own
+from flexkv.types.errors import DiskError
 
 logger = logging.getLogger(__name__)
 

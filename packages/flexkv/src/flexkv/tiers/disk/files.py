@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system calls of a disk store, behind a protocol where tests inject faults.
 
-Every file is opened relative to the descriptor of its folder; see `flexkv.regular_files`.
+Every file is opened relative to the descriptor of its folder; see `flexkv.system.regular_files`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import stat
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexkv.errors import DiskError, UnavailableError
-from flexkv.regular_files import open_regular
+from flexkv.system.regular_files import open_regular
+from flexkv.types.errors import DiskError, UnavailableError
 
 DIRECT = os.O_DIRECT
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}

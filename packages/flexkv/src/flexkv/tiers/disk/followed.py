@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 
-from flexkv.directories import WRITABLE, refused
-from flexkv.tiers.disk.directory import fingerprint_of
+from flexkv.system.directories import WRITABLE, refused
+from flexkv.tiers.disk.cache_directory import fingerprint_of
 from flexkv.tiers.disk.files import Files, open_folder
 from flexkv.tiers.disk.reader import Record, SlotReader, TableCopy
 from flexkv.tiers.job import Outcome

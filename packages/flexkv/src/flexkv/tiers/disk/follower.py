@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
-from flexkv.tiers.disk import directory
+from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS
 from flexkv.tiers.disk.files import Files, OsFiles, reason_of
 from flexkv.tiers.disk.followed import FollowedFolder
@@ -170,8 +170,8 @@ class FollowerTier:
     def _look_at_all(self) -> None:
         gone = set()
         for root in self._roots:
-            for number in range(directory.MAX_OWNERS):
-                path = directory.path_of(root, self._fingerprint, number)
+            for number in range(cache_directory.MAX_OWNERS):
+                path = cache_directory.path_of(root, self._fingerprint, number)
                 # Numbers may have gaps: a folder is removed when its owner has ended.
                 is_there = path in self._folders or os.path.isdir(path)
                 if is_there and not self._look_at(path) and path in self._folders:

@@ -12,8 +12,8 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexkv.regular_files import open_regular
-from flexkv.tiers.disk.directory import IDENTITY, fingerprint_of, folders
+from flexkv.system.regular_files import open_regular
+from flexkv.tiers.disk.cache_directory import IDENTITY, fingerprint_of, folders
 from flexkv.tiers.disk.files import open_folder
 from flexkv.tiers.disk.ledger import load_ledger
 
@@ -23,7 +23,7 @@ _MAX_BYTES = 8192
 """The most bytes of the file, two pages of the folder's bound."""
 
 _MODEL_PARTS = ("weights", "configuration")
-"""Names of the parts by which two folders are of one model; see `flexkv.adapter.weights`."""
+"""Names of the parts by which two folders are of one model; see `flexkv.engine.weights`."""
 
 _VALUE_CHARACTERS = 60
 """The most characters of a value in the log."""

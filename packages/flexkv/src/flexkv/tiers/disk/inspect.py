@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from flexkv.errors import DiskError
-from flexkv.mounts import read_mounts
-from flexkv.regular_files import open_regular
-from flexkv.tiers.disk import directory
+from flexkv.system.mounts import read_mounts
+from flexkv.system.regular_files import open_regular
+from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import OsFiles, open_folder, reason_of
 from flexkv.tiers.disk.ledger import load_ledger
 from flexkv.tiers.disk.reader import TableCopy
+from flexkv.types.errors import DiskError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ def folder_state(path: str) -> FolderState:
         folder = open_folder(path)
         try:
             owner = owner_of(folder)
-            copy = TableCopy(OsFiles(), folder, directory.fingerprint_of(path))
+            copy = TableCopy(OsFiles(), folder, cache_directory.fingerprint_of(path))
             copy.update()
             ledger = load_ledger(folder)
-            on_disk = directory.disk_bytes(path)
+            on_disk = cache_directory.disk_bytes(path)
         finally:
             os.close(folder)
     except OSError as error:
@@ -83,7 +83,7 @@ def folder_state(path: str) -> FolderState:
     block_bytes = header.slot_bytes if header else 0
     return FolderState(
         path=path,
-        fingerprint=directory.fingerprint_of(path),
+        fingerprint=cache_directory.fingerprint_of(path),
         owner=owner,
         block_bytes=block_bytes,
         slots=header.num_slots if header else 0,
@@ -119,7 +119,7 @@ def owner_of(folder: int) -> int | None:
         OSError: the lock file or the list cannot be read.
     """
     try:
-        fd = open_regular(folder, directory.LOCK, os.O_RDONLY)
+        fd = open_regular(folder, cache_directory.LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:

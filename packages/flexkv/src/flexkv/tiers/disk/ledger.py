@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexkv.regular_files import open_regular
+from flexkv.system.regular_files import open_regular
 from flexkv.tiers.circuit import Circuit, CircuitState
 
 FILE = "counters.json"

@@ -14,19 +14,19 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.deadline import HANGS
-from flexkv.errors import DiskError, UnavailableError
 from flexkv.tiers.base import States
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk.directory import claim
+from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.disk_store import DiskStore, bytes_of, check_table
 from flexkv.tiers.disk.drive import THREADS, WRITE_BYTES, Drive
 from flexkv.tiers.disk.exposure import close_to_others
 from flexkv.tiers.disk.files import Files, disk_error, reason_of
 from flexkv.tiers.disk.identity import report_differences, save_identity
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
-from flexkv.tiers.disk.store import DiskStore, bytes_of, check_table
 from flexkv.tiers.link import Link
 from flexkv.tiers.retries import Retried
+from flexkv.types.deadline import HANGS
+from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
 

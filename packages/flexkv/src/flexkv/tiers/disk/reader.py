@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flexkv.tiers.disk import slabs, table
-from flexkv.tiers.disk.directory import RESET, TABLE
+from flexkv.tiers.disk.cache_directory import RESET, TABLE
 from flexkv.tiers.disk.files import Files, is_regular, open_data, read_fully
 from flexkv.tiers.envelope import checksum_of
 

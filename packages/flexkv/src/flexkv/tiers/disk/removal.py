@@ -11,10 +11,9 @@ import math
 import os
 import secrets
 
-from flexkv.errors import DiskError, UnavailableError
-from flexkv.regular_files import open_regular
+from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk import ledger
-from flexkv.tiers.disk.directory import (
+from flexkv.tiers.disk.cache_directory import (
     IDENTITY,
     LOCK,
     REMOVED,
@@ -29,6 +28,7 @@ from flexkv.tiers.disk.directory import (
 )
 from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
 from flexkv.tiers.disk.slabs import is_slab
+from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from flexkv.changes import Change, Medium, take_newest
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.opening import Opening
 from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.types.changes import Change, Medium, take_newest
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from flexkv.tiers.disk import table
-from flexkv.tiers.disk.store import DiskStore
+from flexkv.tiers.disk.disk_store import DiskStore
 from flexkv.tiers.retries import Failures
 
 logger = logging.getLogger(__name__)

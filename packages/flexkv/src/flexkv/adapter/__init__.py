@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What every engine's adapter is made of. No engine is imported here."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every engine's adapter is made of."""

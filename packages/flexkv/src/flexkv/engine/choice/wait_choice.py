@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides whether a request waits for lower tiers, by measured times of computing and of each
+tier."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flexkv.engine.choice.cost import LinkPace, PrefillPace, Span
+from flexkv.transfer.fetch import Fetch
+from flexkv.types.changes import Medium
+
+PROBE_SHARE = 0.03
+"""Share of the computing time that one measurement of a link, by a load or a wait, may cost.
+Together with other losses it is less than 5 %, the most that a hit may cost beyond computing."""
+
+_PROBE_SECONDS = 0.02
+"""Seconds that one measurement may cost in any case. A read of an NVMe drive takes 0.1 to 1 ms. A
+step of the engine without work, after which the drive is polled again, takes about as long; on a
+busy machine both take several times that. Not tuned."""
+
+_LATE = 2
+"""A tier is expected to be as fast as its fastest recent read. If it delivers nothing in this many
+times that time, it counts as slower. Not tuned."""
+
+SLACK_SECONDS = 0.005
+"""A load expected to take less is always made, however short computing is. In seconds: about one
+step of an engine, the resolution of both measurements. Not tuned."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A fetch that a request may wait for.
+
+    Attributes:
+        ahead: number of blocks that other requests waited for at the first question about this
+            fetch, by tier.
+        refused: whether the latest answer was not to wait.
+        slowest: the tier whose expected time decided the latest answer; None if no tier's did.
+    """
+
+    ahead: Mapping[Medium, int] = field(default_factory=dict)
+    refused: bool = False
+    slowest: Medium | None = None
+
+
+class WaitChooser:
+    """Decides for each fetch whether its request waits. Tiers read at the same time, each at its
+    own pace, so the slowest tier decides.
+
+    No pace decides for ever: if it has prevented waits for a while, a short wait measures it again.
+
+    Args:
+        prefill: the measured pace of computing; shared with the caller, who updates it.
+        block_bytes: bytes of a FlexKV block over all ranks.
+    """
+
+    def __init__(self, prefill: PrefillPace, block_bytes: int) -> None:
+        self._prefill = prefill
+        self._block_bytes = block_bytes
+        self._paces = {medium: LinkPace() for medium in Medium}
+        self._waits: dict[Fetch, _Wait] = {}
+
+    def ended(self, fetch: Fetch) -> None:
+        """Take over what an ended fetch has measured, and forget the fetch. Call it once for each
+        fetch."""
+        wait = self._waits.pop(fetch, None) or _Wait()
+        for medium, (count, last) in fetch.gave.items():
+            # The tier has read the blocks ahead meanwhile.
+            blocks = count + wait.ahead.get(medium, 0)
+            self._paces[medium].observe(blocks * self._block_bytes, last - fetch.begun)
+        if fetch.gave:
+            return
+        waited = time.monotonic() - fetch.begun
+        silent = fetch.next_medium or self._slowest(fetch, wait)[0]
+        if silent is not None and not fetch.done and waited > self._latest(fetch, wait):
+            self._paces[silent].contradict(self._block_bytes, waited)
+        if wait.refused and wait.slowest is not None:
+            pace = self._paces[wait.slowest]
+            if pace.doubtful and waited >= _PROBE_SECONDS:
+                pace.give_up()
+            else:
+                pace.refuse()
+
+    def is_worth_waiting(self, fetch: Fetch, span: Span) -> bool:
+        """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
+
+        Until computing is measured, the answer is to wait. A tier whose pace is unknown or in doubt
+        gets a short wait, which measures it.
+
+        Args:
+            fetch: the fetch. Its request is asked about again with each step.
+            span: the tokens of all blocks of the fetch.
+        """
+        wait = self._waits.get(fetch)
+        if wait is None:
+            ahead: Counter[Medium] = Counter()
+            for each in self._waits:
+                ahead.update(each.missing)
+            wait = self._waits[fetch] = _Wait(ahead)
+        wait.refused = not self._is_worth_waiting(fetch, span, wait)
+        return not wait.refused
+
+    def _is_worth_waiting(self, fetch: Fetch, span: Span, wait: _Wait) -> bool:
+        first_missing = span.start + span.tokens * fetch.arrived // fetch.stop
+        gain = self._prefill.seconds(Span(first_missing, span.stop))
+        whole = self._prefill.seconds(span)
+        if gain is None or whole is None:
+            return True
+        waited = time.monotonic() - fetch.begun
+        begun = fetch.arrived > fetch.first
+        wait.slowest, rest = self._slowest(fetch, wait, silent=begun)
+        if begun:
+            # What this fetch has measured says more of the tiers that have given blocks.
+            rest = max(fetch.seconds_left, rest or 0.0)
+        elif rest is not None and waited > self._latest(fetch, wait):
+            return False
+        if rest is not None and rest < max(gain, SLACK_SECONDS):
+            return True
+        pace = None if wait.slowest is None else self._paces[wait.slowest]
+        if rest is not None and not (pace is not None and pace.doubtful):
+            return False
+        patience = 1 if pace is None else pace.patience
+        return waited < max(_PROBE_SECONDS, PROBE_SHARE * whole) * patience
+
+    def _slowest(
+        self, fetch: Fetch, wait: _Wait, *, silent: bool = False
+    ) -> tuple[Medium | None, float | None]:
+        """The tier that is expected to give its last block last, and in how many seconds; None
+        before the first measurement of a tier that is to give blocks. With `silent`, only of tiers
+        that have given nothing yet."""
+        slowest, longest = None, 0.0
+        for medium, count in fetch.missing.items():
+            if silent and medium in fetch.gave:
+                continue
+            blocks = count + wait.ahead.get(medium, 0)
+            seconds = self._paces[medium].seconds(blocks * self._block_bytes)
+            if seconds is None:
+                return medium, None
+            if slowest is None or seconds > longest:
+                slowest, longest = medium, seconds
+        return slowest, longest if slowest is not None else None
+
+    def _latest(self, fetch: Fetch, wait: _Wait) -> float:
+        """Seconds from the beginning of a fetch by which it should have delivered its first block,
+        after the blocks that other requests waited for before."""
+        _, seconds = self._slowest(fetch, wait)
+        return _LATE * (seconds or 0.0) + _PROBE_SECONDS

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of loads and stores, of which an error loses none."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+from flexkv.cache import KVCache
+from flexkv.transfer.copies import Transfer
+from flexkv.types.mover import Direction, Status
+
+
+class EndedTransfers:
+    """The transfers of a cache that have ended, until the scheduler side has handled each.
+
+    Args:
+        cache: the cache; polled.
+
+    Attributes:
+        waiting: those that `take` will yield, besides those that the cache finds.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.waiting: deque[Transfer] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `take` may find anything."""
+        return bool(self.waiting) or self._cache.busy
+
+    def take(self) -> Iterator[Transfer]:
+        """Poll the cache, and yield the loads and stores that have ended. The next call yields
+        those again that the caller has not handled because of an error, behind all others."""
+        self.waiting.extend(self._cache.poll())
+        while self.waiting:
+            self.waiting.rotate(-1)
+            yield self.waiting[-1]
+            self.waiting.pop()
+
+    def end_lost(self, ordered: AbstractSet[int], running: AbstractSet[int]) -> None:
+        """After an error: cancel the transfers that no worker will copy, and let `take` yield those
+        as failed whose end was not seen.
+
+        Args:
+            ordered: ids of the transfers that workers know or will know.
+            running: ids of the transfers whose end the caller expects.
+        """
+        for transfer in self._cache.transfers:
+            if transfer.id not in ordered:
+                self._cache.cancel(transfer)
+        known = {each.id for each in (*self._cache.transfers, *self.waiting)}
+        self.waiting.extend(
+            Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED)
+            for transfer_id in sorted(running - known)
+        )

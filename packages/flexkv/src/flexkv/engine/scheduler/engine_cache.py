@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's cache with the objects that map its blocks to the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexkv.cache import KVCache
+from flexkv.engine.boundary import Edge
+from flexkv.engine.recorder import Recorder
+from flexkv.engine.scheduler.engine import Describe
+from flexkv.engine.scheduler.groups import Groups
+from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCache:
+    """The objects that all parts of a scheduler side share.
+
+    Attributes:
+        session: the session with the arena; owned, closed after the cache.
+        cache: the cache over the arena; owned.
+        groups: groups of the model's layers.
+        keys: makes the keys of blocks.
+        edge: ends, counts and logs errors of single requests.
+        describe: describes blocks for events; None if the engine emits no events.
+        recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
+    """
+
+    session: Session
+    cache: KVCache
+    groups: Groups
+    keys: BlockKeys
+    edge: Edge
+    describe: Describe | None = None
+    recorder: Recorder | None = None
+
+    def close(self, flush_seconds: float) -> None:
+        """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.
+
+        Args:
+            flush_seconds: seconds for which lower tiers may write waiting blocks.
+        """
+        if self.recorder is not None:
+            self.recorder.close()
+        if self.cache.close(flush_seconds):
+            self.session.close()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a request's blocks: the engine's own hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
+
+
+@dataclass(slots=True)
+class MadeKeys:
+    """Keys of a request's first blocks in a group, as far as they were made.
+
+    Attributes:
+        keys: the keys, in order.
+        last: the hash behind the last key, which covers all tokens before it.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    last: bytes = b""
+
+    def fit(self, hashes: Sequence[bytes], step: int) -> bool:
+        """Whether the keys were made of every `step`th of these hashes. The engine discards some
+        hashes if a session continues differently."""
+        count = len(self.keys) * step
+        return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
+
+
+class HasKeys(Protocol):
+    """A request with its keys.
+
+    Attributes:
+        request: the engine's object.
+        keys: the keys made of its hashes, by index of the group.
+    """
+
+    @property
+    def request(self) -> EngineRequest: ...
+    @property
+    def keys(self) -> dict[int, MadeKeys]: ...
+
+
+class BlockKeys:
+    """Keys of blocks.
+
+    A key begins with the hash of the block's last token range, which covers the whole prefix up to
+    its end. Then follow the number of the group and the stamp of the request. The first group of
+    full attention, which has most blocks, has no number.
+
+    Args:
+        groups: the groups of the model.
+        stamp: distinguishes blocks of a request from others of the same hash; empty if not needed.
+
+    Attributes:
+        are_hashes: whether keys are just the engine's hashes, apart from stamps.
+        hash_tokens: tokens of one of the engine's block hashes.
+    """
+
+    def __init__(self, groups: Groups, stamp: Callable[[Any], bytes]) -> None:
+        self._stamp = stamp
+        self.are_hashes = groups.plain
+        full = [group for group in groups.members if group.reach is Reach.ALL]
+        self._unnumbered = full[0].index if full else None
+        # Computed once, because keys are made in every step.
+        self._numbers = {
+            group.index: b"" if group.index == self._unnumbered else bytes([group.index])
+            for group in groups.members
+        }
+        self.hash_tokens = groups.hash_tokens
+
+    def of(
+        self, tracked: HasKeys, group: Group, start: int = 0, stop: int | None = None
+    ) -> Sequence[bytes]:
+        """Keys of FlexKV blocks `start` to `stop` of a request in a group, as far as the engine has
+        hashed its tokens."""
+        hashes: Sequence[bytes] = tracked.request.block_hashes
+        step = group.block_tokens // self.hash_tokens
+        end = None if stop is None else stop * step
+        # The part of a key that follows the hash.
+        ending = self._numbers[group.index] + self._stamp(tracked.request)
+        if ending and group.reach is Reach.ALL:
+            return self._made(tracked, group, step, ending).keys[start:stop]
+        wanted = hashes[(start + 1) * step - 1 : end : step]
+        return [each + ending for each in wanted] if ending else wanted
+
+    def origin(self, key: bytes) -> tuple[int, bytes]:
+        """The group and the engine's hash of a block whose request has no stamp.
+
+        The engine's hashes have an even number of bytes, so a key of an odd length ends with the
+        number of its group.
+        """
+        if self.are_hashes or len(key) % 2 == 0:
+            return self._unnumbered or 0, key
+        return key[-1], key[:-1]
+
+    def _made(self, tracked: HasKeys, group: Group, step: int, ending: bytes) -> MadeKeys:
+        """All keys of a request in a group of full attention, which are needed repeatedly. Of other
+        groups only the last keys are needed."""
+        hashes = tracked.request.block_hashes
+        made = tracked.keys.get(group.index)
+        if made is None or not made.fit(hashes, step):
+            made = tracked.keys[group.index] = MadeKeys()
+        fresh = hashes[(len(made.keys) + 1) * step - 1 :: step]
+        if fresh:
+            made.keys += [each + ending for each in fresh]
+            made.last = fresh[-1]
+        return made

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads as the scheduler side orders them: in one part, or as their blocks come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexkv.engine.orders import StepOrders
+from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
+from flexkv.engine.scheduler.engine_cache import EngineCache
+from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.load_in_parts import Loading
+from flexkv.engine.scheduler.request import NEVER, TrackedRequest
+from flexkv.transfer.copies import Transfer
+from flexkv.types.mover import Status
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A transfer under way.
+
+    Attributes:
+        tracked: the request that it loads for.
+        start: tokens before the load.
+        computed_on: the engine's blocks that the forward pass beside it reads or fills.
+    """
+
+    tracked: TrackedRequest
+    start: int
+    computed_on: Sequence[int] = ()
+
+
+class Loads:
+    """The loads of one engine's requests, at most one for each.
+
+    Blocks whose load failed are not offered to the same request again. Otherwise the request would
+    retry them in every step.
+
+    Args:
+        engine: the engine's cache.
+        fetches: the fetches of its requests.
+
+    Attributes:
+        unfinished: requests of which `continue_all` may order further loads.
+        half_loaded: the engine's hashes of the blocks that the step being scheduled computes on
+            while they are loaded. The caller clears it once the step is scheduled.
+    """
+
+    def __init__(self, engine: EngineCache, fetches: Fetches) -> None:
+        self._cache = engine.cache
+        self._groups = engine.groups
+        self._keys = engine.keys
+        self._edge = engine.edge
+        self._fetches = fetches
+        self.unfinished: dict[TrackedRequest, None] = {}
+        self._running: dict[int, _Running] = {}
+        self.half_loaded: set[bytes] = set()
+        self._pool: EnginePool | None = None
+
+    def bind_pool(self, pool: EnginePool) -> None:
+        """Set the engine's pool, from which failed loads remove their blocks."""
+        self._pool = pool
+
+    def begin(
+        self,
+        tracked: TrackedRequest,
+        local_tokens: int,
+        tokens: int,
+        orders: StepOrders,
+        *,
+        layerwise: bool,
+    ) -> None:
+        """Order the load of `tokens` tokens behind `local_tokens`, as far as they are in host
+        memory.
+
+        Args:
+            tracked: the request, with the engine's blocks to fill.
+            local_tokens: tokens that the engine has itself.
+            tokens: tokens to load, as `longest_hit` found them.
+            orders: the orders of the step.
+            layerwise: whether the forward pass of this step needs them; then all are in host
+                memory.
+        """
+        make = self._plain if self._groups.plain else self._grouped
+        loading = make(tracked, local_tokens, tokens)
+        if self._groups.plain and local_tokens == 0 and not tracked.options.pin:
+            # Host memory has the blocks. If the load fails, all are offered to it again.
+            loaded = tokens // self._groups.alignment * self._groups.alignment
+            tracked.skip_fills(loaded)
+        if not layerwise:
+            tracked.loading = loading
+            self.unfinished[tracked] = None
+            self._order_part(tracked, loading, orders)
+            return
+        complete = self._cache.lookup(loading.keys) == len(loading.keys)
+        order = loading.next_part(self._cache, more_may_come=False) if complete else None
+        if order is None:
+            self.refuse(tracked, loading.engine_blocks, local_tokens, orders, layerwise=True)
+            return
+        tracked.built_on = order.transfer_id
+        filled = self._blocks_from(tracked, local_tokens)
+        self._running[order.transfer_id] = _Running(tracked, local_tokens, filled)
+        orders.layerwise.append(order)
+        loading.advance(order)
+        size = self._keys.hash_tokens
+        hashes = tracked.request.block_hashes
+        # Rounded up: the load of a whole prompt also fills the block whose last token is computed.
+        stop = -(-(local_tokens + tokens) // size)
+        self.half_loaded.update(hashes[local_tokens // size : stop])
+        self.end(tracked)
+
+    def shares_half_loaded(self, request: EngineRequest, local_tokens: int) -> bool:
+        """Whether the engine found blocks for a request that another request of the step loads.
+
+        The engine counts them as complete as soon as the other request has them. If the load fails,
+        both requests continue, and the second may run before the first has computed the missing
+        blocks.
+        """
+        known = request.block_hashes[: local_tokens // self._keys.hash_tokens]
+        return not self.half_loaded.isdisjoint(known)
+
+    def continue_all(self, orders: StepOrders) -> None:
+        """Order the fetched blocks of loads that were not ordered as a whole."""
+        for tracked in list(self.unfinished):
+            loading = tracked.loading
+            if loading is None or tracked.id in orders.loads:
+                continue  # one part in a step
+            with self._edge.guard("loading the rest of a prefix", "the load is reported as failed"):
+                self._order_part(tracked, loading, orders)
+                continue
+            self.fail_rest(tracked, orders)
+
+    def refuse(
+        self,
+        tracked: TrackedRequest,
+        engine_blocks: list[int],
+        local_tokens: int,
+        orders: StepOrders,
+        *,
+        layerwise: bool,
+    ) -> None:
+        """Report the promised load of `engine_blocks` behind `local_tokens` as failed."""
+        tracked.fail_from(local_tokens)
+        if layerwise:
+            # The step computes on these blocks anyway, and the engine discards the result.
+            orders.unfilled.extend(engine_blocks)
+            tracked.next_fill = NEVER
+            self._disown(self._blocks_from(tracked, local_tokens))
+        else:
+            orders.failed_loads[tracked.id] = engine_blocks
+        self.end(tracked)
+
+    def ended(self, transfer: Transfer) -> None:
+        """A transfer has ended; if it is no load, nothing happens."""
+        running = self._running.get(transfer.id)
+        if running is None:
+            return
+        tracked = running.tracked
+        if transfer.status is Status.DONE:
+            if tracked.built_on == transfer.id:
+                tracked.built_on = 0
+        else:
+            tracked.fail_from(running.start)
+            if tracked.built_on == transfer.id:
+                tracked.next_fill = NEVER
+            self._disown(running.computed_on)
+        del self._running[transfer.id]
+
+    @property
+    def running(self) -> Iterable[int]:
+        """Ids of the transfers that have not ended."""
+        return self._running
+
+    def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
+        """The request has ended. Its ordered loads end before the engine reuses its blocks."""
+        if tracked.loading is not None:
+            orders.failed_loads[tracked.id] = []
+        self.end(tracked)
+
+    def fail_rest(self, tracked: TrackedRequest, orders: StepOrders) -> None:
+        """Report the rest of a request's load as failed, if it was not ordered as a whole."""
+        loading = tracked.loading
+        if loading is not None:
+            orders.failed_loads[tracked.id] = loading.rest
+            tracked.fail_from(loading.tokens_ordered)
+            self.end(tracked)
+
+    def end(self, tracked: TrackedRequest) -> None:
+        """Order no more loads for the request."""
+        tracked.loading = None
+        self.unfinished.pop(tracked, None)
+        self._fetches.end(tracked)
+
+    def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
+        """The engine's blocks of a request behind its own hit."""
+        start = local_tokens // self._groups.members[0].engine_block_tokens
+        return tracked.engine_blocks[0][start:]
+
+    def _disown(self, engine_blocks: Sequence[int]) -> None:
+        """Remove blocks that a forward pass read or filled without its load from the engine's
+        prefix cache.
+
+        An engine that recomputes keeps them there for the request to fill. A request that is
+        aborted meanwhile never fills them.
+        """
+        if self._pool is not None and engine_blocks:
+            self._pool.forget(set(engine_blocks))
+
+    def _plain(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
+        (group,) = self._groups.members
+        start = local_tokens // group.engine_block_tokens
+        stop = -(-(local_tokens + tokens) // group.engine_block_tokens)
+        first = start // group.engine_blocks
+        last = -(-stop // group.engine_blocks)
+        keys = () if tracked.match is None else tracked.match.keys[: last - first]
+        return Loading(
+            keys if len(keys) == last - first else self._keys.of(tracked, group, first, last),
+            tracked.engine_blocks[0][start:stop],
+            start - first * group.engine_blocks,
+            group.engine_blocks,
+            start * group.engine_block_tokens,
+            group.engine_block_tokens,
+        )
+
+    def _grouped(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
+        end = local_tokens + tokens
+        keys: list[bytes] = []
+        engine_blocks: list[int] = []
+        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
+            stop = end // group.block_tokens
+            start = max(local_tokens // group.block_tokens, group.first_needed(end))
+            keys += self._keys.of(tracked, group, start, stop)
+            engine_blocks += table[start:stop]
+        if 0 in engine_blocks or len(keys) != len(engine_blocks):
+            raise ValueError(
+                f"the engine has no place for blocks of {tracked.request.request_id}, which should "
+                f"be loaded from token {local_tokens} to {end}: {tracked.engine_blocks}"
+            )
+        return Loading(keys, engine_blocks, 0, 1, local_tokens, 0)
+
+    def _order_part(self, tracked: TrackedRequest, loading: Loading, orders: StepOrders) -> None:
+        more_may_come = self._fetches.is_waiting(tracked)
+        start = loading.tokens_ordered
+        order = loading.next_part(self._cache, more_may_come)
+        if order is not None:
+            self._running[order.transfer_id] = _Running(tracked, start)
+            orders.loads[tracked.id] = order
+            loading.advance(order)
+            if order.last:
+                self.end(tracked)
+        elif not more_may_come:
+            self.fail_rest(tracked, orders)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers the engine's question before it schedules a request: how much of it can be loaded."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.choice.load_choice import Left, LoadChooser
+from flexkv.engine.scheduler.availability import Obtainable
+from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
+from flexkv.engine.scheduler.engine_cache import EngineCache
+from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.groups import Group, Reach
+from flexkv.engine.scheduler.hit_sources import fetched_blocks, slowest
+from flexkv.engine.scheduler.hits import full_reach, longest_hit
+from flexkv.engine.scheduler.load_plan import Plan, Wanted, flat
+from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
+from flexkv.transfer.fetch import Fetch
+
+
+class Matcher:
+    """Finds the loadable prefix of a request, and starts fetches from lower tiers.
+
+    Args:
+        engine: the engine's cache.
+        fetches: the fetches of the engine's requests.
+        chooser: decides whether a wait or a load is worth its time.
+    """
+
+    def __init__(self, engine: EngineCache, fetches: Fetches, chooser: LoadChooser) -> None:
+        self._cache = engine.cache
+        self._groups = engine.groups
+        self._keys = engine.keys
+        self._describe = engine.describe
+        self._fetches = fetches
+        self._chooser = chooser
+        self._pool: EnginePool | None = None
+
+    def bind_pool(self, pool: EnginePool) -> None:
+        """Set the engine's own prefix cache, whose blocks need no prefetch."""
+        self._pool = pool
+
+    def prefetch(self, tracked: TrackedRequest) -> None:
+        """Begin to fetch the blocks that a queued request will need."""
+        request, most = tracked.request, tracked.options.max_load_tokens
+        local_tokens = self._cached_by_engine(request)
+        limit: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        if most is not None:
+            limit = min(limit, local_tokens + most)
+        if self._groups.plain:
+            (group,) = self._groups.members
+            start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
+            wanted = [Wanted(group, start, self._keys.of(tracked, group, start, stop))]
+        else:
+            if self._awaits_answers(tracked, limit):
+                return  # `match` fetches
+            obtainable = self._obtainable(tracked)
+            hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+            if obtainable.in_host:
+                return
+            wanted = self._needed(tracked, local_tokens, hit)
+        self._fetches.begin_early(tracked, flat(wanted))
+        self._describe_awaited(tracked, wanted)
+
+    def match(
+        self, tracked: TrackedRequest, local_tokens: int, others: int
+    ) -> tuple[int, Match] | None:
+        """The number of tokens that can be loaded beyond `local_tokens`, and their `Match`. The
+        engine has `others` other requests.
+
+        None while a lower tier reads them. Fetched blocks stay in host memory until `Fetches.end`.
+        """
+        most = tracked.options.max_load_tokens
+        limit = tracked.request.num_tokens if most is None else local_tokens + most
+        limit = min(limit, tracked.failed_at)
+        if self._groups.plain:
+            return self._match_plain(tracked, local_tokens, limit, others)
+        return self._match_groups(tracked, local_tokens, limit, others)
+
+    def blocks_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
+        """Keys of the blocks that a hit of the first `tokens` tokens uses."""
+        return flat(self._needed(tracked, 0, tokens))
+
+    def prompt_of(self, tracked: TrackedRequest) -> Sequence[bytes]:
+        """Keys of all blocks of the prompt in the group that reaches furthest back."""
+        match, tokens = tracked.match, tracked.request.num_tokens
+        if match is not None and match.local_tokens == 0 and match.keys:
+            group = self._groups.furthest
+            if len(match.keys) == tokens // group.block_tokens:
+                return match.keys
+        return self.keys_of(tracked, tokens)
+
+    def used_by(
+        self, tracked: TrackedRequest, tokens: int
+    ) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        """See `blocks_of` and `prompt_of`."""
+        prompt = self.prompt_of(tracked)
+        if self._groups.plain:
+            return prompt[: tokens // self._groups.furthest.block_tokens], prompt
+        return self.blocks_of(tracked, tokens), prompt
+
+    def keys_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
+        """Keys of the complete blocks of the first `tokens` tokens in the group that reaches
+        furthest back."""
+        group = self._groups.furthest
+        return self._keys.of(tracked, group, 0, tokens // group.block_tokens)
+
+    def _match_plain(
+        self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
+    ) -> tuple[int, Match] | None:
+        (group,) = self._groups.members
+        first = local_tokens // group.block_tokens
+        keys = self._keys.of(tracked, group, first, limit // group.block_tokens)
+
+        not_awaited = first
+
+        def is_worth_waiting(fetch: Fetch, end: int) -> bool:
+            nonlocal not_awaited
+            span = Span(local_tokens, end * group.block_tokens)
+            worth = self._chooser.is_worth_waiting(fetch, span, others)
+            not_awaited = first if worth else end
+            return worth
+
+        hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
+        if tracked.awaited:
+            self._describe_awaited(tracked, [Wanted(group, first, keys)])
+        if hits is None:
+            return None
+        end = max(local_tokens, (first + hits) * group.block_tokens)
+        choice = self._chooser.choose_load(Span(local_tokens, end), hits, others=others)
+        loaded = max(local_tokens, (first + choice.blocks) * group.block_tokens)
+        left: tuple[tuple[Left, int], ...] = ()
+        if not_awaited * group.block_tokens > end:
+            left = ((Left.AWAITED, not_awaited * group.block_tokens - end),)
+        if choice.left is not None and end > loaded:
+            left = (*left, (choice.left, end - loaded))
+        tokens = loaded - local_tokens
+        fetched: HitTokens = {}
+        if tracked.awaited:
+            fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens)
+        return tokens, Match(local_tokens, fetched, left=left, keys=keys)
+
+    def _match_groups(
+        self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
+    ) -> tuple[int, Match] | None:
+        if local_tokens % self._groups.alignment:
+            return 0, Match(local_tokens)
+        limit = min(limit, tracked.request.num_tokens - 1)
+        if tracked.plan is None and self._awaits_answers(tracked, limit):
+            return None
+        plan = self._plan(tracked, local_tokens, limit)
+        hit = awaited = plan.hit
+        keys: Sequence[bytes] = ()
+        if plan.in_host and plan is not tracked.plan and not self._fetches.has_begun(tracked):
+            blocks = self._count_needed(local_tokens, hit)
+        else:
+            wanted = plan.wanted or self._needed(tracked, local_tokens, hit)
+            keys = flat(wanted)
+            blocks = len(keys)
+        if keys:
+
+            def is_worth_waiting(fetch: Fetch, _: int) -> bool:
+                nonlocal awaited
+                # A part of the blocks that a window needs is of no use.
+                if fetch.stop < len(fetch.keys):
+                    return False
+                span = Span(local_tokens, plan.hit)
+                worth = self._chooser.is_worth_waiting(fetch, span, others)
+                awaited = plan.hit if worth else local_tokens
+                return worth
+
+            found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting)
+            self._describe_awaited(tracked, wanted)
+            if found is None:
+                tracked.plan = plan
+                return None
+            if found < blocks:
+                in_host = Obtainable(self._cache, tracked, self._keys, below=False)
+                hit = longest_hit(self._groups, in_host, local_tokens, plan.limit)
+                keys = flat(self._needed(tracked, local_tokens, hit))
+                blocks = len(keys)
+        tracked.plan = None
+        span = Span(local_tokens, max(local_tokens, hit))
+        left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
+        choice = self._chooser.choose_load(span, blocks, whole=True, others=others)
+        if choice.left is not None:
+            left.append((choice.left, span.tokens))
+        tokens = 0 if choice.left else span.tokens
+        came = fetched_blocks(tracked.awaited, keys) if tokens else {}
+        # Groups have blocks of different lengths: the slowest tier counts for all of the hit.
+        fetched = {slowest(came): tokens} if came else {}
+        return tokens, Match(local_tokens, fetched, left=_some(left), junction=plan.junction)
+
+    def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
+        """The blocks to load. `limit` ends before the last token: the engine computes that token in
+        any case, and needs one more token of a window for it."""
+        plan = tracked.plan
+        if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
+            return plan
+        obtainable = self._obtainable(tracked)
+        hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+        junction = 0
+        if limit - hit >= self._groups.alignment:  # else nothing reaches further
+            reach = full_reach(self._groups, obtainable, local_tokens, limit)
+            junction = reach if reach > hit else 0
+        in_host = obtainable.in_host
+        wanted = [] if in_host else self._needed(tracked, local_tokens, hit)
+        return Plan(local_tokens, limit, hit, junction, in_host, wanted)
+
+    def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[Wanted]:
+        """Blocks to load for a hit that ends at `hit` tokens."""
+        return [
+            Wanted(group, start, self._keys.of(tracked, group, start, stop))
+            for group, start, stop in self._ranges(local_tokens, hit)
+        ]
+
+    def _count_needed(self, local_tokens: int, hit: int) -> int:
+        """The number of blocks of `_needed`."""
+        return sum(stop - start for _, start, stop in self._ranges(local_tokens, hit))
+
+    def _ranges(self, local_tokens: int, hit: int) -> Iterator[tuple[Group, int, int]]:
+        """The groups with blocks to load for a hit, with the range of these."""
+        for group in self._groups.members:
+            start = max(local_tokens // group.block_tokens, group.first_needed(hit))
+            stop = hit // group.block_tokens
+            if hit > local_tokens and stop > start:
+                yield group, start, stop
+
+    def _obtainable(self, tracked: TrackedRequest) -> Obtainable:
+        return Obtainable(self._cache, tracked, self._keys, below=True)
+
+    def _awaits_answers(self, tracked: TrackedRequest, limit: int) -> bool:
+        """Whether a lower tier is being asked which blocks of the first `limit` tokens it has: what
+        a hit needs depends on it. Asks if need be."""
+        if not self._cache.must_ask:
+            return False
+        keys: list[bytes] = []
+        behind: list[bytes] = []
+        for group in self._groups.members:
+            # Windows and states have gaps: only the blocks that a prompt ends with are stored.
+            whole = group is self._groups.furthest and group.reach is Reach.ALL
+            own = self._keys.of(tracked, group, 0, limit // group.block_tokens)
+            (keys if whole else behind).extend(own)
+        return self._cache.ask(keys, behind)
+
+    def _cached_by_engine(self, request: EngineRequest) -> int:
+        """Tokens of the request that the engine has itself, as far as full attention goes.
+
+        The engine evicts the ends of prefixes first. If it did not, the prefetch is a guess, and
+        the rest is fetched when the request's turn comes.
+        """
+        pool = self._pool
+        if pool is None:
+            return 0
+        member = next((g for g in self._groups.members if g.reach is Reach.ALL), None)
+        if member is None:
+            return 0
+        step = member.block_tokens // self._keys.hash_tokens
+        # No slice: it would touch all hashes, which are seldom in the processor's caches.
+        hashes = request.block_hashes
+        ends = range(step - 1, len(hashes), step)
+        if not ends or not pool.has(hashes[ends[0]], member.index):
+            return 0  # most new prompts
+        count = bisect_left(ends, True, key=lambda end: not pool.has(hashes[end], member.index))
+        return count * member.block_tokens // self._groups.alignment * self._groups.alignment
+
+    def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:
+        """Describe fetched blocks for events, which report them in full once they have arrived."""
+        awaited = tracked.awaited
+        if self._describe is None or not awaited:
+            return
+        for each in wanted:
+            found = ((each.start + i, key) for i, key in enumerate(each.keys) if key in awaited)
+            self._describe(tracked.request, each.group, found)
+
+    def _fetched_tokens(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int
+    ) -> HitTokens:
+        """How many of the `tokens` that end with the last block of `keys` had to be fetched, by
+        tier."""
+        awaited = tracked.awaited
+        (group,) = self._groups.members
+        size = group.block_tokens
+        came = fetched_blocks(awaited, keys)
+        fetched = {medium: count * size for medium, count in came.items()}
+        for medium in fetched_blocks(awaited, keys[:1]):
+            # The engine has the beginning of the first block itself.
+            fetched[medium] -= len(keys) * size - tokens
+        return fetched
+
+
+def _some(left: Sequence[tuple[Left, int]]) -> tuple[tuple[Left, int], ...]:
+    return tuple((reason, tokens) for reason, tokens in left if tokens > 0)

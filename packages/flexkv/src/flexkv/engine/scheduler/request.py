@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side's state of a request, from its queueing to its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from flexkv.cache import KVCache
+from flexkv.engine.choice.load_choice import Left
+from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.hit_sources import Awaited, limited
+from flexkv.engine.scheduler.keys import MadeKeys
+from flexkv.engine.scheduler.load_in_parts import Loading
+from flexkv.engine.scheduler.load_plan import Plan
+from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions, pin_owner
+from flexkv.transfer.fetch import Fetch
+from flexkv.types.changes import Medium
+
+NEVER = sys.maxsize
+"""A number of tokens that no request reaches."""
+
+HitTokens: TypeAlias = Mapping[Medium, int]
+"""Tokens of a hit by the tier that they came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The answer to the engine's lookup for a request, in tokens.
+
+    Attributes:
+        local_tokens: tokens that the engine has itself.
+        fetched: loadable tokens that came from lower tiers, by tier.
+        layerwise: whether the load runs beside the forward pass of the same step.
+        left: why the tokens that follow are not loaded, and how many.
+        junction: where the full attention of other requests continued with this prompt, but no
+            group that looks back less far did; 0 if there is no such place.
+        keys: in a model with one group, the keys of its blocks from the one on that holds the first
+            token behind `local_tokens`, as many as were looked up.
+    """
+
+    local_tokens: int
+    fetched: HitTokens = field(default_factory=dict)
+    layerwise: bool = False
+    left: tuple[tuple[Left, int], ...] = ()
+    junction: int = 0
+    keys: Sequence[bytes] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """The state of one request; it ends with the request.
+
+    Attributes:
+        request: the engine's own object; read, never changed.
+        options: the user's parameters for it.
+        plan: the blocks to load, while a lower tier reads them; the engine asks in every step.
+        match: the last answer to the engine's lookup; None if the lookup failed.
+        early: fetch that began when the request was queued, until its turn comes.
+        waiting: fetch of the blocks from `waiting_start` on, which the request waits for.
+        waiting_start: position of the first block of `waiting` in the request.
+        awaited: blocks that had to come from a lower tier.
+        failed_at: tokens before the first failed load; later tokens are not offered again.
+        loading: the load that the engine was promised, until all of it is ordered.
+        fetched: tokens of its last load that came from lower tiers, by tier.
+        junction: see `Match`.
+        built_on: id of the load that ran beside its forward pass, until the load is known to have
+            succeeded; 0 if there is none.
+        engine_blocks: ids of the engine's blocks with its tokens, in order, for each cached group.
+            Empty if they are not known; then none of its blocks are stored.
+        ran: whether it was scheduled since the engine gave it its blocks. Before that, the blocks
+            may lack tokens that the engine counts as computed: another connector may load them.
+        next_fill: number of tokens that fills the first block not yet considered for storing;
+            `NEVER` if no more of its blocks are stored.
+        due_step: step in which its fills are checked, by the count of `FillCalendar`.
+        keys: keys of its blocks by group; `BlockKeys` makes each once.
+    """
+
+    request: EngineRequest
+    options: RequestOptions
+    plan: Plan | None = None
+    match: Match | None = None
+    early: Fetch | None = None
+    waiting: Fetch | None = None
+    waiting_start: int = 0
+    awaited: Awaited = field(default_factory=dict)
+    failed_at: int = NEVER
+    loading: Loading | None = None
+    fetched: HitTokens = field(default_factory=dict)
+    junction: int = 0
+    built_on: int = 0
+    engine_blocks: list[list[int]] = field(default_factory=list)
+    ran: bool = False
+    next_fill: int = NEVER
+    due_step: int = 0
+    keys: dict[int, MadeKeys] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """See `EngineRequest.request_id`."""
+        return self.request.request_id
+
+    @property
+    def may_load(self) -> bool:
+        """Whether the request's options and the engine allow loads for it."""
+        skips = getattr(self.request, "skip_reading_prefix_cache", False)
+        return self.options.load and not skips
+
+    def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
+        """Take over the blocks that the engine gave the request, for the first time or after it had
+        taken all of them away.
+
+        Args:
+            tables: the request's engine blocks by cached group.
+            first_fill: number of tokens that fills the first block to store.
+        """
+        self.set_blocks(tables)
+        self.ran = False
+        self.next_fill = first_fill
+        self.built_on = 0
+
+    def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """It has exactly these blocks, by cached group."""
+        self.engine_blocks = [list(table) for table in tables]
+
+    def store_nothing(self) -> None:
+        """Nothing more of it is stored."""
+        self.next_fill = NEVER
+
+    def skip_fills(self, tokens: int) -> None:
+        """Its blocks up to `tokens` tokens need not be stored, unless nothing of it is stored."""
+        if self.next_fill != NEVER:
+            self.next_fill += tokens
+
+    def fill_again(self, first_fill: int) -> None:
+        """The engine computes blocks of it again: consider all of them for storing, unless nothing
+        of it is stored."""
+        if self.next_fill != NEVER:
+            self.next_fill = first_fill
+
+    def lose_blocks(self) -> None:
+        """Its blocks are unknown: the engine has taken them, or the state here may be wrong. None
+        of them are stored until the request begins again."""
+        self.engine_blocks = []
+        self.ran = False
+        self.store_nothing()
+
+    def begin_load(self, match: Match, tokens: int) -> None:
+        """So many tokens of `match` are loaded for it."""
+        self.fetched = limited(match.fetched, tokens)
+        self.junction = match.junction
+
+    def fail_from(self, tokens: int) -> None:
+        """Offer it no tokens from `tokens` on: a load failed there."""
+        self.failed_at = min(self.failed_at, tokens)
+
+
+class Requests:
+    """The requests of one engine that have not ended.
+
+    Args:
+        cache: of the engine.
+        ended: called with each request that has ended.
+        allowed: parameters that requests may set (setting `request_options`); None for all.
+
+    Attributes:
+        by_id: those that are tracked.
+        options: reads what their users ask for.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        ended: Callable[[TrackedRequest], None],
+        allowed: Collection[str] | None = None,
+    ) -> None:
+        self.by_id: dict[str, TrackedRequest] = {}
+        self.options = OptionsReader(allowed)
+        self._cache = cache
+        self._ended = ended
+
+    def hit_tokens(self, request_id: str, tokens: int) -> HitTokens:
+        """Divide `tokens` tokens that are loaded for a request among the tiers that had them."""
+        tracked = self.by_id.get(request_id)
+        fetched = {} if tracked is None else limited(tracked.fetched, tokens)
+        return {**fetched, Medium.HOST: tokens - sum(fetched.values())}
+
+    def track(self, request: EngineRequest) -> TrackedRequest:
+        """The state of `request`, which has not ended. It begins with the first call."""
+        tracked = self.by_id.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        if tracked is not None:
+            self.end(tracked)  # an earlier one of the same id
+        tracked = TrackedRequest(request, self.options.of(request))
+        self.by_id[tracked.id] = tracked
+        if tracked.options.unpin:
+            self._cache.unpin(pin_owner(request, tracked.options))
+        return tracked
+
+    def end(self, tracked: TrackedRequest) -> None:
+        """Forget a request that has ended, except for running copies."""
+        self._ended(tracked)
+        self.by_id.pop(tracked.id, None)

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of a request are stored, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from flexkv.engine.orders import CopyOrder, StepOrders
+from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.engine_cache import EngineCache
+from flexkv.engine.scheduler.full_blocks import Filled
+from flexkv.engine.scheduler.groups import Group, Reach
+from flexkv.engine.scheduler.request import NEVER, TrackedRequest
+from flexkv.engine.scheduler.request_options import RequestOptions, pin_owner
+from flexkv.index.block_index import Block
+from flexkv.transfer.copies import Transfer
+
+
+class _Run(NamedTuple):
+    """FlexKV blocks of a request that can be stored, one behind the other: their group, the
+    position of the first, the number of blocks, and the engine's blocks of all."""
+
+    request: EngineRequest
+    group: Group
+    position: int
+    blocks: int
+    engine_blocks: Sequence[int]
+
+    def block(self, i: int) -> _Run:
+        """Its block `i`."""
+        step = self.group.engine_blocks
+        blocks = self.engine_blocks[i * step : (i + 1) * step]
+        return _Run(self.request, self.group, self.position + i, 1, blocks)
+
+
+class _Pin(NamedTuple):
+    """Blocks to pin once they have slots, for an owner and a time in seconds; None is the time of
+    the settings."""
+
+    keys: Sequence[bytes]
+    owner: tuple[str, str]
+    seconds: float | None
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Blocks of several requests that one transfer stores.
+
+    Attributes:
+        keys: each key follows the key of the block that it builds on.
+        begins: places in `keys` of blocks that build on none.
+        runs: the blocks to store.
+        places: places of their keys in `keys`, ascending.
+        pins: pins to make once the blocks have slots.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    begins: set[int] = field(default_factory=set)
+    runs: list[_Run] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    pins: list[_Pin] = field(default_factory=list)
+
+
+StoreBatch = dict[int, _Chains]
+"""The stores of one step, by the layer-wise load that their blocks were computed on; 0 if none.
+Each is one transfer, because a transfer costs more than its blocks."""
+
+UNREPORTED_STEPS = 64
+"""Steps after which a step without a report counts as ended. An engine has few steps under way; the
+report is missing only after an error. Not tuned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A store under way, which outlives its requests.
+
+    Attributes:
+        transfer: the transfer of the core.
+        runs: the sources of its blocks, in their order.
+        engine_blocks: the engine's blocks that it reads.
+        step: number of the step whose end proves them.
+    """
+
+    transfer: Transfer
+    runs: Sequence[_Run]
+    engine_blocks: AbstractSet[int]
+    step: int
+
+    def reads_of(self, request_id: str) -> bool:
+        """Whether it reads blocks of this request."""
+        return any(run.request.request_id == request_id for run in self.runs)
+
+    def blocks_by_run(self) -> Iterator[tuple[_Run, list[Block]]]:
+        """The blocks of each run."""
+        stop = 0
+        for run in self.runs:
+            start, stop = stop, stop + run.blocks
+            yield run, self.transfer.blocks[start:stop]
+
+
+class Stores:
+    """The stores of one engine's requests.
+
+    The engine may give the blocks that a store reads to another request before the store has ended:
+    their request ended, was preempted, or has moved its window past them. Workers then wait for the
+    store before they write to these blocks: the store is fenced.
+
+    The engine counts tokens as computed once it has scheduled them. Whether they are is known when
+    the step has ended: a load that the step computed on may have failed, another connector's too.
+    Until then the step's stores are held, and their blocks are not found.
+
+    Full attention stores every block. Groups that look back less far store only blocks that a later
+    request can use: those needed to continue at the end of the prompt, and where another request's
+    prompt diverged. All blocks of an answer are stored, because its length is not known in advance.
+    All blocks are also stored in a model without full attention, since no other group shows where
+    prompts diverge.
+
+    Args:
+        engine: the engine's cache.
+
+    Attributes:
+        under_way: the stores that have not ended, by id of their transfer.
+    """
+
+    def __init__(self, engine: EngineCache) -> None:
+        groups = engine.groups
+        self._cache = engine.cache
+        self._groups = groups
+        self._keys = engine.keys
+        self._edge = engine.edge
+        self._describe = engine.describe
+        self._align = groups.alignment
+        self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
+        self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
+        is_alone = len(groups.members) == 1 and not self._keeps_windows
+        self._add_filled = self._add_of_one if is_alone else self._add_of_groups
+        self.under_way: dict[int, _Running] = {}
+        self._step = 0
+        self._held: deque[_Running] = deque()
+        # Requests that began in a step that has not ended: loads of that step fill their blocks.
+        self._begun: deque[tuple[int, Sequence[Sequence[int]]]] = deque()
+
+    def first_fill(self, options: RequestOptions) -> int:
+        """`next_fill` of a request whose blocks were not considered yet."""
+        return self._align if options.store or options.pin else NEVER
+
+    def add_filled(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
+        """Add blocks that are full.
+
+        Args:
+            filled: requests with the tokens that fill blocks of theirs.
+            batch: the batch of the step; changed.
+        """
+        rest = iter(filled)
+        while True:
+            # After an error with one request, those behind it follow.
+            with self._edge.guard("storing blocks", "they are not cached", loses=False):
+                self._add_filled(rest, batch)
+                return
+
+    def add_states(
+        self,
+        tracked: TrackedRequest,
+        offers: Iterable[tuple[int, int, int]],
+        batch: StoreBatch,
+    ) -> None:
+        """Add recurrent states.
+
+        Args:
+            tracked: the request.
+            offers: by the engine: the index of a group, the block with a state after this step, and
+                the number of tokens behind which it is the state.
+            batch: the batch of the step.
+        """
+        if tracked.next_fill == NEVER:
+            return
+        with self._edge.guard("storing states", "they are not cached", loses=False):
+            self._add(tracked, self._states_of(tracked.request, offers), batch)
+
+    def order(self, batch: StoreBatch, orders: StepOrders) -> None:
+        """Order the stores of a step."""
+        for built_on, chains in batch.items():
+            with self._edge.guard("ordering stores", "the blocks of the step are not cached"):
+                self._begin(chains, built_on, orders)
+
+    def ended(self, transfer: Transfer) -> None:
+        """A transfer has ended; if it is no store, nothing happens."""
+        self.under_way.pop(transfer.id, None)
+
+    def began(self, tracked: TrackedRequest) -> None:
+        """The step that is being scheduled is the first to run a request with its blocks."""
+        self._begun.append((self._step + 1, tracked.engine_blocks))
+
+    def step_is_complete(self) -> int:
+        """The engine has scheduled a step, with all stores that were ordered since the last one.
+        Returns the number of the step if its end must be reported, else 0."""
+        self._step += 1
+        if self._held or self._begun:
+            self.step_ended(self._step - UNREPORTED_STEPS)
+        return self._step if self._held and self._held[-1].step == self._step else 0
+
+    def step_ended(self, number: int) -> None:
+        """The steps up to `number` have ended, after `distrust`: their stores count."""
+        while self._held and self._held[0].step <= number:
+            self._held.popleft().transfer.held = False
+        while self._begun and self._begun[0][0] <= number:
+            self._begun.popleft()
+
+    def distrust(self, invalid: AbstractSet[int]) -> set[int]:
+        """Discard all that was stored of wrong blocks.
+
+        Args:
+            invalid: the engine's blocks that loads of a step, anyone's, should have filled but did
+                not. The step ended last.
+
+        Returns:
+            The wrong blocks: these, and those that were computed behind them.
+        """
+        wrong = set(invalid)
+        for _, tables in self._begun:
+            for table in tables:
+                wrong.update(table[first_of(invalid, table) :])
+        for running in self._held:
+            if running.engine_blocks.isdisjoint(wrong):
+                continue
+            for run, blocks in running.blocks_by_run():
+                of_block = (run.block(i).engine_blocks for i in range(run.blocks))
+                self._cache.discard(
+                    [
+                        block
+                        for block, sources in zip(blocks, of_block, strict=True)
+                        if not wrong.isdisjoint(sources)
+                    ]
+                )
+        return wrong
+
+    def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:
+        """The engine writes to these blocks from this step on: workers first wait for the stores
+        that read them."""
+        written = set(engine_blocks)
+        orders.fences.extend(
+            transfer_id
+            for transfer_id, running in self.under_way.items()
+            if not running.engine_blocks.isdisjoint(written)
+        )
+
+    def fence_all(self, orders: StepOrders) -> None:
+        """The engine may write to any block from this step on: fence all stores."""
+        orders.fences.extend(self.under_way)
+
+    def discard(self, engine_blocks: Iterable[int]) -> None:
+        """These blocks are overwritten before workers can wait for the stores that read them: the
+        stores are discarded."""
+        written = set(engine_blocks)
+        for running in self.under_way.values():
+            if running.engine_blocks.isdisjoint(written):
+                continue
+            torn = {
+                run.request.request_id
+                for run in running.runs
+                if not written.isdisjoint(run.engine_blocks)
+            }
+            for run, blocks in running.blocks_by_run():
+                if run.request.request_id in torn:
+                    self._cache.discard(blocks)
+
+    def hold(self, request_id: str, orders: StepOrders) -> bool:
+        """Whether stores still read the blocks of an ended request; workers then report their
+        end."""
+        reading = [i for i, each in self.under_way.items() if each.reads_of(request_id)]
+        if reading:
+            orders.releases[request_id] = reading
+        return bool(reading)
+
+    def _states_of(
+        self, request: EngineRequest, offers: Iterable[tuple[int, int, int]]
+    ) -> list[_Run]:
+        """The states that the engine offers, of prefixes that a load may end with."""
+        members = {group.index: group for group in self._groups.members}
+        found: list[_Run] = []
+        for index, block, tokens in offers:
+            group = members.get(index)
+            if group is not None and block and tokens % self._align == 0:
+                position = tokens // group.block_tokens - 1
+                found.append(_Run(request, group, position, 1, (block,)))
+        return sorted(found, key=lambda run: run.position)
+
+    def _filled_between(self, tracked: TrackedRequest, start: int, stop: int) -> list[_Run]:
+        """Blocks that were filled between `start` and `stop` tokens and are stored now.
+
+        Blocks that the engine no longer has are left out. So are blocks that it may have given to
+        other requests in this step: an earlier step filled them, and the window has passed them.
+        """
+        request = tracked.request
+        found: list[_Run] = []
+        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
+            reach, size, step = group.reach, group.block_tokens, group.engine_blocks
+            if reach is Reach.STATE:
+                continue
+            first, end = start // size, stop // size
+            if reach is not Reach.ALL:
+                first = max(first, group.first_needed(request.num_computed_tokens))
+            blocks = table[first * step : end * step]
+            all_wanted = reach is Reach.ALL or self._keeps_windows
+            if all_wanted and 0 not in blocks:
+                if first < end:
+                    found.append(_Run(request, group, first, end - first, blocks))
+                continue
+            filled = range(first, end)
+            for position in filled if all_wanted else self._wanted(tracked, group, filled):
+                blocks = table[position * step : (position + 1) * step]
+                if 0 not in blocks:
+                    found.append(_Run(request, group, position, 1, blocks))
+        return found
+
+    def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
+        """The blocks that a later request can use, of a group that looks back less far."""
+        prompt, align, size = tracked.request.num_prompt_tokens, self._align, group.block_tokens
+        ends = {each // align * align for each in (prompt, prompt - 1, tracked.junction)}
+        wanted = {
+            position
+            for end in ends
+            for position in range(group.first_needed(end), end // size)
+            if position in positions
+        }
+        answer = range(prompt // align * align // size, positions.stop)
+        return sorted(wanted.union(range(max(answer.start, positions.start), answer.stop)))
+
+    def _add_of_groups(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
+        """Add full blocks of a model with several groups, or without full attention."""
+        for tracked, start, stop in filled:
+            self._add(tracked, self._filled_between(tracked, start, stop), batch)
+
+    def _add_of_one(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
+        """Add full blocks of a model whose only group has full attention. Does what `_add` does, by
+        fewer calls: of 256 requests that decode, 16 fill a block in each step."""
+        (group,), keys_of = self._groups.members, self._keys.of
+        size, step = group.block_tokens, group.engine_blocks
+        for tracked, start, stop in filled:
+            first, end = start // size, stop // size
+            blocks = tracked.engine_blocks[0][first * step : end * step]
+            if 0 in blocks:
+                self._add(tracked, self._filled_between(tracked, start, stop), batch)
+                continue
+            options = tracked.options
+            own = keys_of(tracked, group, first - 1 if first else 0, end)
+            chains = _chains_of(tracked, batch)
+            at = len(chains.keys)
+            if first:
+                at += 1
+            else:
+                chains.begins.add(at)
+            if options.store:
+                chains.runs.append(_Run(tracked.request, group, first, end - first, blocks))
+                chains.places += range(at, at + end - first)
+            chains.keys += own
+            if options.pin:
+                owner = pin_owner(tracked.request, options)
+                chains.pins.append(_Pin(own[first > 0 :], owner, options.pin_seconds))
+
+    def _add(self, tracked: TrackedRequest, found: Sequence[_Run], batch: StoreBatch) -> None:
+        """Add blocks of a request, in each group ascending by position, each behind the one that it
+        builds on.
+
+        A block of a group that looks back less far is worth nothing without the last block of full
+        attention. It does not need earlier blocks of its own group that no hit needs.
+        """
+        request, options = tracked.request, tracked.options
+        chains = _chains_of(tracked, batch)
+        keys, begin = chains.keys, len(chains.keys)
+        stored: list[bytes] = []
+        for group in self._by_reach:
+            runs = [run for run in found if run.group is group]
+            if not runs:
+                continue
+            first, last = runs[0].position, runs[-1]
+            start = max(0, first - 1)
+            own = self._keys.of(tracked, group, start, last.position + last.blocks)
+            if group.reach is Reach.ALL and start < first:
+                keys.append(own[0])
+            elif len(keys) == begin:
+                chains.begins.add(begin)
+            for run in runs:
+                at = run.position - start
+                if options.store:
+                    chains.runs.append(run)
+                    chains.places += range(len(keys), len(keys) + run.blocks)
+                keys += own[at : at + run.blocks]
+                if options.pin:
+                    stored += own[at : at + run.blocks]
+        if stored:
+            owner = pin_owner(request, options)
+            chains.pins.append(_Pin(stored, owner, options.pin_seconds))
+
+    def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
+        transfer = self._cache.store(chains.keys, chains.places, chains.begins)
+        if transfer is not None:
+            try:
+                all_stored = len(transfer.blocks) == len(chains.places)
+                stored = chains.runs if all_stored else list(_with_slots(chains, transfer.blocks))
+                engine_blocks = list(chain.from_iterable(run.engine_blocks for run in stored))
+                order = CopyOrder(
+                    transfer.id, transfer.cell, engine_blocks, transfer.slots, built_on=built_on
+                )
+                blocks = frozenset(engine_blocks)
+                running = _Running(transfer, stored, blocks, self._step + 1)
+                transfer.held = True
+                self.under_way[transfer.id] = running
+                self._held.append(running)
+                orders.stores.append(order)
+            except BaseException:
+                self._cache.cancel(transfer)
+                raise
+            self._tell(running)
+        for pin in chains.pins:
+            self._cache.pin(pin.keys, pin.owner, pin.seconds)
+
+    def _tell(self, running: _Running) -> None:
+        if self._describe is not None:
+            for run, blocks in running.blocks_by_run():
+                found = ((run.position + i, block.key) for i, block in enumerate(blocks))
+                self._describe(run.request, run.group, found)
+
+
+def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int:
+    """The place in `table` of the first of `blocks`; its length if it has none of them."""
+    return next((i for i, block in enumerate(table) if block in blocks), len(table))
+
+
+def _chains_of(tracked: TrackedRequest, batch: StoreBatch) -> _Chains:
+    """The part of a batch to which blocks of a request belong."""
+    chains = batch.get(tracked.built_on)
+    if chains is None:
+        chains = batch[tracked.built_on] = _Chains()
+    return chains
+
+
+def _with_slots(chains: _Chains, blocks: Iterable[Block]) -> Iterator[_Run]:
+    """The sources of `blocks`, which are those of `chains` that got a slot, block by block."""
+    granted = iter(blocks)
+    block = next(granted, None)
+    places = iter(chains.places)
+    for run in chains.runs:
+        for i, place in zip(range(run.blocks), places, strict=False):
+            if block is not None and chains.keys[place] == block.key:
+                yield run.block(i)
+                block = next(granted, None)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what one side of an engine does, and drains what is new to the engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from flexkv.cache import KVCache
+from flexkv.engine.boundary import Edge
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.choice.load_choice import Left
+from flexkv.figures.definitions import (
+    COPIED_BYTES,
+    COPY_SECONDS,
+    FAILURES,
+    FALLBACK_BYTES,
+    HIT_BLOCKS,
+    HIT_TOKENS,
+    IGNORED_PARAMETERS,
+    LEFT_TOKENS,
+    QUERY_TOKENS,
+    SAVED_PREFILL_SECONDS,
+    WAY_BYTES,
+    Samples,
+    sample,
+)
+from flexkv.figures.meter import Meter, Reader
+from flexkv.types.changes import Medium
+from flexkv.types.mover import FALLBACK, Direction, Status
+
+logger = logging.getLogger(__name__)
+
+
+def _put_errors(meter: Meter, edge: Edge) -> None:
+    meter.put(FAILURES, sum(edge.failures.values()), "internal", "")
+    meter.put(FAILURES, len(edge.given_up), "lasting", "")
+
+
+class CopyFigures:
+    """Copies of one rank between its pages and host memory.
+
+    Args:
+        edge: of the process.
+        copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
+        bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
+
+    Attributes:
+        load_rate: what `take_load_rate` will return.
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        copy_seconds: Callable[[int], float | None],
+        bytes_by_way: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._edge = edge
+        self._copy_seconds = copy_seconds
+        self._bytes_by_way = bytes_by_way
+        self._warned = False
+        self._begun: dict[int, tuple[Direction, int]] = {}
+        self._meter, self._reader = Meter(), Reader()
+        self._new = False
+        self.load_rate = 0.0
+
+    def begin(self, ticket: int, direction: Direction, size: int) -> None:
+        """Note that the mover has accepted a copy of `size` bytes."""
+        self._begun[ticket] = direction, size
+
+    def end(self, ticket: int, status: Status) -> None:
+        """Count a copy that has ended, if it is DONE. An unknown ticket counts nothing."""
+        direction, size = self._begun.pop(ticket, (Direction.STORE, 0))
+        if status is Status.DONE and size:
+            self.count(direction, size, self._copy_seconds(ticket))
+
+    def count(self, direction: Direction, size: int, seconds: float | None) -> None:
+        """Count a copy of `size` bytes that is done and took `seconds`; None if that is unknown."""
+        self._new = True
+        self._meter.count(COPIED_BYTES, size, "device", direction.name.lower())
+        if seconds is None:
+            return
+        self._meter.count(COPY_SECONDS, seconds, "device", direction.name.lower())
+        if direction is Direction.LOAD:
+            self.measured(size, seconds)
+
+    def measured(self, size: int, seconds: float) -> None:
+        """Take a load of `size` bytes in `seconds` as a measurement of the link."""
+        self.load_rate = max(self.load_rate, size / seconds)
+
+    def take_load_rate(self) -> float:
+        """Bytes per second of the fastest load that has ended since the last call; 0 if none."""
+        rate, self.load_rate = self.load_rate, 0.0
+        return rate
+
+    def begin_counting(self) -> None:
+        """Leave out the bytes that the mover has copied so far, which measured it."""
+        self._put_ways()
+        self._reader.drain(self._meter.values)
+
+    @property
+    def active(self) -> bool:
+        """Whether `take` may have something."""
+        return bool(self._new or self._edge.failures)
+
+    def take(self) -> Samples:
+        """Take the samples that are new since the last call."""
+        _put_errors(self._meter, self._edge)
+        if self._new:
+            # The mover counts a copy when it begins, so the way of each ended copy is known.
+            self._new = False
+            self._put_ways()
+        samples = self._reader.drain(self._meter.values)
+        if fallback := samples.get(FALLBACK_BYTES.name):
+            self._warn(int(fallback))
+        return samples
+
+    def _put_ways(self) -> None:
+        for way, size in self._bytes_by_way().items():
+            if way == FALLBACK:
+                self._meter.put(FALLBACK_BYTES, size)
+            else:
+                self._meter.put(WAY_BYTES, size, way)
+
+    def _warn(self, size: int) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "a copy of %d bytes could not go the way that was measured to be fastest: GPU memory "
+            "for the copy ring was short, or the ring is too small for such blocks. A slower "
+            "kernel copies them; fallback_bytes in the metrics counts them. Leave the GPU 128 MiB "
+            "more, by a lower gpu_memory_utilization or mem_fraction_static.",
+            size,
+        )
+
+
+_BUSY_SECONDS = 0.1
+"""A busy engine is asked in every step, and a look takes 0.07 ms: it looks so often. Not tuned:
+nobody reads the figures more often."""
+
+
+class CacheFigures:
+    """The scheduler side's: requests, and all that the cache itself counts.
+
+    Args:
+        cache: of the engine.
+        edge: of the process.
+        ignored_parameters: how many parameters of requests were not understood so far.
+        prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
+
+    Attributes:
+        active: whether `take` may have something.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        edge: Edge,
+        ignored_parameters: Callable[[], int],
+        prefill: Callable[[], tuple[float, float] | None] = lambda: None,
+    ) -> None:
+        self._cache = cache
+        self._edge = edge
+        self._ignored_parameters = ignored_parameters
+        self._prefill = prefill
+        self._meter, self._reader = cache.meter, Reader()
+        self._hit_blocks = cache.meter.histogram(HIT_BLOCKS)
+        self._names = [
+            (
+                medium,
+                sample(QUERY_TOKENS.name, medium.value),
+                sample(HIT_TOKENS.name, medium.value),
+            )
+            for medium in (Medium.HOST, *(tier.medium for tier in cache.tier_figures))
+        ]
+        # Tokens and pairs of tokens that were loaded and have no price in seconds yet.
+        self._loaded = (0, 0.0)
+        self._looked = -math.inf
+        self.active = True
+
+    def note_activity(self) -> None:
+        """Note that something may have changed, so that `is_due` reports it."""
+        self.active = True
+
+    def is_due(self, busy: bool) -> bool:
+        """Whether to `take` now.
+
+        Args:
+            busy: whether the engine has requests. Then this is asked again soon, and samples are
+                taken less often.
+        """
+        return self.active and not (busy and time.monotonic() < self._looked + _BUSY_SECONDS)
+
+    def asked(self, tokens: int, hit_tokens: int, fetched: Mapping[Medium, int]) -> None:
+        """Count a request to which the engine gave blocks.
+
+        Args:
+            tokens: tokens of the request that the engine did not have itself.
+            hit_tokens: the number of them that are loaded.
+            fetched: the number of loaded tokens that came from each lower tier.
+        """
+        self.active = True
+        hits = {**fetched, Medium.HOST: hit_tokens - sum(fetched.values())}
+        values = self._meter.values
+        for medium, queries_name, hits_name in self._names:
+            # Each tier is asked for what the faster ones do not have.
+            values[queries_name] += tokens
+            values[hits_name] += hits.get(medium, 0)
+            tokens -= hits.get(medium, 0)
+
+    def hit(self, blocks: int, span: Span | None = None) -> None:
+        """Count a load that was ordered for a request.
+
+        Args:
+            blocks: FlexKV blocks of the load.
+            span: the tokens that need not be computed; None if they are unknown.
+        """
+        self.active = True
+        self._hit_blocks.observe(blocks)
+        if span is not None:
+            tokens, pairs = self._loaded
+            self._loaded = tokens + span.tokens, pairs + span.pairs
+
+    def left(self, reason: Left, tokens: int) -> None:
+        """Count `tokens` tokens of a hit that are computed instead of loaded, for `reason`."""
+        self._meter.count(LEFT_TOKENS, tokens, reason.value)
+
+    def take(self) -> Samples:
+        """Take the samples that are new since the last call; empty if nothing is."""
+        self._looked = time.monotonic()
+        self._price()
+        self._meter.put(IGNORED_PARAMETERS, self._ignored_parameters())
+        _put_errors(self._meter, self._edge)
+        own, shared = self._cache.figures()
+        samples = self._reader.drain(own | shared)
+        # A rank may report a copy one step after its end was seen here.
+        self.active = bool(samples)
+        return samples
+
+    def _price(self) -> None:
+        """Count the seconds of computing that loads have saved. What was loaded before the first
+        measurement is priced by that one."""
+        tokens, pairs = self._loaded
+        cost = self._prefill() if tokens else None
+        if cost is not None:
+            self._loaded = (0, 0.0)
+            self._meter.count(SAVED_PREFILL_SECONDS, cost[0] * tokens + cost[1] * pairs)

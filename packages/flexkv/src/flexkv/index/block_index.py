@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a tier: which key's block lies in which slot, and in what state.
+
+A block is absent, then writing (its slot is reserved, and no reader may use it), then ready. Ready
+blocks may be leased; a leased block is neither evicted nor moved until its last lease ends. A
+pinned block stays until it is unpinned, the index is cleared, or the block proves unreadable.
+Lookups find ready blocks only, so a block that was never completed is a miss.
+
+Each block of a prefix builds on the block before it, and is useless without that block. The index
+therefore never evicts a block while another block with a slot builds on it: prefixes lose their
+last block first, and a prefix never evicts its own beginning. A use of a block counts as a use of
+the blocks that it builds on.
+
+An index is pure and single-threaded. Every operation is O(1) per block, apart from the policy's.
+Its code is among the kernels, because an engine's step waits for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from flexkv.eviction import AnyPolicy, LRUPolicy, RequestContext
+from flexkv.system.native import kernels
+
+
+class BlockState(enum.Enum):
+    """The states of a block in a tier."""
+
+    WRITING = "writing"
+    READY = "ready"
+    DROPPED = "dropped"
+    """Removed while it was written or leased. Lookups do not find the block; its slot becomes free
+    when the writer or the last reader is done."""
+
+
+class Block(Protocol):
+    """A block that has a slot. The index owns it; callers hand it back and do not change it.
+
+    Attributes:
+        key: as reserved.
+        slot: of the tier.
+        state: of the block.
+        parent: the block that it builds on; None for the first of a prefix.
+        leases: those that have not ended.
+        used: number of its last use; each use of any block has a larger number than the one before.
+    """
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def state(self) -> BlockState: ...
+    @property
+    def parent(self) -> Block | None: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+
+
+class BlockIndex(Protocol):
+    """Keys, slots, states, leases and pins of one tier; `block_index` makes one.
+
+    A call raises TypeError for a key that is no bytes, and what the policy raises. `lookup`,
+    `present` and `missing` compare hashes of keys, which have 64 bits, and not the keys: they read
+    a fifth of the memory. `lease` compares keys, so no reader gets the block of another key. Calls
+    that take several keys take `PackedKeys`, too, and are faster with them.
+
+    Attributes:
+        num_slots: slots of the tier.
+        free_slots: those without a block, stale ones included.
+        stale_blocks: blocks that `clear` has dropped and whose slots are not free yet.
+        has_room: whether a slot is free or a block may be evicted.
+        blocks: all blocks that are ready or being written, by slot.
+        evictions: blocks evicted so far.
+        pinned_blocks: blocks that are pinned.
+        changed: keys of blocks that became ready, left, or failed since a reader emptied this
+            dictionary; None when not watched.
+    """
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
+    @property
+    def stale_blocks(self) -> int: ...
+    @property
+    def has_room(self) -> bool: ...
+    @property
+    def blocks(self) -> list[Block]: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def pinned_blocks(self) -> int: ...
+    @property
+    def changed(self) -> dict[bytes, None] | None: ...
+
+    def __len__(self) -> int:
+        """Ready blocks."""
+        ...
+
+    def __contains__(self, key: bytes, /) -> bool:
+        """Whether a block of this key has a slot, ready or being written."""
+        ...
+
+    def watch(self) -> None:
+        """Begin to note changes in `changed`, which starts with all ready blocks."""
+        ...
+
+    def lookup(self, keys: Iterable[bytes], /) -> int:
+        """How many of `keys`, from the first on, are ready. Changes nothing."""
+        ...
+
+    def present(self, keys: Iterable[bytes], /) -> list[bool]:
+        """For each of `keys` whether it is ready. Changes nothing."""
+        ...
+
+    def missing(self, keys: Iterable[bytes], /) -> list[int]:
+        """Positions of the keys whose blocks have no slot. Changes nothing."""
+        ...
+
+    def lease(self, keys: Sequence[bytes], /) -> list[Block] | None:
+        """Protect the blocks of `keys` from eviction until `release`.
+
+        Returns None, and leases nothing, if any of them is not ready.
+        """
+        ...
+
+    def release(self, blocks: Sequence[Block], /) -> None:
+        """End one lease of each block, which counts as its use.
+
+        The blocks are those of a prefix, first block first: its end counts as used before its
+        beginning.
+        """
+        ...
+
+    def release_unused(self, blocks: Sequence[Block], /) -> None:
+        """End one lease of each block, without counting a use."""
+        ...
+
+    def reserve(self, key: bytes, after: bytes | None, /) -> Block | None:
+        """Give `key` a slot to write, and evict a block if no slot is free, whatever the new block
+        is worth.
+
+        Args:
+            key: key of the new block.
+            after: key of the block before it in the prefix; None for the first block.
+
+        Returns:
+            The block, in state WRITING. None if the key has a slot already, if no slot can be had,
+            or if `after` has no slot, since no prefix would then lead to the block.
+        """
+        ...
+
+    def reserve_all(
+        self,
+        keys: Sequence[bytes],
+        positions: Iterable[int],
+        begins: Iterable[int],
+        must: bool = False,
+        /,
+    ) -> list[Block]:
+        """Reserve slots for blocks of one prefix, or of several prefixes in a row.
+
+        Args:
+            keys: keys of blocks, each of which builds on the one before.
+            positions: positions in `keys` of the blocks that need a slot.
+            begins: positions of the first blocks of prefixes.
+            must: whether blocks are evicted whatever the new ones are worth; else the policy may
+                refuse new blocks.
+
+        Returns:
+            The blocks that got a slot.
+        """
+        ...
+
+    def publish(self, blocks: Sequence[Block], /) -> None:
+        """Make blocks ready, whose bytes are complete; from now on lookups find them.
+
+        The first block of the prefix comes first, as in `release`.
+        """
+        ...
+
+    def abandon(self, blocks: Sequence[Block], /) -> None:
+        """Free the slots of blocks that could not be written."""
+        ...
+
+    def discard(self, blocks: Sequence[Block], /) -> None:
+        """Keep blocks from becoming ready, because the bytes written to them are wrong."""
+        ...
+
+    def drop(self, blocks: Sequence[Block], /) -> None:
+        """Remove leased blocks that proved unreadable, and all blocks that build on them. Lookups
+        no longer find these."""
+        ...
+
+    def pin(self, key: bytes, /) -> Block | None:
+        """Keep a block from eviction until `unpin` has been called as often as this method.
+
+        Returns None if the block has no slot.
+        """
+        ...
+
+    def unpin(self, block: Block, /) -> None:
+        """End one pin of a block. Does nothing if the block has left since."""
+        ...
+
+    def holds(self, block: Block, /) -> bool:
+        """Whether a block that was pinned still has its slot."""
+        ...
+
+    def lease_victim(self) -> Block | None:
+        """Lease the next victim, so that a lower tier can save it first. `retire` ends the lease.
+
+        The next call may lease the block before it in the prefix. Then the end of the prefix is
+        best retired first. Returns None without a victim, and while there are stale blocks, whose
+        slots become free first.
+        """
+        ...
+
+    def retire(self, block: Block, /) -> None:
+        """End a lease of `lease_victim`, and evict the block unless it was leased, used or pinned
+        since, or another block builds on it. Blocks of `lease_victim` that build on it leave with
+        it."""
+        ...
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float, /) -> None:
+        """A request with the prompt `keys` was scheduled; see `EvictionPolicy.began`."""
+        ...
+
+    def ended(self, request_id: str, output_tokens: int, now: float, /) -> None:
+        """A request has ended; see `EvictionPolicy.ended`."""
+        ...
+
+    def hit(self, keys: Sequence[bytes], context: RequestContext, /) -> None:
+        """Count the ready blocks of `keys` as used by a scheduled request, the last block first."""
+        ...
+
+    def touch(self, keys: Sequence[bytes], /) -> None:
+        """Count the ready blocks of `keys` as used by a request that ends now."""
+        ...
+
+    def clear(self) -> None:
+        """Drop every block. It takes the same time for any number of blocks: their slots become
+        free, and their changes are noted, by `sweep` and by calls that need a slot. Slots in use
+        become free when their writer or reader is done."""
+        ...
+
+    def sweep(self, slots: int, /) -> int:
+        """Look at up to `slots` slots for blocks that `clear` has dropped, and free these. Returns
+        `stale_blocks`."""
+        ...
+
+    def settle(self, leased: Sequence[Block], writing: Sequence[Block], /) -> None:
+        """Begin again from what is certain, after an error that may have lost leases: end all
+        leases and writes but these. Takes O(slots).
+
+        Args:
+            leased: the blocks that are still read, each once for each lease.
+            writing: the blocks that are still written; all others in state WRITING are removed.
+        """
+        ...
+
+
+def block_index(num_slots: int, policy: AnyPolicy) -> BlockIndex:
+    """An index of `num_slots` slots, whose victims `policy` picks.
+
+    Raises:
+        ConfigError: the kernels are not installed.
+    """
+    asked = None if isinstance(policy, LRUPolicy) else policy
+    index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked)
+    return index
+
+
+def publish(index: BlockIndex, blocks: Sequence[Block]) -> None:
+    """Publish blocks as `BlockIndex.publish` does. If that raises, those that are not ready are
+    abandoned: nobody else would end their writes."""
+    try:
+        index.publish(blocks)
+    except BaseException:
+        index.abandon([block for block in blocks if block.state is BlockState.WRITING])
+        raise

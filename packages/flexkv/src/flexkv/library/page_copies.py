@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between pages and a cache without an engine. Each goes on, step by step, when polled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from flexkv.cache import KVCache
+from flexkv.host.arena import Arena
+from flexkv.transfer.copies import Transfer
+from flexkv.transfer.fetch import Fetch
+from flexkv.types.errors import FlexKVError
+from flexkv.types.mover import Mover, Status
+
+_PAUSE_SECONDS = 0.0005
+"""Pause between two polls of a lower tier that reads: less than an NVMe drive needs for a block.
+Not tuned."""
+
+_BLOCKS_A_POLL = 16
+"""The least number of waiting blocks that a poll begins to write to a lower tier; see
+`flexkv.transfer.demote`."""
+
+_WAIT_SECONDS = 0.1
+"""Seconds of one wait for a copy. The mover ends the wait earlier if the copy ends. Not tuned."""
+
+
+class Copier:
+    """Copies blocks between pages and slots by the transfers of a cache. Any thread may call it.
+
+    Args:
+        cache: makes the transfers; the caller's.
+        arena: holds the slots; the caller's.
+        mover: copies between the pages and the slots; the caller's.
+        work_so_far: returns the work on the device that a copy submitted now waits for, as
+            `Mover.submit` takes it.
+
+    Attributes:
+        cache: the cache, as given; used within `use` only.
+        mover: the mover, as given.
+        under_way: the copies that have not ended.
+        gone: why nothing can be copied any more; empty while copies are possible.
+    """
+
+    def __init__(
+        self, cache: KVCache, arena: Arena, mover: Mover, work_so_far: Callable[[], int]
+    ) -> None:
+        self.cache = cache
+        self.mover = mover
+        self.under_way: dict[PageCopy, None] = {}
+        self.gone = ""
+        self._lock = threading.RLock()
+        self._arena = arena
+        self._work_so_far = work_so_far
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[KVCache]:
+        """Lock the cache for this thread, and return it.
+
+        Raises:
+            FlexKVError: the cache is closed, or belongs to a process that this one was forked from.
+        """
+        self.check()  # in a forked child the lock may be held by a thread of the parent
+        with self._lock:
+            self.check()
+            yield self.cache
+
+    def check(self) -> None:
+        """Raise a FlexKVError if `gone` says why nothing can be copied."""
+        if self.gone:
+            raise FlexKVError(f"the cache is {self.gone}; allowed: a cache that is open")
+
+    def submit(self, transfer: Transfer, pages: Sequence[int]) -> int:
+        """Begin to copy between pages and the blocks of a transfer.
+
+        Args:
+            transfer: of the cache, not submitted before.
+            pages: number of the page of each block.
+
+        Returns:
+            The mover's ticket.
+
+        Raises:
+            RuntimeError, MemoryError: the mover refuses. The transfer fails.
+        """
+        board = self._arena.board
+        try:
+            return self.mover.submit(
+                transfer.direction,
+                array("Q", pages),
+                array("Q", [self._arena.shard_offset(slot, 0) for slot in transfer.slots]),
+                self._work_so_far(),
+                board.flag_address(transfer.cell, 0),
+            )
+        except BaseException:
+            board.report(transfer.cell, 0, Status.FAILED)
+            raise
+
+    def advance(self) -> None:
+        """Poll the cache, and let every copy go on as far as it can without waiting. Within `use`
+        only.
+
+        When copies have ended, lower tiers begin to write all of their blocks: until its next call
+        the program may compute for hours."""
+        self.cache.poll()
+        ended = 0
+        for copy in list(self.under_way):
+            copy.advance()
+            if copy.ended:
+                del self.under_way[copy]
+                ended += copy.blocks
+        if ended and self.cache.has_lower_tiers:
+            for _ in range(1 + -(-ended // _BLOCKS_A_POLL)):
+                self.cache.poll()
+
+
+class PageCopy(ABC):
+    """A store or load of pages. `PageCache.begin_store` and `PageCache.begin_load` make it. It goes
+    on whenever the cache, or any copy of the cache, is used.
+
+    Attributes:
+        blocks: how many blocks were copied so far.
+        ended: whether the copy has ended, with or without an error.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self.blocks = 0
+        self.ended = False
+        self._copier = copier
+        self._transfer: Transfer | None = None
+        self._ticket = 0
+        self._copies = False
+        self._error: Exception | None = None
+        copier.under_way[self] = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy has ended. Does not wait.
+
+        Raises:
+            FlexKVError: the cache belongs to the process that this one was forked from.
+            RuntimeError, MemoryError: the device of the pages has failed, or memory is short.
+        """
+        if not self.ended:
+            with self._copier.use():
+                self._copier.advance()
+        if self._error is not None:
+            raise self._error
+        return self.ended
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the copy has ended, and return how many blocks were copied.
+
+        Args:
+            timeout: seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: the copy has not ended by then. It goes on; `cancel` ends it.
+            FlexKVError, RuntimeError, MemoryError: see `done`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done:
+            left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"the copy has not ended after {timeout} s")
+            self._pause(min(left, _WAIT_SECONDS))
+        return self.blocks
+
+    def cancel(self) -> None:
+        """End the copy early, and wait until it reads and writes no page. Blocks that were copied
+        stay. Idempotent.
+
+        Raises:
+            FlexKVError: see `done`.
+        """
+        if self.ended:
+            return
+        with self._copier.use():
+            self._stop()
+        while not self.ended:
+            self._pause(_WAIT_SECONDS)
+            with self._copier.use():
+                self._copier.advance()
+
+    def advance(self) -> None:
+        """See `Copier.advance`."""
+        try:
+            self._advance()
+        except Exception as error:  # noqa: BLE001 - raised where this copy is waited for
+            self._stop()
+            # Without the calls that it came from, which may hold views of the arena.
+            self._error = error.with_traceback(None)
+            self._error.__context__ = self._error.__cause__ = None
+            self.ended = True
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Go on as far as possible without waiting."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Begin no further transfer."""
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until the mover has copied, or for at most `seconds`."""
+        if self._copies:
+            self._copier.mover.wait(self._ticket, seconds)
+        else:
+            time.sleep(min(seconds, _PAUSE_SECONDS))
+
+    def _begin(self, transfer: Transfer, pages: Sequence[int]) -> None:
+        self._transfer = transfer
+        self._ticket = self._copier.submit(transfer, pages)
+        self._copies = True
+
+    def _take(self) -> bool:
+        """Whether no transfer is under way. Counts the blocks of one that has ended; if it failed,
+        the copy ends."""
+        transfer = self._transfer
+        if transfer is None:
+            return True
+        if transfer.status is Status.PENDING:
+            return False
+        self._transfer, self._copies = None, False
+        if transfer.status is Status.DONE:
+            self.blocks += len(transfer.blocks)
+        else:
+            self.ended = True
+        return True
+
+
+class PageStore(PageCopy):
+    """A store of pages, in one transfer.
+
+    Args:
+        copier: the copier of the cache.
+        transfer: the transfer of the blocks that have got a slot; None if none has.
+        pages: number of each block's page, by key.
+    """
+
+    def __init__(
+        self, copier: Copier, transfer: Transfer | None, pages: Mapping[bytes, int]
+    ) -> None:
+        super().__init__(copier)
+        if transfer is not None:
+            self._begin(transfer, [pages[block.key] for block in transfer.blocks])
+
+    def _advance(self) -> None:
+        self.ended = self._take()
+
+    def _stop(self) -> None:
+        pass
+
+
+class PageLoad(PageCopy):
+    """A load of a prefix: first the blocks in the arena, then, round by round, the blocks that
+    lower tiers give.
+
+    Args:
+        copier: the copier of the cache.
+        keys: keys of the prefix from some block on, first block first.
+        pages: number of the page that each block is loaded into.
+    """
+
+    def __init__(self, copier: Copier, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        super().__init__(copier)
+        self._keys = keys
+        self._pages = pages
+        self._fetch: Fetch | None = None
+        self._stopped = False
+
+    def _advance(self) -> None:
+        if not self._take() or self.ended:
+            return
+        cache, rest = self._copier.cache, self._keys[self.blocks :]
+        if rest and not self._stopped:
+            if self._fetch is None:
+                self._fetch = cache.fetch(rest)
+            if self._fetch is not None and not self._fetch.done:
+                return
+            found = cache.lookup(rest)
+            transfer = cache.load(rest[:found]) if found else None
+            self._end_fetch()
+            if transfer is not None:
+                self._begin(transfer, self._pages[self.blocks : self.blocks + found])
+                return
+        self.ended = True
+        if self.blocks:
+            cache.record(self._keys[: self.blocks])
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._end_fetch()
+
+    def _end_fetch(self) -> None:
+        if self._fetch is not None:
+            self._copier.cache.end_fetch(self._fetch)
+            self._fetch = None

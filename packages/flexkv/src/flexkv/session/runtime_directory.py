@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime directory: the sockets of one user's engines, and a lock.
+
+    <digest of the engine's id>.sock    an engine listens here while it lives
+    lock                                held while sockets are created and removed
+    <16 hex digits>.store               see `flexkv.session.store_states`
+
+A user who can write to the directory could replace a socket and get an engine's blocks. The
+directory must therefore belong to this user alone, and everything in it is opened relative to the
+checked directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from flexkv.session.wire import peer_of
+from flexkv.system.directories import open_directory
+from flexkv.system.regular_files import open_regular
+from flexkv.types.errors import ArenaError
+
+_LOCK = "lock"
+_LOCK_SECONDS = 30.0
+"""Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped meanwhile.
+Not tuned."""
+
+_RETRY_SECONDS = 0.02
+"""Pause between two attempts to lock. Not tuned."""
+_BACKLOG = 64
+"""Connections that wait for rank 0: more than ranks of an engine connect at once. Not tuned."""
+
+
+class RuntimeDirectory:
+    """An open runtime directory that only this user can write to.
+
+    Args:
+        path: path of the directory.
+        create: whether to create it and missing directories above it, with mode 0700.
+
+    Raises:
+        ArenaError: the directory cannot be used, or other users could put files there.
+        FileNotFoundError: the directory does not exist, and `create` is False.
+    """
+
+    def __init__(self, path: str, *, create: bool = False) -> None:
+        self._path = path
+        try:
+            self._fd = open_directory(path, mode_above=0o700 if create else None, private=True)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not create:
+                raise
+            if error.errno == errno.EPERM:
+                raise self._refused(f"{error.filename} {error.strerror}") from None
+            raise self._refused(str(error)) from None
+
+    def __enter__(self) -> RuntimeDirectory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the open directory, valid until `close`."""
+        return self._fd
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory's lock for the block, as every process does that creates or removes
+        files there.
+
+        Raises:
+            ArenaError: another process holds the lock for too long.
+            OSError: a system call failed, or the lock is no file of this user's with one name.
+        """
+        fd = open_regular(self._fd, _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            self._lock(fd)
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        finally:
+            os.close(fd)
+
+    def listen(self, name: str) -> socket.socket:
+        """Create the socket of the engine `name` and listen on it. Removes the sockets of killed
+        engines.
+
+        Returns:
+            The listening socket, which the caller closes.
+
+        Raises:
+            ArenaError: a living process listens there already, or the directory cannot be used.
+        """
+        file = _file_of(name)
+        try:
+            with self.locked():
+                self._sweep()
+                owner = self._owner(file)
+                if owner is not None:
+                    raise ArenaError(owned_message(name, owner))
+                return self._bind(file)
+        except OSError as error:
+            raise self._refused(str(error)) from None
+
+    def connect(self, name: str, timeout: float) -> socket.socket:
+        """Connect to the process that listens for the engine `name`.
+
+        Args:
+            name: the engine's id.
+            timeout: timeout of the connection, in seconds.
+
+        Returns:
+            The connection, which the caller closes.
+
+        Raises:
+            FileNotFoundError, ConnectionRefusedError, BlockingIOError: no process listens, or its
+                queue is full.
+            OSError: the connection failed otherwise.
+            ArenaError: a process of another user listens.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(timeout)
+            connection.connect(self._address(_file_of(name)))
+            peer = peer_of(connection)
+            if peer.uid != os.geteuid():
+                raise self._refused(f"process {peer.pid} of user {peer.uid} listens there")
+        except (OSError, ArenaError):
+            connection.close()
+            raise
+        return connection
+
+    def remove(self, name: str) -> None:
+        """Remove the socket of the engine `name`, on which this process listens."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_file_of(name), dir_fd=self._fd)
+
+    def close(self) -> None:
+        """Close the directory. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _refused(self, why: str) -> ArenaError:
+        return ArenaError(
+            f"runtime_dir {self._path!r} cannot be used: {why}; allowed: an absolute path of a "
+            f"directory that this user can create and write, no symbolic link; no other user may "
+            f"own or write to it or to those above it (chmod go-w), unless root's or sticky"
+        )
+
+    def _address(self, file: str) -> str:
+        # This path fits into the 107 bytes of a socket's address, however long the directory's is.
+        return f"/proc/self/fd/{self._fd}/{file}"
+
+    def _lock(self, fd: int) -> None:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise self._refused(
+                        f"another process holds {_LOCK!r} in it for {_LOCK_SECONDS:.0f} s"
+                    ) from None
+            time.sleep(_RETRY_SECONDS)
+
+    def _sweep(self) -> None:
+        for file in os.listdir(self._fd):
+            if not file.endswith(".sock"):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(file, dir_fd=self._fd, follow_symlinks=False)
+                if stat.S_ISSOCK(status.st_mode) and self._owner(file) is None:
+                    os.unlink(file, dir_fd=self._fd)
+
+    def _owner(self, file: str) -> int | None:
+        """The id of the process that listens at a socket; None if none does, 0 if it is unknown.
+        Does not wait, because this process holds the lock and the other one may be stopped."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(self._address(file))
+            except (FileNotFoundError, ConnectionRefusedError):
+                return None
+            except OSError:  # for example, its queue is full
+                return 0
+            return peer_of(probe).pid
+
+    def _bind(self, file: str) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # the socket's file gets this mode
+            listener.bind(self._address(file))
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+
+def owned_message(name: str, pid: int) -> str:
+    """The error of an engine that cannot start because another one has its id.
+
+    Args:
+        name: the engine's id.
+        pid: process id of the other engine; 0 if it is unknown.
+    """
+    which = pid or "that does not answer"
+    return (
+        f"the arena of engine id {name!r} is owned by the living process {which}; allowed: an "
+        f"engine_id of its own for every engine (leave it out to get one), and to start an engine "
+        f"again once all its processes have ended"
+    )
+
+
+def _file_of(name: str) -> str:
+    # Engine ids are free text, of any length.
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + ".sock"

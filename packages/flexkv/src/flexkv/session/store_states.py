@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running engines report the states of their shared stores in files of the runtime directory.
+
+    <16 hex digits>.store    one store of one engine, as JSON; the engine holds its lock
+
+See `held_files` for those of killed engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from flexkv.session.held_files import create_held, read_held, write_held
+from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.system.forks import close_in_children
+from flexkv.types.errors import ArenaError
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 1.0
+"""Seconds between two updates of the file, the most that a reader sees it late. Not tuned."""
+
+_SUFFIX = ".store"
+
+
+class StoreStates:
+    """Keeps the file of one shared store up to date, from a thread of its own because the engine
+    may be idle.
+
+    If the file cannot be created, this logs a warning, and retries with each update. The store
+    works without it.
+
+    Args:
+        root: path of the runtime directory.
+        about: the fields that do not change. Together with the states they fit into 4 KiB of JSON.
+    """
+
+    def __init__(self, root: str, about: Mapping[str, str]) -> None:
+        self._root = root
+        self._about = {"pid": os.getpid(), **about}
+        self._name = secrets.token_hex(8) + _SUFFIX
+        self._fd = -1
+        self._written = b""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
+        """Report the states until `close`.
+
+        Args:
+            read: returns the states; called from another thread.
+        """
+        try:
+            self._update(read)
+        except (OSError, ArenaError) as error:
+            logger.warning(
+                "flexkv stat does not show this engine's shared stores: %s; FlexKV retries", error
+            )
+        close_in_children(self)
+        self._thread = threading.Thread(
+            target=self._run, args=(read,), name="flexkv-store-states", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and remove the file. Idempotent."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._fd >= 0:
+            with (
+                contextlib.suppress(OSError, ArenaError),
+                RuntimeDirectory(self._root) as directory,
+            ):
+                os.unlink(self._name, dir_fd=directory.descriptor)
+            self.leave_to_parent()
+
+    def leave_to_parent(self) -> None:
+        """See `flexkv.system.forks.Owner`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _run(self, read: Callable[[], Mapping[str, str]]) -> None:
+        while not self._ended.wait(SECONDS):
+            # Whatever it is, such as a full disk: the next update tries again. If the thread ended,
+            # the last states would be shown for ever.
+            with contextlib.suppress(Exception):
+                self._update(read)
+
+    def _update(self, read: Callable[[], Mapping[str, str]]) -> None:
+        if self._fd < 0:
+            with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
+                self._fd = create_held(directory.descriptor, self._name)
+        self._write(read())
+
+    def _write(self, states: Mapping[str, str]) -> None:
+        content = json.dumps({**self._about, **states}).encode()
+        if content != self._written:
+            write_held(self._fd, content)
+            self._written = content
+
+
+def read_states(root: str) -> list[dict[str, object]]:
+    """Read the reports of this user's running engines, in no particular order.
+
+    Args:
+        root: path of the runtime directory. A missing one gives no reports.
+
+    Raises:
+        ArenaError: the directory cannot be used.
+    """
+    try:
+        with RuntimeDirectory(root) as directory:
+            return list(_parsed(read_held(directory.descriptor, _SUFFIX)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ArenaError(
+            f"runtime_dir {root!r} cannot be read: {error}; allowed: a directory of this user"
+        ) from None
+
+
+def _parsed(contents: Iterable[bytes]) -> Iterator[dict[str, object]]:
+    for each in contents:
+        with contextlib.suppress(ValueError):  # another version of FlexKV wrote the file
+            content = json.loads(each)
+            if isinstance(content, dict):
+                yield content

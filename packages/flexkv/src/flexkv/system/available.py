@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds how much host memory this process may still take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexkv.system import cgroups
+
+_MEMINFO = "proc/meminfo"
+_POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
+_ROOT = Path("/")
+
+_LIMITS = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+"""By version of cgroups: the files of limits, the file of the usage, and the entry of memory.stat
+that counts droppable page cache. Above memory.high the kernel stalls a process and does not end
+it."""
+
+_POOL_LIMITS = {
+    1: (("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"),),
+    2: (
+        ("hugetlb.2MB.max", "hugetlb.2MB.current"),
+        ("hugetlb.2MB.rsvd.max", "hugetlb.2MB.rsvd.current"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Memory that another process is about to take.
+
+    Attributes:
+        size: bytes that it has not taken yet.
+        groups: the control groups whose limits count them; see `memory_groups`.
+    """
+
+    size: int
+    groups: frozenset[str]
+
+
+def available_memory(root: Path = _ROOT, promised: Sequence[Promise] = ()) -> int:
+    """Bytes that this process may still take, within the machine's memory and the limits of its
+    control groups.
+
+    `MemAvailable` is the memory that the kernel can provide without swapping (proc(5)). A group's
+    usage includes all processes below it; page cache that the kernel can drop is subtracted.
+
+    Args:
+        root: root of the file system; another one in tests.
+        promised: memory that other processes are about to take. Read it first: what they take
+            meanwhile then counts twice and not never.
+
+    Raises:
+        OSError: /proc/meminfo cannot be read or has no `MemAvailable`.
+    """
+    machine = _machine_available(root) - sum(each.size for each in promised)
+    return max(0, min([machine, *_left_in_groups(root, promised)]))
+
+
+def memory_groups(root: Path = _ROOT) -> frozenset[str]:
+    """Names of the control groups that count this process's memory, the same in all containers.
+
+    Args:
+        root: root of the file system; another one in tests.
+    """
+    return frozenset(map(_name_of, (level.folder for level in cgroups.levels("memory", root))))
+
+
+def free_huge_pages(root: Path = _ROOT) -> int:
+    """Free and unreserved bytes in the kernel's pool of 2 MiB pages; 0 without a pool.
+
+    Limits of control groups count too (hugetlb.2MB.max and the like). Kubernetes sets them to 0 for
+    a pod that requests no huge pages.
+
+    Args:
+        root: root of the file system; another one in tests.
+    """
+    try:
+        free, reserved = (
+            int((root / _POOL / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+        )
+    except (OSError, ValueError):
+        return 0
+    return max(0, min([(free - reserved) * (2 << 20), *_left_in_pools(root)]))
+
+
+def _left_in_groups(root: Path, promised: Sequence[Promise]) -> Iterator[int]:
+    for folder, version in cgroups.levels("memory", root):
+        limits, usage, droppable = _LIMITS[version]
+        for limit in limits:
+            left = _left(folder, limit, usage)
+            if left is not None:
+                name = _name_of(folder)
+                others = sum(each.size for each in promised if name in each.groups)
+                yield left + _stat(folder / "memory.stat", droppable) - others
+
+
+def _name_of(folder: Path) -> str:
+    # A container may see its group under another path, but with the same number.
+    try:
+        return str(os.stat(folder).st_ino)
+    except OSError:
+        return ""
+
+
+def _left_in_pools(root: Path) -> Iterator[int]:
+    for folder, version in cgroups.levels("hugetlb", root):
+        for limit, usage in _POOL_LIMITS[version]:
+            left = _left(folder, limit, usage)
+            if left is not None:
+                yield left
+
+
+def _left(folder: Path, limit: str, usage: str) -> int | None:
+    """Bytes left below a limit, less than 0 above it; None without a limit."""
+    try:
+        text = (folder / limit).read_text().strip()
+        return None if text == "max" else int(text) - int((folder / usage).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _machine_available(root: Path) -> int:
+    for line in (root / _MEMINFO).read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise OSError(f"/{_MEMINFO} has no MemAvailable line")
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds, locks and creates the folders below a cache directory.
+
+DIR/<fingerprint>/            the cache of the first engine with blocks of this fingerprint
+DIR/<fingerprint>-1/          the cache of a second engine at the same time, if this is allowed
+    lock  table  slab-00000 ...  counters.json  identity
+DIR/<name>.removed-<random>/  a folder whose removal is under way or was interrupted
+
+A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes. The name of a
+folder proves nothing. In FlexKV's folders, FlexKV touches only files with the names above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+from dataclasses import dataclass
+
+from flexkv.system.directories import WRITABLE, open_directory, root_ids
+from flexkv.system.forks import close_in_children
+from flexkv.system.regular_files import open_regular
+from flexkv.tiers.disk import table
+from flexkv.tiers.disk.files import disk_error, open_folder, reason_of, try_lock
+from flexkv.types.errors import DiskError, UnavailableError
+
+TABLE = "table"
+LOCK = "lock"
+RESET = "reset"
+IDENTITY = "identity"
+MAX_OWNERS = 64
+"""The most engines with blocks of one fingerprint that share a directory. More than a node has
+data-parallel ranks."""
+
+_FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
+REMOVED = ".removed-"
+"""Part of the name of a folder that is being removed; random digits follow it."""
+_PID = re.compile(rb"[0-9\n\0]*")  # a power failure may leave zeros in the file
+_LOCK_BYTES = 32
+_TRIES = 10
+_TRY_SECONDS = 0.05
+"""Attempts of a starting engine to lock a folder, and seconds between them. A process that removes
+a folder holds its lock for a few system calls, until it has renamed the folder. Not tuned."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Folder:
+    """A folder that this process owns until `release`.
+
+    Attributes:
+        path: path of the folder.
+        fd: descriptor of the open directory; -1 after `release`.
+        lock: descriptor of the open file that holds the lock; -1 after `release`.
+    """
+
+    path: str
+    fd: int
+    lock: int = -1
+
+    def release(self) -> None:
+        """Release the lock and close both descriptors. Idempotent."""
+        for fd in (self.lock, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.lock = -1
+
+    def leave_to_parent(self) -> None:
+        """See `forks.Owner`. The lock belongs to the open file. While a child has the file open, no
+        other process can own the folder."""
+        self.release()
+
+
+def folders(root: str, leftovers: bool = False) -> list[str]:
+    """Find the folders below `root` that are FlexKV's. Folders that have a name of FlexKV and that
+    this user cannot read are among them.
+
+    Args:
+        root: the cache directory.
+        leftovers: whether to include folders whose removal was interrupted.
+
+    Returns:
+        Paths, sorted by name.
+
+    Raises:
+        DiskError: `root` cannot be read.
+    """
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise disk_error(
+            f"cannot read the cache directory {root}: {error.strerror}; "
+            f"allowed: a directory that FlexKV has used",
+            error,
+        ) from None
+    matches = [match for name in names if (match := _FOLDER.fullmatch(name))]
+    paths = [os.path.join(root, m.string) for m in matches if leftovers or not m["removed"]]
+    return [path for path in paths if may_be_ours(path)]
+
+
+def lock_folder(path: str, above: int | None = None) -> Folder | None:
+    """Lock an existing folder.
+
+    Args:
+        path: path of the folder.
+        above: descriptor of the cache directory; None to resolve the whole path.
+
+    Returns:
+        The folder, which the caller releases; None if another process owns it.
+
+    Raises:
+        OSError: a system call failed, or the lock file is another program's. FileNotFoundError if
+            another process has removed the folder meanwhile.
+    """
+    folder = Folder(path, open_folder(path, above))
+    try:
+        folder.lock = _open_lock(folder)
+        free = try_lock(folder.lock)
+        if not _is_at(path, folder.fd, above) or os.fstat(folder.lock).st_nlink == 0:
+            # This is the lock of a removed folder. Another process may create the folder again.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if not free:
+            folder.release()
+            return None
+        if not _PID.fullmatch(os.pread(folder.lock, _LOCK_BYTES, 0)):
+            raise OSError(errno.EEXIST, "is a file of another program", os.path.join(path, LOCK))
+        os.ftruncate(folder.lock, 0)
+        os.pwrite(folder.lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError:
+        folder.release()
+        raise
+    close_in_children(folder)
+    return folder
+
+
+def _open_lock(folder: Folder) -> int:
+    try:
+        return open_regular(folder.fd, LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.path.join(folder.path, LOCK)) from None
+
+
+def path_of(root: str, fingerprint: str, number: int) -> str:
+    """The path of a folder: number 0 for the first engine with these blocks, 1 for the second."""
+    return os.path.join(root, f"{fingerprint}-{number}" if number else fingerprint)
+
+
+def claim(root: str, fingerprint: str, share: bool) -> Folder:
+    """Lock the folder of `fingerprint` below `root`. Creates it if it is missing.
+
+    Args:
+        root: the cache directory; created if it is missing.
+        fingerprint: fingerprint of the blocks, hexadecimal.
+        share: whether to use the next folder if another process owns the first.
+
+    Returns:
+        The folder, which the caller releases.
+
+    Raises:
+        UnavailableError: another process owns the folder, or a system call failed.
+        DiskError: the folder cannot be created, or another user whom nobody has chosen owns it or
+            can write to it, and can thus read and change blocks. The same holds for the cache
+            directory and those above it; see `open_directory`.
+    """
+    try:
+        above = open_directory(root, mode_above=0o755)
+        try:
+            chosen = os.fstat(above)
+            _refuse_others(root, chosen, stat.S_IWOTH)
+            for number in range(MAX_OWNERS if share else 1):
+                # With `share`, trying the next folder takes less time than waiting for this one.
+                path = path_of(root, fingerprint, number)
+                folder = _make(path, above, 1 if share else _TRIES)
+                if folder is None:
+                    continue
+                try:
+                    _check_owner(folder, root, chosen.st_uid)
+                except BaseException:
+                    folder.release()
+                    raise
+                return folder
+        finally:
+            os.close(above)
+    except OSError as error:
+        raise disk_error(
+            f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; "
+            f"allowed: a directory that this user can create and write, and that no other user has "
+            f"made or can replace",
+            error,
+        ) from None
+    raise UnavailableError(_taken(root, fingerprint, share))
+
+
+def has_table(folder: int) -> bool:
+    """Whether an open directory holds a table of FlexKV of any version, damaged or not.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
+    return table.has_magic(_first_pages_if_any(folder))
+
+
+def newer_version(folder: int) -> int | None:
+    """The format version of the table in an open directory, if a newer FlexKV wrote it; else None.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
+    return table.newer_version(_first_pages_if_any(folder))
+
+
+def first_pages(folder: int) -> bytes:
+    """The first bytes of the table of an open directory.
+
+    Raises:
+        OSError: the table cannot be read, is missing, or is no regular file.
+    """
+    return _first_bytes(folder, TABLE, table.HEADER_BYTES)
+
+
+def _first_pages_if_any(folder: int) -> bytes:
+    """`first_pages`; empty if the directory has no regular file of this name."""
+    try:
+        return first_pages(folder)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            return b""
+        raise
+
+
+def _first_bytes(folder: int, name: str, size: int) -> bytes:
+    fd = open_regular(folder, name, os.O_RDONLY)
+    try:
+        return os.pread(fd, size, 0)
+    finally:
+        os.close(fd)
+
+
+def disk_bytes(path: str) -> int:
+    """Bytes that the files of a folder take on disk. Its owner may replace files meanwhile.
+
+    Raises:
+        OSError: the folder cannot be read, or is gone.
+    """
+    total = 0
+    with os.scandir(path) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512  # stat(2): units of 512
+    return total
+
+
+def owner(path: str) -> str:
+    """Process id of the folder's last owner as text, or "unknown"."""
+    content = b""
+    with contextlib.suppress(OSError):
+        folder = open_folder(path)
+        try:
+            content = _first_bytes(folder, LOCK, _LOCK_BYTES)
+        finally:
+            os.close(folder)
+    return content.decode("ascii", errors="replace").strip() or "unknown"
+
+
+def _make(path: str, above: int, tries: int) -> Folder | None:
+    """Lock the folder `path` in the open directory `above`. Creates it if it is missing. None if
+    another process owns it after `tries` attempts."""
+    for left in reversed(range(tries)):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.basename(path), 0o700, dir_fd=above)
+        # An engine with other blocks may remove the folder between these two calls.
+        with contextlib.suppress(FileNotFoundError):
+            folder = lock_folder(path, above)
+            if folder is not None or not left:
+                return folder
+        time.sleep(_TRY_SECONDS)
+    return None
+
+
+def _check_owner(folder: Folder, root: str, chosen: int) -> None:
+    """Refuse a folder of a user whom nobody has chosen.
+
+    Args:
+        folder: the folder.
+        root: the cache directory, for the message.
+        chosen: the owner of the cache directory.
+
+    Raises:
+        DiskError: the folder is refused.
+    """
+    status = os.fstat(folder.fd)
+    _refuse_others(folder.path, status, WRITABLE)
+    if status.st_uid not in {os.geteuid(), chosen, *root_ids()}:
+        raise DiskError(
+            f"{folder.path} from ssd_cache_dir belongs to user {status.st_uid}, who can read and "
+            f"change blocks there; allowed: a folder of this user, of root or of the owner of "
+            f"{root}: remove it, or use another ssd_cache_dir"
+        )
+
+
+def may_be_ours(path: str, above: int | None = None) -> bool:
+    """Whether a folder is FlexKV's, or this user cannot read it. The remains of a removal, whose
+    table is gone, are FlexKV's by their name and because they hold nothing but the lock.
+
+    Args:
+        path: path of the folder.
+        above: descriptor of the cache directory; None to resolve the whole path.
+    """
+    remains = REMOVED in os.path.basename(path)
+    try:
+        folder = open_folder(path, above)
+        try:
+            return has_table(folder) or (remains and os.listdir(folder) in ([], [LOCK]))
+        finally:
+            os.close(folder)
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        return error.errno != errno.ENOENT
+
+
+def _is_at(path: str, folder: int, above: int | None) -> bool:
+    """Whether `path`, whose last component is in the open directory `above` if that is given, names
+    the open directory `folder`."""
+    name = path if above is None else os.path.basename(path)
+    with contextlib.suppress(FileNotFoundError):
+        there = os.stat(name, dir_fd=above, follow_symlinks=False)
+        return os.path.samestat(there, os.fstat(folder))
+    return False
+
+
+def fingerprint_of(path: str) -> str:
+    """The fingerprint in the name of the folder `path`; empty for any other name."""
+    match = _FOLDER.fullmatch(os.path.basename(path))
+    return match["fingerprint"] if match else ""
+
+
+def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
+    """Refuse a directory of another user, except root, to which further users can write.
+
+    Args:
+        path: the directory, for the message.
+        status: its owner and mode.
+        writable: bits of the mode, of which none may be set.
+
+    Raises:
+        DiskError: the directory is refused.
+    """
+    if status.st_uid not in {os.geteuid(), *root_ids()} and status.st_mode & writable:
+        raise DiskError(
+            f"{path} from ssd_cache_dir belongs to user {status.st_uid}, and its mode "
+            f"{stat.S_IMODE(status.st_mode):04o} lets others write there and change blocks; "
+            f"allowed: a directory of this user or of root, or one that only its owner can write"
+        )
+
+
+def _taken(root: str, fingerprint: str, share: bool) -> str:
+    path = os.path.join(root, fingerprint)
+    if share:
+        return (
+            f"all {MAX_OWNERS} folders {path}* from ssd_cache_dir are in use; allowed: "
+            f"{MAX_OWNERS} engines of the same model and settings on one directory"
+        )
+    return (
+        f"{path} from ssd_cache_dir is in use by process {owner(path)}; allowed: one engine per "
+        f"directory, or ssd_in_use=own, with which each engine has a cache of its own there"
+    )

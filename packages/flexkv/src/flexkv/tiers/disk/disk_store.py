@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk store: the files of one folder, read and written.
+
+All calls wait for the disk; `Drive` makes them on threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flexkv.tiers.disk import cache_directory, table
+from flexkv.tiers.disk.files import (
+    Files,
+    disk_error,
+    is_regular,
+    reason_of,
+    write_fully,
+)
+from flexkv.tiers.disk.ledger import load_ledger, save_ledger
+from flexkv.tiers.disk.reader import header_in, read_pages, read_records
+from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
+from flexkv.tiers.disk.slot_index import SlotIndex
+from flexkv.tiers.envelope import checksum_of
+from flexkv.tiers.job import Outcome, Result
+from flexkv.types.errors import DiskError
+
+logger = logging.getLogger(__name__)
+
+_PAGE = 4096
+_RESERVED_BYTES = 6 * _PAGE
+"""Part of the bound that is kept for the lock, the ledger, its successor, two pages of the identity
+and the folder itself."""
+_MAP_BYTES = 32
+"""Bytes per slot for the file system's map of a data file, which counts as the file's. ext4 keeps
+12 bytes for each run of blocks that are written or not, in pages that are half full at least."""
+_SLAB_MAP_BYTES = 2 * _PAGE
+"""Bytes per data file for the last page of its map and the index over these pages."""
+
+
+def slots_within(capacity: int, slot_bytes: int) -> int:
+    """How many slots keep all files of a store within `capacity` bytes on disk."""
+    room = capacity - _RESERVED_BYTES - table.HEADER_BYTES - _PAGE
+    each = slot_bytes + table.RECORD_BYTES + _MAP_BYTES
+    slabs = -(-room // (each * slots_per_slab(slot_bytes)))
+    return max(0, (room - slabs * _SLAB_MAP_BYTES) // each)
+
+
+def bytes_of(capacity: int, slot_bytes: int) -> int:
+    """Bytes of the files that a store of `capacity` bytes allocates."""
+    slots = slots_within(capacity, slot_bytes)
+    return slots * slot_bytes + table.table_bytes(slots)
+
+
+def check_table(folder: cache_directory.Folder) -> None:
+    """Check that the table in a folder, if there is one, is ours to write over.
+
+    Raises:
+        DiskError: it is not, or cannot be read.
+    """
+    path = os.path.join(folder.path, cache_directory.TABLE)
+    try:
+        pages = cache_directory.first_pages(folder.fd)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise disk_error(
+            f"cannot use {path}: {error.strerror}; allowed: a file that this user can write", error
+        ) from None
+    version = table.newer_version(pages)
+    if version is not None:
+        raise DiskError(
+            f"{path} is of format {version}, written by a newer FlexKV; allowed: formats up to "
+            f"{table.VERSION}: use that FlexKV, another ssd_cache_dir, or remove {folder.path}"
+        )
+    if any(pages) and not table.has_magic(pages):
+        raise DiskError(
+            f"{path} is not a table of FlexKV; allowed: one of FlexKV, or none: remove it, or use "
+            f"another ssd_cache_dir"
+        )
+
+
+class DiskStore:
+    """The open files of one folder, and the index over them.
+
+    `read`, `write`, `write_record` and `erase` are thread-safe as long as no two threads work on
+    the same slot; `invalidate` and `save_ledger` are for one thread, the index for one. Owns the
+    folder, its lock and its descriptors.
+
+    Attributes:
+        path: of the folder.
+        index: what the table said when it was opened; its user keeps it up to date.
+        ledger: counters.
+        generation: the greatest that the table holds.
+        seal: what records and checksums are bound to.
+        direct: whether I/O passes the page cache by.
+        slot_bytes: bytes of a slot, a multiple of 4 KiB.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        folder: cache_directory.Folder,
+        fingerprint: str,
+        slot_bytes: int,
+        capacity: int,
+    ) -> None:
+        """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
+
+        Args:
+            files: the system calls.
+            folder: where; owned from now on.
+            fingerprint: hexadecimal, of the blocks.
+            slot_bytes: bytes of a block.
+            capacity: bytes on disk at most.
+
+        Raises:
+            DiskError: there is no room, or the system refuses. `folder` is released.
+        """
+        self._files = files
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._table = -1
+        self._slabs: Slabs | None = None
+        self._header: table.Header
+        self._num_slots = slots_within(capacity, slot_bytes)
+        self.path = folder.path
+        self.slot_bytes = slot_bytes
+        try:
+            if self._num_slots == 0:
+                raise DiskError(
+                    f"ssd_cache_gb leaves {capacity} bytes for {self.path}, less than one block of "
+                    f"{slot_bytes} bytes; allowed: room for at least one block in every directory"
+                )
+            self._open()
+        except DiskError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise disk_error(
+                f"cannot keep {self._num_slots} blocks of {slot_bytes} bytes in {self.path} "
+                f"(ssd_cache_gb, ssd_cache_dir): {reason_of(error)}; allowed: a file system with "
+                f"that much room, and files that this user can write",
+                error,
+            ) from None
+
+    def _open(self) -> None:
+        """Open the files. Creates, grows or truncates them if need be.
+
+        Raises:
+            OSError: a system call failed.
+        """
+        files, folder = self._files, self._folder.fd
+        self._table = files.open(folder, cache_directory.TABLE, os.O_RDWR | os.O_CREAT)
+        pages = read_pages(files, self._table)
+        header = self._header_in(pages)
+        reset = is_regular(folder, cache_directory.RESET)
+        if header is None or header.slot_bytes != self.slot_bytes or reset:
+            serial = header.serial if header is not None else 0
+            header = table.Header(self.slot_bytes, 1, new_epoch(), self._fingerprint, serial)
+            files.truncate(self._table, 0)
+            # First of all: the folder is known by it, whatever becomes of this process.
+            self._save_header(header)
+            self._unmark()
+            header = self._header
+        self._slabs = Slabs(files, folder, self.slot_bytes, self._num_slots)
+        self._resize_table(self._num_slots)
+        self._header = replace(header, num_slots=self._num_slots)
+        if pages != self._header.encode() * len(table.HEADER_OFFSETS):
+            self._save_header(self._header)
+        self.seal = self._header.seal
+        self.direct = self._slabs.direct
+        self.index = SlotIndex(self._num_slots)
+        self.generation, outdated = self.index.restore(
+            read_records(files, self._table, self._header)
+        )
+        for slot in outdated:
+            self.erase(slot)
+        self.ledger = load_ledger(folder)
+
+    def read(
+        self,
+        slot: int,
+        keys: Sequence[bytes],
+        checksums: Sequence[bytes],
+        seal: int,
+        buffers: Sequence[memoryview],
+    ) -> list[Result]:
+        """Read adjacent slots of one slab, the first of which is `slot`, each into its buffer.
+
+        Returns for each slot DONE, DAMAGED if the checksum does not fit the bytes, or the error of
+        the read.
+        """
+        assert self._slabs is not None
+        whole = len(buffers) > 1 and self._slabs.read_run(slot, buffers)
+        outcomes: list[Result] = []
+        blocks = zip(keys, checksums, buffers, strict=True)
+        for place, (key, checksum, buffer) in enumerate(blocks, slot):
+            try:
+                there = whole or self._slabs.read(place, buffer)
+            except OSError as error:
+                outcomes.append(_kept(error))
+                continue
+            intact = there and checksum_of(buffer, seal, key) == checksum
+            outcomes.append(Outcome.DONE if intact else Outcome.DAMAGED)
+        return outcomes
+
+    def write(
+        self,
+        slot: int,
+        keys: Sequence[bytes],
+        generations: Sequence[int],
+        seal: int,
+        buffers: Sequence[memoryview],
+    ) -> list[bytes | OSError]:
+        """Write adjacent slots of one slab, the first of which is `slot`, and then their records.
+
+        Returns the checksum of each block, or the error of its write. After an error the contents
+        of the slot are undefined, and its record may be the old one, whose checksum no longer fits.
+        """
+        checksums = [
+            checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
+        ]
+        written = self._write_data(slot, buffers)
+        fields = zip(keys, checksums, generations, strict=True)
+        records = [
+            table.encode_record(place, seal, key, checksum, generation)
+            for place, (key, checksum, generation) in enumerate(fields, slot)
+        ]
+        recorded = self._write_records(slot, records, written)
+        return [
+            checksum if error is None else error
+            for checksum, error in zip(checksums, recorded, strict=True)
+        ]
+
+    def erase(self, slot: int) -> None:
+        """Clear the record of a slot.
+
+        Raises:
+            OSError: a system call failed.
+        """
+        self.write_record(slot, table.EMPTY_RECORD)
+
+    def write_record(self, slot: int, record: bytes) -> None:
+        """Write the record of a slot without its bytes, or several adjacent records.
+
+        Raises:
+            OSError: a system call failed.
+        """
+        offset = table.record_offset(slot)
+        write_fully(self._files, self._table, memoryview(record), offset)
+
+    def invalidate(self) -> None:
+        """Reset: the next process finds no block here, even after a power failure. This includes
+        blocks that this process writes later.
+
+        Two places record the reset, of which one is enough: a file beside the table, and the header
+        of the table with an epoch that no record has.
+
+        Raises:
+            OSError: the header could not be written; names whether the file records the reset.
+        """
+        marked = self._mark()
+        try:
+            self._save_header(replace(self._header, epoch=new_epoch()))
+        except OSError as error:
+            place = "a file beside it records it" if marked else "nothing on disk records it"
+            raise OSError(error.errno, f"{error.strerror}; {place}") from None
+        self._unmark()
+
+    def save_ledger(self, content: bytes) -> None:
+        """Write the counters, as `Ledger.dump` gave them.
+
+        Raises:
+            OSError: as the system says; FileNotFoundError if the folder was removed.
+        """
+        save_ledger(self._folder.fd, content)
+
+    def close(self) -> None:
+        """Close the files and release the lock. Idempotent."""
+        if self._slabs is not None:
+            self._slabs.close()
+        if self._table >= 0:
+            with contextlib.suppress(OSError):
+                self._files.close(self._table)
+        self._slabs, self._table = None, -1
+        self._folder.release()
+
+    def _save_header(self, header: table.Header) -> None:
+        """Write all copies of a header, with a higher number than all before it.
+
+        Raises:
+            OSError: the write of a copy failed.
+        """
+        self._header = replace(header, serial=header.serial + 1)
+        failed = None
+        for offset in table.HEADER_OFFSETS:
+            try:
+                write_fully(self._files, self._table, memoryview(self._header.encode()), offset)
+            except OSError as error:
+                failed = error
+        self._files.sync(self._table)
+        if failed is not None:
+            raise failed
+
+    def _mark(self) -> bool:
+        """Create the file that makes the table invalid. False if a system call fails."""
+        try:
+            fd = self._files.open(self._folder.fd, cache_directory.RESET, os.O_WRONLY | os.O_CREAT)
+            self._files.close(fd)
+            self._files.sync(self._folder.fd)
+        except OSError:
+            return False
+        return True
+
+    def _unmark(self) -> None:
+        """Remove the file of `_mark`. If a system call fails, the table stays invalid."""
+        with contextlib.suppress(OSError):
+            os.unlink(cache_directory.RESET, dir_fd=self._folder.fd)
+
+    def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[OSError | None]:
+        """Write the slots' bytes. Returns for each slot the error; None if there was none."""
+        assert self._slabs is not None
+        errors: list[OSError | None] = [None] * len(buffers)
+        if len(buffers) > 1 and self._slabs.write_run(slot, buffers):
+            return errors
+        for place, buffer in enumerate(buffers):
+            try:
+                self._slabs.write(slot + place, buffer)
+            except OSError as error:
+                errors[place] = _kept(error)
+        return errors
+
+    def _write_records(
+        self, slot: int, records: Sequence[bytes], errors: Sequence[OSError | None]
+    ) -> list[OSError | None]:
+        """Write those of adjacent records whose blocks have no error. Returns for each record the
+        error of its block or its own; None if there was none."""
+        written = not any(errors)
+        if len(records) > 1 and written and self._try_record(slot, b"".join(records)) is None:
+            return list(errors)
+        return [
+            error or self._try_record(place, record)
+            for place, (record, error) in enumerate(zip(records, errors, strict=True), slot)
+        ]
+
+    def _try_record(self, slot: int, records: bytes) -> OSError | None:
+        """Write one record or several adjacent ones. Returns the error of the system call."""
+        try:
+            self.write_record(slot, records)
+        except OSError as error:
+            return _kept(error)
+        return None
+
+    def _header_in(self, pages: bytes) -> table.Header | None:
+        """The header of our blocks in `pages`; None if the table is to be made anew."""
+        header = header_in(pages, self._fingerprint)
+        if header is None and any(pages):
+            logger.warning(
+                "both headers of %s are damaged, or of other blocks or an older FlexKV; its blocks "
+                "are discarded, and the cache begins empty",
+                os.path.join(self.path, cache_directory.TABLE),
+            )
+        return header
+
+    def _resize_table(self, num_slots: int) -> None:
+        length = table.table_bytes(num_slots)
+        if os.fstat(self._table).st_size > length:
+            self._files.truncate(self._table, length)
+        self._files.allocate(self._table, length)
+
+
+def _kept(error: OSError) -> OSError:
+    """An error that is returned. Its traceback would keep the buffers of the blocks."""
+    return error.with_traceback(None)
+
+
+def new_epoch() -> int:
+    """A random epoch of 64 bits, never 0."""
+    return random.SystemRandom().randrange(1, 1 << 64)

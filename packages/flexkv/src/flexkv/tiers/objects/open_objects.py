@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the tier of a bucket."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
+
+from flexkv.tiers.base import States
+from flexkv.tiers.objects.object_store import ObjectBlocks
+from flexkv.tiers.remote import RemoteLimits, RemoteTier
+from flexkv.types.changes import Medium
+from flexkv.types.errors import StoreSettingError
+
+_TRUE = {"1", "true", "yes", "on"}
+_PLAIN_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_RETRIES = 2
+"""Retries of a request that fails with a transient error, within the time of its call. Not
+tuned."""
+
+
+def open_object_tier(
+    url: str,
+    fingerprint: str,
+    slot_bytes: int,
+    limits: RemoteLimits,
+    states: States | None = None,
+) -> RemoteTier:
+    """Open the tier of a bucket.
+
+    If the bucket does not answer, the tier reads and writes nothing until it does; see
+    `RemoteTier`. The error is logged.
+
+    Args:
+        url: the setting `objects_url`. Credentials come from the environment variables that the
+            store's own tools read.
+        fingerprint: digest of all that the blocks' bytes depend on apart from their keys.
+        slot_bytes: bytes of a block.
+        limits: of the tier.
+        states: reports the tier's circuits to other processes; the tier owns it. None if
+            nothing is reported.
+
+    Raises:
+        StoreSettingError: the URL or an environment variable of its store cannot be used.
+    """
+    blocks = ObjectBlocks(connect(url, limits.timeout_seconds), fingerprint, limits.timeout_seconds)
+    name = f"objects_url {url}"
+    return RemoteTier(Medium.OBJECTS, blocks, slot_bytes, limits, store_name=name, states=states)
+
+
+def connect(url: str, timeout_seconds: float) -> ObjectStore:
+    """The store of a URL. Sends nothing.
+
+    Args:
+        url: the setting `objects_url`.
+        timeout_seconds: longest time of a request, its retries included.
+
+    Raises:
+        StoreSettingError: the URL or an environment variable of its store cannot be used.
+    """
+    allow_http = any(os.environ.get(name, "").lower() in _TRUE for name in _PLAIN_HTTP)
+    for name in _ENDPOINTS:
+        if os.environ.get(name, "").lower().startswith("http://") and not allow_http:
+            raise StoreSettingError(
+                f"the endpoint from environment variable {name} is plain http, which everyone on "
+                "the network can read; allowed: an https:// endpoint, or AWS_ALLOW_HTTP=true"
+            )
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    try:
+        return from_url(
+            url,
+            client_options={
+                "timeout": timeout,
+                "connect_timeout": timeout,
+                "allow_http": allow_http,
+            },
+            retry_config={"max_retries": _RETRIES, "retry_timeout": timeout},
+        )
+    except (BaseError, ValueError) as error:
+        # The error's own text may repeat credentials of the environment.
+        raise StoreSettingError(
+            f"objects_url {url!r} cannot be used ({type(error).__name__}); allowed: a bucket that "
+            "the environment names account, region and endpoint of"
+        ) from None

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier that cannot be opened ends the start, and the tiers that were opened before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
+
+from sessions import led
+
+from flexkv.engine.open_tiers import open_shared_tiers, open_tiers
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.session.store_states import read_states
+from flexkv.settings import CacheConfig
+from flexkv.tiers.circuit import CircuitState
+from flexkv.tiers.remote import RemoteTier
+from flexkv.types.errors import StoreSettingError
+from packages.conftest import PATIENCE_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def plain_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that nobody allows to be read in plain text."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+
+
+def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> None:
+    disk = CacheConfig(ssd_cache_gb=1 / 1024, ssd_cache_dir=(str(tmp_path / "disk"),))
+    both = dataclasses.replace(disk, objects_url="s3://bucket")
+    with led(tmp_path / "run") as session:
+        with pytest.raises(StoreSettingError):
+            open_tiers(both, session)
+        (attached,) = open_tiers(disk, session)
+        assert attached.tier.figures.reads == {CircuitState.CLOSED: 1}
+        assert attached.tier.close()
+
+
+def test_a_directory_that_is_not_open_is_shown_to_other_processes(tmp_path: Path) -> None:
+    root = str(tmp_path / "disk")
+    disk = CacheConfig(
+        ssd_cache_gb=1 / 1024, ssd_cache_dir=(root,), runtime_dir=str(tmp_path / "run")
+    )
+    with led(tmp_path / "run") as session:
+        (first,) = open_tiers(disk, session)
+        (second,) = open_tiers(disk, session)
+        (shown,) = read_states(disk.session_root)
+        assert (shown["tier"], shown["store"], shown["pid"]) == ("disk", root, os.getpid())
+        assert shown["reads"] == shown["writes"] == "connecting"
+        assert first.tier.close()
+        assert second.tier.close()
+        assert read_states(disk.session_root) == []
+
+
+def test_mooncake_is_left_after_a_bucket_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake", reason="needs pip install 'flexkv[mooncake]'")
+    from integration.harness.mooncake_master import MooncakeMaster
+
+    monkeypatch.setattr("flexkv.tiers.remote.OPEN_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("flexkv.tiers.remote.CLOSE_SECONDS", PATIENCE_SECONDS)
+    closed: list[bool] = []
+    close = RemoteTier.close
+
+    def watched(tier: RemoteTier, flush_seconds: float = 0.0) -> bool:
+        closed.append(close(tier, flush_seconds))
+        return closed[-1]
+
+    monkeypatch.setattr(RemoteTier, "close", watched)
+    master = MooncakeMaster()
+    try:
+        config = CacheConfig(objects_url="s3://bucket", **master.settings)
+        with pytest.raises(StoreSettingError):
+            open_shared_tiers(config, "fe" * 16, ArenaSpec(BlockFormat(1, (4096,)), 4))
+    finally:
+        master.kill()
+    assert closed == [True]

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flexkv.tiers.disk.slot_index import SlotIndex
+
+SLOTS = 6
+KEYS = st.integers(0, 9).map(lambda number: bytes([number]))
+Record = tuple[int, bytes, bytes, int]
+
+
+def checksum_for(key: bytes, slot: int) -> bytes:
+    return key * 8 + bytes([slot]) * 8
+
+
+def filled(slots: int, keys: list[bytes]) -> SlotIndex:
+    index = SlotIndex(slots)
+    for key in keys:
+        slot = index.reserve(key)
+        assert slot is not None
+        assert index.publish(slot, checksum_for(key, slot))
+    return index
+
+
+def eviction_order(index: SlotIndex, keys: set[bytes]) -> list[bytes]:
+    """`keys`, the ready ones, in the order in which new blocks push them out."""
+    order = []
+    for number in range(len(keys) + index.free_slots):
+        assert index.reserve(b"new %d" % number) is not None
+        gone = keys - set(order) - {key for key in keys if key in index}
+        assert len(gone) <= 1
+        order.extend(gone)
+    return order
+
+
+def test_a_block_is_found_once_it_is_written() -> None:
+    index = SlotIndex(2)
+    slot = index.reserve(b"a")
+    assert slot is not None
+    assert b"a" not in index
+    assert index.has_all([b"a"]) == [True]
+    assert index.lease(b"a") is None
+    assert index.publish(slot, bytes(16))
+    assert b"a" in index
+    assert index.lease(b"a") == slot
+
+
+def test_the_block_used_longest_ago_leaves_first() -> None:
+    index = filled(3, [b"a", b"b", b"c"])
+    index.touch([b"a"])
+    assert eviction_order(index, {b"a", b"b", b"c"}) == [b"b", b"c", b"a"]
+
+
+def test_the_end_of_a_prefix_leaves_before_its_beginning() -> None:
+    index = filled(3, [b"c", b"a", b"b"])
+    index.touch([b"a", b"b", b"c"])
+    assert eviction_order(index, {b"a", b"b", b"c"}) == [b"c", b"b", b"a"]
+
+
+def test_slots_in_use_are_not_evicted() -> None:
+    index = filled(2, [b"a", b"b"])
+    slots = [index.lease(b"a"), index.lease(b"b")]
+    assert index.reserve(b"x") is None
+    assert slots[1] is not None
+    index.release(slots[1])
+    assert index.reserve(b"x") == slots[1]
+
+
+def test_the_same_key_may_be_written_anew_while_its_old_slot_is_read() -> None:
+    index = filled(2, [b"a"])
+    old = index.lease(b"a")
+    assert old is not None
+    index.discard(old)
+    new = index.reserve(b"a")
+    assert new is not None
+    assert new != old
+    index.release(old)
+    assert index.publish(new, bytes(16))
+    assert index.lease(b"a") == new
+
+
+def test_an_index_without_slots_takes_nothing() -> None:
+    index = SlotIndex(0)
+    assert index.reserve(b"a") is None
+    assert index.restore([]) == (0, [])
+
+
+@pytest.mark.parametrize("count", [8, 13])
+def test_the_blocks_of_a_batch_get_neighbouring_slots(count: int) -> None:
+    """Also where all slots are full, and prefixes of several batches were used in any order."""
+    index = SlotIndex(5 * count)
+    chance = random.Random(count)
+    prefixes: list[list[bytes]] = []
+    for number in range(40):
+        batch = [b"%d %d" % (number, position) for position in range(count)]
+        slots = [index.reserve(key) for key in reversed(batch)]
+        first = slots[0]
+        assert first is not None
+        assert slots == list(range(first, first + count))
+        for slot in slots:
+            assert slot is not None
+            index.publish(slot, bytes(16))
+        if number % 2:
+            prefixes[-1] += batch
+        else:
+            prefixes.append(batch)
+        index.touch(chance.choice(prefixes[-2:]))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[Record]:
+    """Records of distinct slots and generations; keys come several times."""
+    slots = draw(st.lists(st.integers(0, SLOTS - 1), unique=True))
+    generations = draw(
+        st.lists(st.integers(1, 99), unique=True, min_size=len(slots), max_size=len(slots))
+    )
+    return [
+        (slot, key, checksum_for(key, slot), generation)
+        for slot, generation in zip(slots, generations, strict=True)
+        for key in [draw(KEYS)]
+    ]
+
+
+@given(tables())
+def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
+    records: list[Record],
+) -> None:
+    index = SlotIndex(SLOTS)
+    generation, outdated = index.restore(records)
+    latest: dict[bytes, Record] = {}
+    for record in sorted(records, key=lambda record: record[3]):
+        latest.pop(record[1], None)
+        latest[record[1]] = record
+    assert generation == max((record[3] for record in records), default=0)
+    assert sorted(outdated) == sorted({r[0] for r in records} - {r[0] for r in latest.values()})
+    assert len(index) == len(latest)
+    assert index.free_slots == SLOTS - len(latest)
+    for slot, key, checksum, _ in latest.values():
+        assert index.lease(key) == slot
+        assert index.checksum(slot) == checksum
+        index.release(slot)
+    assert eviction_order(index, set(latest)) == list(latest)
+
+
+def test_slots_of_blocks_from_before_a_reset_are_reused_first() -> None:
+    index = filled(4, [b"a", b"b", b"c", b"d"])
+    reader = index.lease(b"a")
+    assert reader is not None
+    index.clear()
+    assert len(index) == 0
+    assert index.has_all([b"a", b"d"]) == [False, False]
+    for key in (b"b", b"y", b"z"):
+        slot = index.reserve(key)
+        assert slot is not None
+        assert slot != reader
+        assert index.publish(slot, bytes(16))
+    assert index.evictions == 0
+    assert index.present([b"b", b"y", b"z"]) == [True] * 3
+    assert index.stale_blocks == 1, "that of the reader"
+    index.release(reader)
+    assert (index.stale_blocks, index.free_slots) == (0, 1)
+
+
+def test_what_was_ready_at_a_reset_counts_as_changed_at_last() -> None:
+    index = filled(4, [b"a", b"b"])
+    index.watch()
+    assert index.changed is not None
+    index.changed.clear()
+    index.clear()
+    index.sweep(1)
+    assert index.changed == {b"a": None}
+    index.sweep(4)
+    assert index.changed == {b"a": None, b"b": None}
+
+
+def test_resets_may_be_as_many_as_an_engine_lives_to_see() -> None:
+    index = filled(2, [b"a"])
+    writing = index.reserve(b"w")
+    assert writing is not None
+    for _ in range(1 << 15):
+        index.clear()
+        assert index.has_all([b"a", b"w"]) == [False, False]
+        slot = index.reserve(b"a")
+        assert slot is not None
+        assert index.publish(slot, bytes(16))
+        assert b"a" in index
+    assert not index.publish(writing, bytes(16))
+
+
+class SlotIndexModel(RuleBasedStateMachine):
+    """Random histories beside a model: dictionaries in order of use, the oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = SlotIndex(SLOTS)
+        self.order: dict[bytes, int] = {}  # blocks that are ready or being written
+        self.ready: set[bytes] = set()
+        self.writing: dict[int, bytes | None] = {}  # slots; None once the block was removed
+        self.leases: Counter[int] = Counter()
+        self.evictions = 0
+        self.index.watch()
+        self.told: set[bytes] = set()
+
+    def forget(self, slot: int) -> None:
+        for key in [key for key, place in self.order.items() if place == slot]:
+            del self.order[key]
+            self.ready.discard(key)
+        if slot in self.writing:
+            self.writing[slot] = None
+
+    def used(self) -> set[int]:
+        return {*self.order.values(), *self.writing, *self.leases}
+
+    @rule(key=KEYS)
+    def reserve(self, key: bytes) -> None:
+        if self.index.has_all([key])[0]:
+            return
+        busy = {*self.writing, *self.leases}
+        idle = [key for key, slot in self.order.items() if slot not in busy]
+        full = len(self.used()) == SLOTS
+        slot = self.index.reserve(key)
+        if full and not idle:
+            assert slot is None
+            return
+        assert slot is not None
+        if full:
+            assert slot == self.order[idle[0]]
+            self.forget(slot)
+            self.evictions += 1
+        assert slot not in self.used()
+        self.order[key] = slot
+        self.writing[slot] = key
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), works=st.booleans())
+    def finish_writing(self, data: st.DataObject, works: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.writing)))
+        key = self.writing[slot]
+        if works:
+            assert self.index.publish(slot, checksum_for(key or b"-", slot)) is (key is not None)
+        if works and key is not None:
+            self.ready.add(key)
+        else:
+            self.index.discard(slot)
+            self.index.release(slot)
+            self.forget(slot)
+        del self.writing[slot]
+
+    @rule(key=KEYS)
+    def lease(self, key: bytes) -> None:
+        slot = self.index.lease(key)
+        assert slot == (self.order[key] if key in self.ready else None)
+        if slot is not None:
+            self.leases[slot] += 1
+            assert self.index.checksum(slot) == checksum_for(key, slot)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.leases)))
+        if not keep:
+            self.index.discard(slot)
+            self.forget(slot)
+        self.index.release(slot)
+        self.leases -= Counter([slot])
+
+    @rule(keys=st.lists(KEYS, unique=True))
+    def touch(self, keys: list[bytes]) -> None:
+        self.index.touch(keys)
+        for key in reversed(keys):
+            if key in self.ready:
+                self.order[key] = self.order.pop(key)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        for slot in list(self.order.values()):
+            self.forget(slot)
+
+    @rule(limit=st.integers(0, SLOTS))
+    def sweep(self, limit: int) -> None:
+        left = max(0, self.index.stale_blocks - limit)
+        self.index.sweep(limit)
+        assert self.index.stale_blocks == left
+
+    @rule()
+    def every_change_is_noted(self) -> None:
+        self.index.sweep(SLOTS)
+        assert self.index.changed is not None
+        for key in self.index.changed:
+            (self.told.add if key in self.index else self.told.discard)(key)
+        self.index.changed.clear()
+        assert self.told == self.ready
+
+    @invariant()
+    def the_index_and_the_model_agree(self) -> None:
+        assert len(self.index) == len(self.ready)
+        free = SLOTS - len(self.used())
+        assert self.index.free_slots <= free <= self.index.free_slots + self.index.stale_blocks
+        assert self.index.evictions == self.evictions
+        for number in range(10):
+            key = bytes([number])
+            assert (key in self.index) is (key in self.ready)
+            assert self.index.has_all([key]) == [key in self.order]
+
+    def teardown(self) -> None:
+        for slot in list(self.writing):
+            self.finish_one(slot)
+        for slot in self.leases.elements():
+            self.index.release(slot)
+        self.leases.clear()
+        self.index.sweep(SLOTS)
+        assert self.index.free_slots == SLOTS - len(self.used())
+        self.the_index_and_the_model_agree()
+        assert eviction_order(self.index, set(self.ready)) == list(self.order)
+
+    def finish_one(self, slot: int) -> None:
+        self.index.discard(slot)
+        self.index.release(slot)
+        self.forget(slot)
+        del self.writing[slot]
+
+
+TestSlotIndex = SlotIndexModel.TestCase

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a bucket's errors do to blocks, buffers and the log."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+
+from faulty_s3 import SECRET, URL, FaultyS3
+
+from flexkv.tiers.base import Answer
+from flexkv.tiers.job import Outcome, Result
+from flexkv.tiers.objects import object_store as module
+from flexkv.tiers.objects.object_store import ObjectBlocks
+from flexkv.tiers.objects.open_objects import connect, open_object_tier
+from flexkv.tiers.remote import RemoteLimits
+from packages.conftest import PATIENCE_SECONDS
+
+SLOT = 4096
+FINGERPRINT = "f" * 32
+KEYS = [bytes([letter]) * 32 for letter in b"abc"]
+DONE = Outcome.DONE
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    bucket = FaultyS3(monkeypatch)
+    yield bucket
+    bucket.close()
+
+
+@pytest.fixture
+def start(bucket: FaultyS3) -> Iterator[Callable[[], Node]]:
+    made: list[Node] = []
+
+    def make() -> Node:
+        made.append(Node())
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.blocks.close()
+
+
+class Node:
+    """The blocks of a bucket, and memory for them."""
+
+    def __init__(self) -> None:
+        store = connect(URL, PATIENCE_SECONDS)
+        self.blocks = ObjectBlocks(store, FINGERPRINT, PATIENCE_SECONDS)
+        self.memory = mmap.mmap(-1, len(KEYS) * SLOT)
+        self.epoch = self.blocks.epochs.open()
+
+    def buffers(self) -> list[memoryview]:
+        return buffers(self.memory)
+
+    def put(self) -> Sequence[Result]:
+        return self.blocks.put(self.epoch, KEYS, self.buffers())
+
+    def get(self) -> Sequence[Result]:
+        return self.blocks.get(self.epoch, KEYS, self.buffers())
+
+
+def buffers(memory: mmap.mmap) -> list[memoryview]:
+    view = memoryview(memory)
+    return [view[i * SLOT : (i + 1) * SLOT] for i in range(len(KEYS))]
+
+
+def of_blocks(
+    status: int, code: str, methods: Sequence[str] = ("PUT",)
+) -> Callable[[str, str, bool], tuple[int, str] | None]:
+    """Answers with an error to requests for blocks."""
+    return lambda method, path, _: (
+        (status, code) if "/blocks/" in path and method in methods else None
+    )
+
+
+def names() -> list[str]:
+    return [key.hex() for key in KEYS]
+
+
+def texts(results: Sequence[Result]) -> list[str]:
+    assert all(isinstance(each, OSError) for each in results)
+    return [str(each) for each in results]
+
+
+def test_a_conflict_with_another_writer_is_no_stored_block(
+    start: Callable[[], Node], bucket: FaultyS3
+) -> None:
+    node = start()
+    bucket.fault = of_blocks(409, "ConditionalRequestConflict")
+    assert all("409 Conflict, ConditionalRequestConflict" in each for each in texts(node.put()))
+    assert bucket.blocks() == []
+    bucket.fault = lambda *_: None
+    assert node.put() == [DONE] * 3
+    assert bucket.blocks() == names()
+
+
+def test_a_conflict_that_ends_costs_one_more_request(
+    start: Callable[[], Node], bucket: FaultyS3
+) -> None:
+    node = start()
+    met: set[str] = set()
+
+    def once(method: str, path: str, conditional: bool) -> tuple[int, str] | None:
+        if method != "PUT" or path in met:
+            return None
+        met.add(path)
+        return 409, "ConditionalRequestConflict"
+
+    bucket.fault = once
+    assert node.put() == [DONE] * 3
+    assert bucket.blocks() == names()
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_a_block_that_another_engine_has_just_written_is_stored(
+    start: Callable[[], Node], bucket: FaultyS3, status: int
+) -> None:
+    """Azure answers 409 to it, S3 and GCS 412."""
+    node = start()
+
+    def written_meanwhile(method: str, path: str, conditional: bool) -> tuple[int, str] | None:
+        if method != "PUT":
+            return None
+        bucket.objects.setdefault(path, b"x" * (SLOT + module.ENVELOPE_BYTES))
+        return status, "BlobAlreadyExists"
+
+    bucket.fault = written_meanwhile
+    assert node.put() == [DONE] * 3
+
+
+def test_a_cut_object_is_no_stored_block(start: Callable[[], Node], bucket: FaultyS3) -> None:
+    node = start()
+    assert node.put() == [DONE] * 3
+    for path in list(bucket.objects):
+        if "/blocks/" in path and not path.endswith(names()[0]):
+            bucket.objects[path] = bucket.objects[path][:100]
+    # The first block is absent, so that the others are written without a question.
+    del bucket.objects[next(path for path in bucket.objects if path.endswith(names()[0]))]
+    assert node.put() == [DONE] * 3
+    assert start().get() == [DONE] * 3
+
+
+def test_a_missing_bucket_is_no_stored_block(start: Callable[[], Node], bucket: FaultyS3) -> None:
+    node = start()
+    bucket.fault = of_blocks(404, "NoSuchBucket", ("PUT", "HEAD"))
+    assert all("404 Not Found, NoSuchBucket" in each for each in texts(node.put()))
+
+
+def test_a_bucket_without_conditions_is_written_without(
+    start: Callable[[], Node], bucket: FaultyS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.fault = lambda method, path, conditional: (
+        (501, "NotImplemented") if conditional else None
+    )
+    node = start()
+    assert node.put() == [DONE] * 3
+    assert bucket.blocks() == names()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "no conditional writes (GenericError: 501 Not Implemented, NotImplemented" in line
+
+
+def test_creators_of_a_record_without_conditions_share_the_last(
+    bucket: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of another process comes between the write and the read of one's own."""
+    other = b"flexkv-epoch 1 " + b"a" * 32 + b" " + b"b" * 32
+
+    def pause(seconds: float) -> None:
+        assert seconds == module.RECORD_SECONDS
+        bucket.objects[next(iter(bucket.objects))] = other
+
+    bucket.fault = lambda method, path, conditional: (
+        (501, "NotImplemented") if conditional else None
+    )
+    monkeypatch.setattr(module.time, "sleep", pause)
+    node = Node()
+    monkeypatch.undo()
+    assert node.epoch == "a" * 32
+    node.blocks.close()
+
+
+@pytest.mark.parametrize("fault", [(503, "SlowDown"), (403, "AccessDenied")])
+def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
+    start: Callable[[], Node],
+    bucket: FaultyS3,
+    caplog: pytest.LogCaptureFixture,
+    fault: tuple[int, str],
+) -> None:
+    start().put()
+    bucket.fault = lambda *_: fault
+    requests = len(bucket.requests)
+    limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
+    tier = open_object_tier(URL, FINGERPRINT, SLOT, limits)
+    memory = mmap.mmap(-1, len(KEYS) * SLOT)
+    others = [key * 2 for key in KEYS]
+    tier.write(others, buffers(memory))
+    assert [each.outcome for each in tier.poll()] == [Outcome.DROPPED] * 3
+    assert f"objects_url {URL} cannot be used" in caplog.text
+    assert f", {fault[1]}, Some words." in caplog.text
+    assert all("/epochs/" in path for _, path in bucket.requests[requests:])
+
+    bucket.fault = lambda *_: None
+    late = time.monotonic() + PATIENCE_SECONDS
+    while not tier.readable:
+        assert time.monotonic() < late
+        time.sleep(0.001)
+    tier.ask(KEYS)
+    answers: list[Answer] = []
+    while not answers:
+        assert time.monotonic() < late
+        answers = tier.drain_answers()
+    assert [each.has for each in answers] == [[True] * 3]
+    tier.write(others, buffers(memory))
+    assert tier.close(PATIENCE_SECONDS)
+    assert bucket.blocks() == sorted([*names(), *(key.hex() for key in others)])
+
+
+def test_a_bucket_that_hangs_at_the_start_keeps_no_engine_from_ending(bucket: FaultyS3) -> None:
+    go = threading.Event()
+
+    def hang(*_: object) -> None:
+        go.wait()
+
+    bucket.fault = hang
+    blocks = ObjectBlocks(connect(URL, PATIENCE_SECONDS), FINGERPRINT, PATIENCE_SECONDS)
+    ended: list[BaseException] = []
+
+    def open_blocks() -> None:
+        try:
+            blocks.open()
+        except Exception as error:  # noqa: BLE001
+            ended.append(error)
+
+    opening = threading.Thread(target=open_blocks)
+    opening.start()
+    while not bucket.requests:
+        time.sleep(0.001)
+    blocks.close()
+    opening.join(PATIENCE_SECONDS)
+    go.set()
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_an_error_names_status_code_and_message_and_no_secret(
+    start: Callable[[], Node], bucket: FaultyS3, status: int
+) -> None:
+    node = start()
+    bucket.fault = of_blocks(status, "SomeCode", ("PUT", "GET"))
+    for results in (node.put(), node.get()):
+        for text in texts(results):
+            assert f"{status} " in text
+            assert text.endswith(", SomeCode, Some words.")
+            assert SECRET not in text
+
+
+def test_an_unreachable_server_is_named_with_the_reason_and_no_address(
+    bucket: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(OSError, match="Connection refused") as raised:
+        Node()
+    assert "127.0.0.1" not in str(raised.value)
+
+
+def close_once_unused(memory: mmap.mmap) -> None:
+    """The thread of the requests may hold a view for a moment after it has given the result.
+
+    Raises:
+        BufferError: a view lives on.
+    """
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            memory.close()
+        except BufferError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.001)
+        else:
+            return
+
+
+@pytest.mark.parametrize("call", ["put", "get", "put after a failed epoch"])
+def test_a_failed_call_keeps_no_buffer(
+    start: Callable[[], Node], bucket: FaultyS3, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the garbage collector: the memory would live until it happens to run."""
+    node = start()
+    bucket.fault = of_blocks(503, "SlowDown") if call == "put" else lambda *_: (503, "SlowDown")
+    if call == "put after a failed epoch":
+        monkeypatch.setattr(node.blocks.epochs, "_read_at", float("-inf"))
+    gc.collect()
+    gc.disable()
+    try:
+        results: Sequence[Result] = []
+        try:
+            results = node.get() if call == "get" else node.put()
+        except OSError as error:
+            assert "503 Service Unavailable" in str(error)  # noqa: PT017
+        close_once_unused(node.memory)
+        assert all("503 Service Unavailable" in each for each in texts(results))
+    finally:
+        gc.enable()
