@@ -154,7 +154,7 @@ def _failures(names: Names) -> Sequence[Alert]:
 
 
 def _pace(names: Names) -> Sequence[Alert]:
-    left = _sum(names.increase("left_tokens", "15m", reason="slow|awaited"))
+    left = _sum(names.increase("skipped_tokens", "15m", reason="slow|awaited"))
     loaded = _sum(names.increase("hit_tokens", "15m"))
     load = names.quantile(0.99, "load_seconds", "model_name", "instance", window="15m")
     fetch = names.quantile(0.95, "fetch_seconds", "model_name", "instance", "tier", window="15m")
@@ -183,8 +183,8 @@ def _pace(names: Names) -> Sequence[Alert]:
             "15m",
             Severity.WARNING,
             "Most hits are computed, because loading them is slower",
-            "Host memory or a lower tier is slower than the engine computes. See `left_tokens` by "
-            "reason, and the rates of the links.",
+            "Host memory or a lower tier is slower than the engine computes. See `skipped_tokens` "
+            "by reason, and the rates of the links.",
         ),
         Alert(
             "FlexKVSlowWayOfCopying",

@@ -130,7 +130,7 @@ def _gain(names: Names) -> Row:
                 (
                     Query(asked, "looked up"),
                     Query(by_tier, "loaded from {{tier}}"),
-                    Query(f"sum by (reason) ({names.rate('left_tokens')})", "left: {{reason}}"),
+                    Query(f"sum by (reason) ({names.rate('skipped_tokens')})", "left: {{reason}}"),
                 ),
             ),
             Panel(

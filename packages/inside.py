@@ -10,7 +10,7 @@ from flexkv.cache import KVCache
 from flexkv.host.board import CompletionBoard
 from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.link import Link
-from flexkv.transfer.lower import LowerTiers
+from flexkv.transfer.tier_stack import TierStack
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 
@@ -19,7 +19,7 @@ def index_of(cache: KVCache) -> BlockIndex:
     return cache._index
 
 
-def below_of(cache: KVCache) -> LowerTiers:
+def below_of(cache: KVCache) -> TierStack:
     """The tiers below host memory, and what moves blocks from and to them."""
     return cache._below
 

@@ -21,17 +21,7 @@ PACKAGES = {
 }
 
 STEMS = {
-    "flexkv": {
-        "base": 2,
-        "directory": 2,
-        "errors": 2,
-        "index": 2,
-        "open": 2,
-        "plan": 2,
-        "request": 2,
-        "store": 3,
-        "verify": 2,
-    },
+    "flexkv": {"request": 2, "verify": 2},
     "flexkv_sglang": {},
     "flexkv_vllm": {"events": 3, "orders": 2, "pages": 2},
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.worker import WorkerSide
@@ -46,7 +46,7 @@ def worker_of(
         stored=range(len(planes)),
         parts=LayerParts(tuple(parts), {str(i): i for i in range(len(parts))}),
         work_so_far=work_so_far,
-        edge=Edge(),
+        boundary=ErrorBoundary(),
     )
 
 

@@ -102,7 +102,7 @@ def test_pages_that_sglang_evicts_at_once_are_a_miss(world: World) -> None:
     world.linked.tree.evict(EvictParams(num_tokens=8 * _PROMPT))
     world.compute("ijklmnopq")
     assert world.in_host("cdefgh") == ""
-    assert not world.linked.rank.side.edge.failures
+    assert not world.linked.rank.side.boundary.failures
 
 
 def test_pages_go_to_host_memory_before_sglang_sleeps(world: World) -> None:

@@ -13,8 +13,8 @@ extern "C" {
 
 struct _object;
 
-// The types, which implement flexkv.engine.scheduler.access_log.BlockUses and
-// flexkv.engine.scheduler.full_blocks.FillCalendar: a new reference to a PyTypeObject, or null with an exception
+// The types, which implement flexkv.engine.scheduler.access_log.AccessLog and
+// flexkv.engine.scheduler.full_blocks.FullBlocks: a new reference to a PyTypeObject, or null with an exception
 // set. Called with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_uses_type(void);
 FKV_API struct _object* fkv_fill_calendar_type(void);

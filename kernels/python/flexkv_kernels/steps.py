@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexkv.engine.scheduler.access_log import BlockUses
-from flexkv.engine.scheduler.full_blocks import FillCalendar
+from flexkv.engine.scheduler.access_log import AccessLog
+from flexkv.engine.scheduler.full_blocks import FullBlocks
 from flexkv.engine.scheduler.tables import ExtendTables
 from flexkv_kernels._library import LIBRARY
 
 
 class _MakeBlockUses(Protocol):
-    def __call__(self) -> BlockUses:
+    def __call__(self) -> AccessLog:
         """Make an object that knows no request."""
         ...
 
 
 class _MakeFillCalendar(Protocol):
-    def __call__(self, group_tokens: Sequence[int], alignment: int, /) -> FillCalendar:
+    def __call__(self, group_tokens: Sequence[int], alignment: int, /) -> FullBlocks:
         """Make a calendar that watches no request.
 
         Args:
@@ -35,6 +35,6 @@ class _MakeFillCalendar(Protocol):
         ...
 
 
-NativeBlockUses: _MakeBlockUses = LIBRARY.brief.fkv_block_uses_type()
-NativeFillCalendar: _MakeFillCalendar = LIBRARY.brief.fkv_fill_calendar_type()
+NativeAccessLog: _MakeBlockUses = LIBRARY.brief.fkv_block_uses_type()
+NativeFullBlocks: _MakeFillCalendar = LIBRARY.brief.fkv_fill_calendar_type()
 extend_tables: ExtendTables = LIBRARY.brief.fkv_extend_tables()

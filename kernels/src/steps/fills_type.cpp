@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The type `FillCalendar` for CPython, by the stable ABI. It reads and writes attributes of
+// The type `FullBlocks` for CPython, by the stable ABI. It reads and writes attributes of
 // flexkv.engine.scheduler.request.TrackedRequest.
 #include <algorithm>
 #include <unordered_map>
@@ -86,7 +86,7 @@ struct Step {
   Py_ssize_t hash_tokens;
 };
 
-// See flexkv.engine.scheduler.full_blocks.FillCalendar. All methods may throw PythonError and std::bad_alloc.
+// See flexkv.engine.scheduler.full_blocks.FullBlocks. All methods may throw PythonError and std::bad_alloc.
 class Calendar {
  public:
   Calendar(std::vector<Py_ssize_t> group_tokens, Py_ssize_t alignment)
@@ -294,7 +294,7 @@ PyType_Slot slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec spec = {"flexkv_kernels.steps.FillCalendar", sizeof(Self), 0,
+PyType_Spec spec = {"flexkv_kernels.steps.FullBlocks", sizeof(Self), 0,
                     Py_TPFLAGS_DEFAULT, slots};
 
 }  // namespace

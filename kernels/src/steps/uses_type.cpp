@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The type `BlockUses` for CPython, by the stable ABI. A call takes all of a step's blocks where it can.
+// The type `AccessLog` for CPython, by the stable ABI. A call takes all of a step's blocks where it can.
 #include <algorithm>
 #include <vector>
 
@@ -273,7 +273,7 @@ PyType_Slot slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec spec = {"flexkv_kernels.steps.BlockUses", sizeof(Self), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec spec = {"flexkv_kernels.steps.AccessLog", sizeof(Self), 0, Py_TPFLAGS_DEFAULT,
                     slots};
 
 }  // namespace

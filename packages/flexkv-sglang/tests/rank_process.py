@@ -79,7 +79,7 @@ class Request:
     def init_next_round_input(self, tree_cache: object, cow_mamba: bool = False) -> None:
         """Ask all ranks for the longest prefix that all have, as SGLang does."""
         lengths: list[int] = []
-        with self._side.edge.guard("lookup", "it is a miss"):  # as the linker does
+        with self._side.boundary.guard("lookup", "it is a miss"):  # as the linker does
             lengths = self._side.lookup(self.rid, self.hashes)
         self.found = hooks.agree_on_prefix(_alone, self, lengths)
 

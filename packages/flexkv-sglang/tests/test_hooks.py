@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv_sglang import hooks
 from flexkv_sglang.delayed_offloads import DelayedOffloads
@@ -32,7 +32,7 @@ class Side:
         self.own: list[list[str]] = []
         self.before: str | None = "unset"
         self.leads = True
-        self.edge = Edge()
+        self.boundary = ErrorBoundary()
         self.looks_ahead = False
         self.went_on = 0
         self.weights_return = True

@@ -329,7 +329,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     assert rank.side.lookup("r", hashes) == [1]
     rank.load("r", hashes[:1], [5])
     samples = rank.side.take_samples()
-    assert samples["left_tokens:slow"] == 12
+    assert samples["skipped_tokens:slow"] == 12
     assert samples["query_tokens:host"] == 16
 
 

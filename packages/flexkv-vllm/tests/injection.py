@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the statements that a guard of the edge encloses, each raised once."""
+"""Errors in the statements that a guard of the boundary encloses, each raised once."""
 
 from __future__ import annotations
 

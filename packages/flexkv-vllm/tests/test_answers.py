@@ -70,7 +70,7 @@ def test_no_call_of_vllm_is_left_out() -> None:
 
 def break_side(side: str, adapter: Any) -> None:
     """From now on, nothing works in one of the adapter's sides."""
-    adapter._edge.failures.clear()
+    adapter._boundary.failures.clear()
     setattr(adapter, side, Broken())
 
 
@@ -231,6 +231,6 @@ def test_an_error_while_a_layer_waits_is_told_to_vllm(
         second = world.generate(prompt)
     (blocks,) = filter(None, told)
     assert len(blocks) == 10
-    assert world.ranks[0].adapter._edge.failures["the call wait_for_layer"] > 0
+    assert world.ranks[0].adapter._boundary.failures["the call wait_for_layer"] > 0
     assert world.outputs[second] == world.outputs[first]
     world.check_outputs()

@@ -74,7 +74,7 @@ def test_loads_that_were_slow_are_measured_again(make_world: MakeWorld) -> None:
     assert hits[17:] == [LONG_HIT] * 3
     total = collected(world)
     left = 16 * LONG_HIT + LONG_HIT - hits[16]
-    assert {why: total[sample("left_tokens", why)] for why in REASONS} == {
+    assert {why: total[sample("skipped_tokens", why)] for why in REASONS} == {
         "short": 0,
         "slow": left,
         "awaited": 0,
@@ -95,7 +95,7 @@ def test_with_several_groups_a_whole_hit_measures_again(make_world: MakeWorld) -
         hits.append(world.external_tokens[world.generate(prompt)])
     assert hits == [0] * 16 + [LONG_HIT] * 2
     total = collected(world)
-    assert total[sample("left_tokens", "slow")] == 16 * LONG_HIT
+    assert total[sample("skipped_tokens", "slow")] == 16 * LONG_HIT
     world.check_outputs()
 
 
@@ -111,8 +111,8 @@ def test_hits_that_are_too_short_are_counted(make_world: MakeWorld) -> None:
         LONG_HIT,
     ]
     total = collected(world)
-    assert total[sample("left_tokens", "short")] == SHORT_HIT
-    assert total[sample("left_tokens", "slow")] == 0
+    assert total[sample("skipped_tokens", "short")] == SHORT_HIT
+    assert total[sample("skipped_tokens", "slow")] == 0
 
 
 def test_hits_wait_for_full_steps_only_if_enough_other_requests_gain(
@@ -133,7 +133,7 @@ def test_hits_wait_for_full_steps_only_if_enough_other_requests_gain(
         world.run()
         assert len(busy) == others
     assert hits == [0, LONG_HIT, LONG_HIT]
-    assert collected(world)[sample("left_tokens", "delayed")] == LONG_HIT
+    assert collected(world)[sample("skipped_tokens", "delayed")] == LONG_HIT
     world.check_outputs()
 
 
@@ -146,7 +146,7 @@ def test_a_hit_that_came_from_disk_may_be_left_too(make_world: MakeWorld) -> Non
     assert world.cache.counters.fetched_blocks > 0
     total = collected(world)
     assert total[sample("failures", "internal", "")] == 0
-    assert total[sample("left_tokens", "short")] > 0
+    assert total[sample("skipped_tokens", "short")] > 0
     world.check_outputs()
 
 

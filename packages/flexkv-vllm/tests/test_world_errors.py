@@ -44,7 +44,7 @@ SPARED_NOW = 0.6
 
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> LineErrors:
-    """Errors where a guard of the edge catches them."""
+    """Errors where a guard of the boundary catches them."""
     depth = [0]
     leave = Guard.__exit__
 

@@ -183,4 +183,4 @@ def test_a_request_is_served_whatever_its_parameters_are(
     assert world.external_tokens[world.generate(prompt, params=params)] == 192
     world.check_outputs()
     adapter = world.connector._adapter
-    assert not adapter._edge.failures
+    assert not adapter._boundary.failures

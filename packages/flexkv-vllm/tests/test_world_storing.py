@@ -94,7 +94,7 @@ def test_an_error_with_one_request_leaves_the_blocks_of_the_others_in_the_store(
     with monkeypatch.context() as patched:
         patched.setattr(keys, "of", fail_for_second)
         world.run()
-    assert world.side._fills._edge.failures["storing blocks"] == 1
+    assert world.side._fills._boundary.failures["storing blocks"] == 1
     world.settle()
     assert [external(world, each) for each in prompts] == [4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
 

@@ -359,5 +359,5 @@ def test_an_error_with_one_ended_copy_hides_no_other(
     assert len(stores) == 1
     world.side._poll()
     assert len(stores) == 0
-    assert world.side._engine.edge.failures["polling the cache"] == 2
+    assert world.side._engine.boundary.failures["polling the cache"] == 2
     monkeypatch.setattr(loads, "ended", ended)

@@ -111,13 +111,13 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     batch, _ = made
     requests = () if batch is None else batch.reqs
     if side.leads:
-        with side.edge.guard("following a batch", "its requests are not counted or recorded"):
+        with side.boundary.guard("following a batch", "its requests are not counted or recorded"):
             tree = scheduler.tree_cache
             side.scheduled(requests, scheduler.waiting_queue, partial(_own_hashes, tree))
     if scheduler.device == "cpu":
         # On other devices, SGLang prepares the next step before this one ends, so its time is
         # unknown.
-        with side.edge.guard("measuring a batch", "its time is not measured"):
+        with side.boundary.guard("measuring a batch", "its time is not measured"):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
 
@@ -177,7 +177,7 @@ def load_back(original: Callable[..., Any], wrapper: Any, request: Any) -> Any:
     that as `storage`, and the rest as `host`."""
     made = original(wrapper, request)
     for side in _sides:
-        with side.edge.guard("reporting where a hit came from", "it counts as host memory"):
+        with side.boundary.guard("reporting where a hit came from", "it counts as host memory"):
             request.storage_hit_length = side.fetched_tokens(request.rid)
     return made
 
@@ -199,7 +199,7 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
     """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the
     prefix."""
     for side in _sides:
-        with side.edge.guard("following the tree", "blocks may outlive the prefix before them"):
+        with side.boundary.guard("following the tree", "blocks may outlive the prefix before them"):
             if side.leads:
                 prefix = wrapper.cache.get_prefix_hash_values(node)
                 side.builds_on(prefix[-1] if prefix else None)
@@ -213,7 +213,7 @@ def offload_nodes(original: Callable[..., None], wrapper: Any, nodes: Sequence[i
     if side is None or not side.delays:
         original(wrapper, nodes)
         return
-    with side.edge.guard("delaying offloads", "the pages are not cached"):
+    with side.boundary.guard("delaying offloads", "the pages are not cached"):
         for node in nodes:
             tokens = len(wrapper.cache.tree_core.get_component_device_value(node, _FULL))
             side.delayed.used(node, tokens, partial(_offload_delayed, wrapper, node))
@@ -230,7 +230,7 @@ def poll_offloads(original: Callable[..., None], tree: Any) -> None:
         pool = tree.token_to_kv_pool_allocator
         left = pool.available_size() + tree.evictable_size() - pool.size // _RESERVE
         for begin in side.delayed.take(max(0, left), _OFFLOADED_TOKENS):
-            with side.edge.guard("beginning a delayed offload", "the pages are not cached"):
+            with side.boundary.guard("beginning a delayed offload", "the pages are not cached"):
                 begin()
 
 
@@ -247,7 +247,7 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
     """Hook of SGLang's publication of its tree's events. Appends FlexKV's events."""
     events = original(tree)
     for side in _sides:
-        with side.edge.guard("emitting KV events", "they are lost"):
+        with side.boundary.guard("emitting KV events", "they are lost"):
             if side.events is not None:
                 return follow(events, side.events, tree.page_size)
     return events
@@ -274,7 +274,7 @@ def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwa
     for side in _sides:
         # The latest first: there may be no room for all.
         for begin in reversed([*side.delayed.take(0)]):
-            with side.edge.guard("beginning a delayed offload", "the pages are not cached"):
+            with side.boundary.guard("beginning a delayed offload", "the pages are not cached"):
                 begin()
         side.await_copies()
     before = [side.epoch.flushes for side in _sides]
@@ -310,11 +310,11 @@ def _look_ahead(side: RankSide, scheduler: Any) -> None:
     for request in scheduler.waiting_queue[:WINDOW]:
         if tokens >= _MATCHED_TOKENS:
             break
-        with side.edge.guard("looking ahead", "the request is looked up at its turn"):
+        with side.boundary.guard("looking ahead", "the request is looked up at its turn"):
             if side.is_new(request.rid):
                 tokens += len(request.origin_input_ids)
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
                 if not getattr(request.session, "streaming", False):
                     side.look_ahead(request.rid, missing_pages(tree, request))
-    with side.edge.guard("looking ahead", "the next step goes on"):
+    with side.boundary.guard("looking ahead", "the next step goes on"):
         side.go_on_looking()

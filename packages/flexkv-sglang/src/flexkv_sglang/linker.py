@@ -91,7 +91,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         hooks.serve(self.side)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        with self.side.edge.guard("lookup", "it is a miss"):
+        with self.side.boundary.guard("lookup", "it is a miss"):
             return self.side.lookup(rid, _of_kv(transfers).keys)
         # The other ranks wait for the exchange that follows.
         return []
@@ -135,7 +135,7 @@ class FlexKVLinker(UnifiedCacheLinker):
     def _pages(self, slots: torch.Tensor) -> list[int] | None:
         """Page numbers of token slots (a 1-D integer tensor); None after an error, or if these are
         not whole pages. All ranks get the same pages, because their allocators run in step."""
-        with self.side.edge.guard("reading SGLang's page numbers", "neither load nor store"):
+        with self.side.boundary.guard("reading SGLang's page numbers", "neither load nor store"):
             size = self._page_size
             rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
             steps = torch.arange(size, device=slots.device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexkv import KVCache
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv_sglang.awaited import AwaitedPrefixes
 
 WINDOW = 64
@@ -75,7 +75,7 @@ class LookAhead:
         cache: the engine's cache; borrowed.
         awaited: gets the fetches; borrowed.
         keys_of: returns the keys of blocks for SGLang's hashes.
-        edge: where errors of single requests end.
+        boundary: where errors of single requests end.
         clock: returns the time in seconds.
     """
 
@@ -84,13 +84,13 @@ class LookAhead:
         cache: KVCache,
         awaited: AwaitedPrefixes,
         keys_of: Callable[[Sequence[str]], Sequence[bytes]],
-        edge: Edge,
+        boundary: ErrorBoundary,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
         self._awaited = awaited
         self._keys_of = keys_of
-        self._edge = edge
+        self._boundary = boundary
         self._clock = clock
         self._looks: dict[str, _Look] = {}
 
@@ -118,7 +118,7 @@ class LookAhead:
         while self._looks:
             rid, look = next(iter(self._looks.items()))
             goes_on = False
-            with self._edge.guard("looking ahead", "lower tiers read no more for the request"):
+            with self._boundary.guard("looking ahead", "lower tiers read no more for the request"):
                 goes_on = self._look(rid, look)
             if not goes_on:
                 del self._looks[rid]

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping
 
 from flexkv import CacheConfig
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.figures.definitions import GAUGES
 from flexkv.figures.exposition import Exposition
 from flexkv_sglang.side import RankSide
@@ -34,7 +34,7 @@ class Metrics:
         self, config: CacheConfig, labels: Mapping[str, str] | None, *, leads: bool
     ) -> None:
         self._exposition: Exposition | None = None
-        self._edge = Edge()
+        self._boundary = ErrorBoundary()
         if labels is None:
             return
         # Imported late: on import, it reads the folder that SGLang names in the environment.
@@ -57,6 +57,6 @@ class Metrics:
         """Report the samples that `side` has collected since the last call. Never raises."""
         if self._exposition is None:
             return
-        with self._edge.guard("counting", "the counts are lost"):
+        with self._boundary.guard("counting", "the counts are lost"):
             if side.has_samples:
                 self._exposition.observe(side.take_samples(), _THIS)

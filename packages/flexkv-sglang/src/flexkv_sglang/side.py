@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import CopyOrder, StepOrders
@@ -60,7 +60,7 @@ class RankSide:
         page_size: tokens of a page, which is a block.
         chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for what a lower tier reads.
-        edge: where errors of single requests end.
+        boundary: where errors of single requests end.
         recorder: of the requests; None if nothing is recorded here. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
 
@@ -83,7 +83,7 @@ class RankSide:
         page_size: int,
         chooser: LoadChooser,
         may_wait: bool,
-        edge: Edge,
+        boundary: ErrorBoundary,
         recorder: RequestRecorder | None = None,
         options: Collection[str] | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class RankSide:
         self._cache = cache
         self._page_size = page_size
         self._chooser = chooser
-        self._edge = edge
+        self._boundary = boundary
         self._before: str | None = None
         self._closed = False
         self._failed_polls = 0
@@ -115,11 +115,14 @@ class RankSide:
         self._queries: Queries | None = None
         if cache is not None:
             self._awaited = AwaitedPrefixes(cache, chooser, page_size)
-            self._ahead = LookAhead(cache, self._awaited, self.keys_of, edge)
+            self._ahead = LookAhead(cache, self._awaited, self.keys_of, boundary)
             followed = FollowedRequests(cache, page_size, self.keys_of, recorder, options)
             # The worker's figures count this rank's errors, which must not count twice.
             self._figures = CacheFigures(
-                cache, Edge(), lambda: followed.ignored_parameters, lambda: chooser.prefill_cost
+                cache,
+                ErrorBoundary(),
+                lambda: followed.ignored_parameters,
+                lambda: chooser.prefill_cost,
             )
             self._followed, self._queries = followed, Queries(self._figures, page_size)
 
@@ -129,9 +132,9 @@ class RankSide:
         return self._cache is not None
 
     @property
-    def edge(self) -> Edge:
+    def boundary(self) -> ErrorBoundary:
         """Where errors of single requests end."""
-        return self._edge
+        return self._boundary
 
     @property
     def looks_ahead(self) -> bool:
@@ -160,7 +163,7 @@ class RankSide:
         """
         if self._cache is None:
             return []
-        with self._edge.guard("lookup", "it is a miss"):
+        with self._boundary.guard("lookup", "it is a miss"):
             keys = self.keys_of(hashes)
             found = self._cache.lookup(keys)
             if self._followed is not None:
@@ -190,7 +193,7 @@ class RankSide:
             return False
         transfer, fetched = None, 0
         if self._cache is not None:
-            with self._edge.guard("ordering a load", "it is a miss"):
+            with self._boundary.guard("ordering a load", "it is a miss"):
                 transfer, fetched = self._lease(rid, hashes)
         slots = [] if transfer is None else transfer.slots
         number, cell, slots = self._agree(transfer, slots, len(pages))
@@ -212,7 +215,7 @@ class RankSide:
         """Drop a queued load. Returns False if the request has none."""
         queued = self._queued.pop(rid, None)
         if self._cache is not None and queued is not None and queued.transfer is not None:
-            with self._edge.guard("cancelling a load", "its blocks stay in host memory"):
+            with self._boundary.guard("cancelling a load", "its blocks stay in host memory"):
                 self._cache.cancel(queued.transfer)
         if self._followed is not None:
             self._followed.cancelled(rid)
@@ -245,7 +248,7 @@ class RankSide:
         self._seen.intersection_update(rids)
         held = [False] * len(rids)
         if self._awaited is not None:
-            with self._edge.guard("waiting for a disk", "what has come is all"):
+            with self._boundary.guard("waiting for a disk", "what has come is all"):
                 held = self._held(rids)
         if not rids:
             return []  # as often as an idle engine looks for requests
@@ -279,7 +282,7 @@ class RankSide:
         orders = StepOrders(layerwise=[each.order for each in self._queued.values()])
         self._queued.clear()
         self._batch += 1
-        with self._edge.guard("starting loads", "they count as failed"), behind():
+        with self._boundary.guard("starting loads", "they count as failed"), behind():
             self._worker.start_loads(orders)
             return self._batch
         self._worker.fail_loads(orders)
@@ -288,7 +291,7 @@ class RankSide:
     def wait_for_layer(self, layer: int) -> None:
         """Make the forward pass wait until the loads of a layer have ended. After an error, the
         forward pass computes on unknown bytes, and `finish_batch` reports a failure."""
-        with self._edge.guard("waiting for a layer", "the loads of the batch count as failed"):
+        with self._boundary.guard("waiting for a layer", "the loads of the batch count as failed"):
             self._worker.wait_for_layer(str(layer))
             return
         self._waited = False
@@ -297,7 +300,7 @@ class RankSide:
         """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
         orders = StepOrders(has_forward=True)
         waited, self._waited = self._waited, True
-        with self._edge.guard("ending loads", "copies end, now and for good"):
+        with self._boundary.guard("ending loads", "copies end, now and for good"):
             self._worker.finished(orders)
             failed = self._worker.take_bad_blocks()
             self._note_loads(orders)
@@ -330,7 +333,7 @@ class RankSide:
         transfer, stored = None, False
         slots: list[int] = []
         if self._cache is not None:
-            with self._edge.guard("storing blocks", "they are not cached"):
+            with self._boundary.guard("storing blocks", "they are not cached"):
                 before, self._before = self._before, None
                 keys = self.keys_of(hashes)
                 missing = self._cache.missing(keys)
@@ -351,7 +354,7 @@ class RankSide:
     def ended_offloads(self) -> int:
         """How many of the oldest offloads have ended. SGLang takes the least number of all ranks.
         Ranks that do not decide therefore count all."""
-        with self._edge.guard("measuring a step", "its time is not measured"):
+        with self._boundary.guard("measuring a step", "its time is not measured"):
             step, self._step = self._step, 0
             self._chooser.timer.ended(step)
         self._failed_polls = 0 if self._polled() else self._failed_polls + 1
@@ -390,7 +393,7 @@ class RankSide:
             return True
         if self._failed_polls >= _FAILED_POLLS:
             return False
-        with self._edge.guard(
+        with self._boundary.guard(
             "clearing the cache", "nothing is loaded or stored until it succeeds"
         ):
             self._cache.suspend()
@@ -402,7 +405,7 @@ class RankSide:
 
     def await_copies(self) -> None:
         """Wait until no copy reads or writes SGLang's pages. SGLang may wait for no load."""
-        with self._edge.guard("ending copies", "copies end, now and for good"):
+        with self._boundary.guard("ending copies", "copies end, now and for good"):
             self._worker.drain()
             self._worker.take_bad_blocks()
             self._poll()
@@ -423,7 +426,7 @@ class RankSide:
         if self._followed is not None and self._ahead is not None:
             self._followed.forget_lookups()
             self._ahead.clear()
-        with self._edge.guard("emitting KV events", "subscribers know pages of other weights"):
+        with self._boundary.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
                 self.events.forget_all(self.epoch.end)
 
@@ -434,7 +437,7 @@ class RankSide:
         self._closed = True
         self.reset()
         with (
-            self._edge.guard("shutdown", "the kernel cleans up when the process ends"),
+            self._boundary.guard("shutdown", "the kernel cleans up when the process ends"),
             contextlib.ExitStack() as ends,
         ):
             # Each of them, also if another one fails.
@@ -481,7 +484,7 @@ class RankSide:
         keys = self.keys_of(hashes)
         transfer, fetched = self._cache.load(keys), 0
         # By itself: a lease that is not handed on would never end.
-        with self._edge.guard("counting a hit", "it is not counted"):
+        with self._boundary.guard("counting a hit", "it is not counted"):
             if transfer is not None and self._queries is not None:
                 by_medium = self._awaited.count(rid, keys)
                 fetched = by_medium.total()
@@ -511,20 +514,20 @@ class RankSide:
 
     def _store(self, order: CopyOrder, behind: Behind) -> None:
         orders = StepOrders(stores=[order])
-        with self._edge.guard("starting stores", "the blocks are not cached"), behind():
+        with self._boundary.guard("starting stores", "the blocks are not cached"), behind():
             self._worker.start_stores(orders)
             return
         self._worker.fail_stores(orders)
 
     def _note_loads(self, orders: StepOrders) -> None:
-        with self._edge.guard("noting ended loads", "the next step notes them"):
+        with self._boundary.guard("noting ended loads", "the next step notes them"):
             self._poll()
             report = self._worker.report(orders)
             self._chooser.loaded(0.0 if report is None else report.load_rate)
 
     def _polled(self) -> bool:
         """Look for copies that have ended. Returns False after an error."""
-        with self._edge.guard("polling copies", "they are polled in the next step"):
+        with self._boundary.guard("polling copies", "they are polled in the next step"):
             self._worker.finished(StepOrders(has_forward=True))
             self._poll()
             return True
@@ -541,7 +544,7 @@ class RankSide:
                 _FAILED_POLLS,
                 self._ranks.rank,
             )
-        with self._edge.guard("disabling the cache", "the next step tries again"):
+        with self._boundary.guard("disabling the cache", "the next step tries again"):
             self._worker.stop_copying()
             if self._cache is not None:
                 self._disable(self._cache)

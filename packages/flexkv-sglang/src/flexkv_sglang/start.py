@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexkv import CacheConfig, KVCache
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.start import make_cache, make_recorder
 from flexkv.engine.worker.pages import RankPages
@@ -80,14 +80,14 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         f"dtypes: {', '.join(pages.traits)}",
         f"pairs of tokens: {engine.is_bigram}",
     ]
-    edge = Edge()
+    boundary = ErrorBoundary()
     worker = start_worker(
         config,
         _engine_id(ranks),
         RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank),
         device_of(pages.tensors),
         identity=identity,
-        edge=edge,
+        boundary=boundary,
     )
     cache = None
     if ranks.rank == 0:
@@ -106,7 +106,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         page_size=engine.page_size,
         chooser=chooser,
         may_wait=bool(waits),
-        edge=edge,
+        boundary=boundary,
         recorder=None if cache is None else _make_recorder(config, engine, cache, chooser),
         options=config.request_options,
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.settings import CacheConfig
 from flexkv.tiers.blocking import BlockingTier
 from flexkv.types.errors import ConfigError
@@ -39,7 +39,7 @@ def stores(
     config = CacheConfig(
         ssd_cache_gb=gib, ssd_cache_dir=(str(root),), ssd_timeout_seconds=60.0, ssd_in_use="error"
     )
-    made = PoolStores(config, place, model, Edge())
+    made = PoolStores(config, place, model, ErrorBoundary())
     for name, each in pools.items():
         made.add(name, each)
     made.open()
@@ -281,7 +281,7 @@ def test_a_folder_that_cannot_be_opened_later_is_a_miss(
 ) -> None:
     (tmp_path / "file").touch()
     config = CacheConfig(ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "file"),))
-    kept = PoolStores(config, ONE, MODEL, Edge())
+    kept = PoolStores(config, ONE, MODEL, ErrorBoundary())
     kept.add("kv", full())
     for _ in range(2):
         assert kept.set("kv", KEYS[:1], tokens_of(0)) == [False]
@@ -290,4 +290,4 @@ def test_a_folder_that_cannot_be_opened_later_is_a_miss(
 
 def test_a_backend_without_a_disk_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ssd_cache_gb and ssd_cache_dir are not set; allowed"):
-        PoolStores(CacheConfig(), ONE, MODEL, Edge())
+        PoolStores(CacheConfig(), ONE, MODEL, ErrorBoundary())

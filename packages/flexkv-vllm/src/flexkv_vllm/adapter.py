@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part that both connectors share: the two sides, and the edge that keeps errors from vLLM."""
+"""The part that both connectors share: the two sides, behind the boundary for errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from flexkv.engine.boundary import Edge, always, answers
-from flexkv.engine.orders import StepOrders
+from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
@@ -76,7 +75,7 @@ class Adapter:
     def __init__(self, vllm_config: VllmConfig, store_time: StoreTime, connector: type) -> None:
         self._vllm_config = vllm_config
         self._store_time = store_time
-        self._edge = Edge()
+        self._boundary = ErrorBoundary()
         self._config = read_settings(vllm_config, connector)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -87,7 +86,7 @@ class Adapter:
         self._suspects: dict[str, list[int]] = {}
         self._doubtful = self._by_request = False
         # The orders of the running step, if no copy is under way and the step begins none.
-        self._idle: StepOrders | None = None
+        self._idle: StepMetadata | None = None
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
@@ -100,10 +99,9 @@ class Adapter:
         if self._config.enable:
             warn_if_newer()
             self._scheduler = make_scheduler_side(
-                self._config, self._vllm_config, kv_cache_config, self._store_time, self._edge
+                self._config, self._vllm_config, kv_cache_config, self._store_time, self._boundary
             )
-            first = self._scheduler.first_group
-            self._promises = Promises(first.index, first.engine_block_tokens)
+            self._promises = Promises(*self._scheduler.reported_group)
 
     def start_worker(
         self,
@@ -121,20 +119,20 @@ class Adapter:
                 kv_cache_config,
                 kv_caches,
                 place=place,
-                edge=self._edge,
+                boundary=self._boundary,
                 alone=alone,
             )
             self._by_request = self._worker.fails_by_request
 
     def shutdown(self) -> None:
         """Leave the arena. Idempotent."""
-        with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
+        with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
             if self._worker is not None:
                 self._worker.close()
             scheduler = self._scheduler or self._ended
             if scheduler is not None:
                 scheduler.close(flush_seconds(self._vllm_config))
-                scheduler.log_counters(self._edge.failures)
+                scheduler.log_counters(self._boundary.failures)
         self._worker = self._scheduler = self._ended = None
 
     def turn_off(self) -> None:
@@ -151,14 +149,14 @@ class Adapter:
     @answers(always(None), "it is fetched when it is scheduled")
     def queued(self, request: Request) -> None:
         if self._scheduler is not None:
-            with self._edge.guard("prefetching", "it is fetched when it is scheduled"):
+            with self._boundary.guard("prefetching", "it is fetched when it is scheduled"):
                 self._scheduler.queued(request)
 
     @answers(always((0, False)), "it is a miss")
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is not None:
             answer: tuple[int | None, bool] = 0, False
-            with self._edge.guard("lookup", "it is a miss"):
+            with self._boundary.guard("lookup", "it is a miss"):
                 answer = self._scheduler.match(request, local_tokens)
             self._promises.matched(request, local_tokens, answer)
             return answer
@@ -169,7 +167,7 @@ class Adapter:
         if self._scheduler is None:
             return
         self._promises.allocated(request, blocks, tokens)
-        with self._edge.guard("ordering a load", "vLLM is told that it failed"):
+        with self._boundary.guard("ordering a load", "vLLM is told that it failed"):
             self._scheduler.allocated(request, blocks, tokens)
             return
         self._scheduler.refuse(request, blocks, tokens)
@@ -179,7 +177,7 @@ class Adapter:
         if self._scheduler is None:
             return self._promises.orders_after_all()
         orders = None
-        with self._edge.guard(
+        with self._boundary.guard(
             "building a step's orders", "no more is stored of the requests that run"
         ):
             orders = self._scheduler.build_orders(output)
@@ -195,7 +193,7 @@ class Adapter:
             return
         if output.invalid_block_ids:
             self._distrust(self._scheduler, output.invalid_block_ids)
-        with self._edge.guard("ending a step", "copies that ended are seen later"):
+        with self._boundary.guard("ending a step", "copies that ended are seen later"):
             report = output.kv_connector_worker_meta
             # `isinstance` of a subclass of vLLM's abstract class takes longer than the rest.
             self._scheduler.step_ended(report if type(report) is WorkerReport else None)
@@ -205,7 +203,7 @@ class Adapter:
         if self._scheduler is None:
             return False
         holds = None
-        with self._edge.guard("ending a request", "its last blocks are not cached"):
+        with self._boundary.guard("ending a request", "its last blocks are not cached"):
             holds = self._scheduler.finished(request, tables)
         if holds is None:
             holds = self._scheduler.forget(request.request_id)
@@ -222,7 +220,7 @@ class Adapter:
         """vLLM pauses and keeps its weights. Returns whether all went well."""
         if self._scheduler is None:
             return True
-        with self._edge.guard("pausing", "all blocks are discarded"):
+        with self._boundary.guard("pausing", "all blocks are discarded"):
             self._scheduler.pause()
             return True
         return False
@@ -239,7 +237,7 @@ class Adapter:
     @answers(lambda _: [], "they are told later, or lost")
     def take_events(self) -> list[KVCacheEvent]:
         if self._scheduler is not None and self._scheduler.tells_events:
-            with self._edge.guard("telling events", "they are told later, or lost"):
+            with self._boundary.guard("telling events", "they are told later, or lost"):
                 return self._scheduler.take_events()
         return []
 
@@ -247,7 +245,7 @@ class Adapter:
     def hit_sources(self, request: Request, tokens: int) -> dict[Any, int]:
         if self._scheduler is None:
             return {}
-        with self._edge.guard("telling where a hit came from", "vLLM counts it as unspecified"):
+        with self._boundary.guard("telling where a hit came from", "vLLM counts it as unspecified"):
             return hit_sources(self._scheduler.hit_tokens(request, tokens))
         return {}
 
@@ -260,7 +258,7 @@ class Adapter:
         return self._scheduler is not None and self._scheduler.wants_step
 
     def _distrust(self, scheduler: SchedulerSide, invalid: set[int]) -> None:
-        with self._edge.guard("discarding wrong blocks", "all blocks are discarded"):
+        with self._boundary.guard("discarding wrong blocks", "all blocks are discarded"):
             scheduler.distrust(invalid)
             return
         self.weights_changed()
@@ -268,7 +266,7 @@ class Adapter:
     def _reset_by(self, reset: Callable[[], None]) -> bool:
         assert self._scheduler is not None
         self._scheduler.suspend()
-        with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
+        with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
             reset()
             return True
         return False
@@ -280,7 +278,7 @@ class Adapter:
         """The counts since the last call; None if there are none."""
         side = self._worker or self._scheduler
         if side is not None and side.figures.active and side.has_figures:
-            with self._edge.guard("counting", "the counts come later, or are lost"):
+            with self._boundary.guard("counting", "the counts come later, or are lost"):
                 samples = side.figures.take()
                 return FlexKVStats(data=samples) if samples else None
         return None
@@ -289,20 +287,20 @@ class Adapter:
 
     @answers(always(None), "copies end, now and for good")
     def fence(self, metadata: KVConnectorMetadata | None) -> None:
-        if self._worker is not None and isinstance(metadata, StepOrders) and metadata.fences:
-            with self._edge.guard("fencing stores", "copies end, now and for good"):
+        if self._worker is not None and isinstance(metadata, StepMetadata) and metadata.fences:
+            with self._boundary.guard("fencing stores", "copies end, now and for good"):
                 self._worker.fence(metadata)
                 return
             self._worker.stop_copying()
 
     @answers(lambda self, _: self._doubt_step(), _DOUBT)
     def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
-        if self._worker is not None and isinstance(metadata, StepOrders):
+        if self._worker is not None and isinstance(metadata, StepMetadata):
             self._follow_loads(metadata)
             if self._worker.rests(metadata):
                 self._idle = metadata
                 return
-            with self._edge.guard("starting loads", "they count as failed"):
+            with self._boundary.guard("starting loads", "they count as failed"):
                 self._worker.start_loads(metadata)
                 return
             self._worker.fail_loads(metadata)
@@ -316,8 +314,8 @@ class Adapter:
     def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
         if metadata is self._idle:
             return
-        if self._worker is not None and isinstance(metadata, StepOrders):
-            with self._edge.guard("starting stores", "the blocks are not cached"):
+        if self._worker is not None and isinstance(metadata, StepMetadata):
+            with self._boundary.guard("starting stores", "the blocks are not cached"):
                 self._worker.start_stores(metadata)
                 return
             self._worker.fail_stores(metadata)
@@ -342,12 +340,12 @@ class Adapter:
 
     def _finished(self, worker: WorkerSide, metadata: KVConnectorMetadata | None) -> bool:
         """Look for the ends of copies. Returns whether vLLM gets those that were found."""
-        orders = metadata if isinstance(metadata, StepOrders) else StepOrders()
-        if self._edge.lasts(_POLLING):
-            self._edge.gave_up(_POLLING, "all loads and stores of this rank fail")
+        orders = metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+        if self._boundary.lasts(_POLLING):
+            self._boundary.gave_up(_POLLING, "all loads and stores of this rank fail")
             worker.give_up(orders)
             return True
-        with self._edge.guard(_POLLING, "they are polled in the next step"):
+        with self._boundary.guard(_POLLING, "they are polled in the next step"):
             worker.finished(orders)
             return True
         worker.poll_later(orders)
@@ -363,8 +361,8 @@ class Adapter:
     def step_report(self, metadata: KVConnectorMetadata | None) -> WorkerReport | None:
         if metadata is self._idle:
             return None
-        if self._worker is not None and isinstance(metadata, StepOrders):
-            with self._edge.guard("reporting a step", "its end is not measured"):
+        if self._worker is not None and isinstance(metadata, StepMetadata):
+            with self._boundary.guard("reporting a step", "its end is not measured"):
                 report = self._worker.report(metadata)
                 if report is None:
                     return None
@@ -379,7 +377,7 @@ class Adapter:
         bad_blocks = self._worker.take_bad_blocks()
         return bad_blocks | self._suspected_blocks() if self._doubtful else bad_blocks
 
-    def _follow_loads(self, orders: StepOrders) -> None:
+    def _follow_loads(self, orders: StepMetadata) -> None:
         """A step begins with these orders."""
         self._idle = None
         self._doubtful = False

@@ -12,10 +12,8 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from flexkv.engine.choice.load_choice import LoadChooser
-from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StepStores, StoreTime
-from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.idle import IdleSteps
 from flexkv.engine.scheduler.prefix_loads import PrefixLoads
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
@@ -24,7 +22,7 @@ from flexkv_vllm.block_tables import BlockTables
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.pool import Pool
-from flexkv_vllm.step_uses import StepUses
+from flexkv_vllm.step_accesses import StepAccesses
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -64,7 +62,7 @@ class SchedulerSide:
         load_ahead: bool,
         allowed: Collection[str] | None = None,
         events: BlockEvents | None = None,
-        uses: StepUses | None = None,
+        uses: StepAccesses | None = None,
     ) -> None:
         self.tells_events = events is not None
         self._engine = engine
@@ -76,14 +74,14 @@ class SchedulerSide:
         self._uses = uses
         self._orders = StepMetadata()
         self._taken: tuple[SchedulerOutput, StepMetadata] | None = None
-        self._ended = EndedTransfers(engine.cache)
+        self._ended = engine.ended
         self._ordered: set[int] = set()  # ids of the transfers under way that workers know
         self._lost_some = False
-        engine.edge.after_error = self._after_error
+        engine.boundary.after_error = self._after_error
         self._requests = Requests(self._cache, self._abandon, allowed)
         options = self._requests.options
         self.figures = CacheFigures(
-            self._cache, engine.edge, lambda: options.ignored, lambda: chooser.prefill_cost
+            self._cache, engine.boundary, lambda: options.ignored, lambda: chooser.prefill_cost
         )
         self._loads = PrefixLoads(engine, chooser, self.figures, load_ahead)
         self._fills = StepStores(engine, store_time)
@@ -101,9 +99,11 @@ class SchedulerSide:
         return tuple(group.index for group in self._groups.members)
 
     @property
-    def first_group(self) -> Group:
-        """The cached group whose blocks failed loads are reported by."""
-        return self._groups.members[0]
+    def reported_group(self) -> tuple[int, int]:
+        """The cached group by whose blocks failed loads are reported: vLLM's number of it, and the
+        tokens of its blocks."""
+        first = self._groups.members[0]
+        return first.index, first.engine_block_tokens
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Set vLLM's block pool with its own prefix cache."""
@@ -304,7 +304,7 @@ class SchedulerSide:
         self._engine.close(flush_seconds)
 
     def log_counters(self, failures: Mapping[str, int]) -> None:
-        """Log the totals of the cache and the errors at the edge."""
+        """Log the totals of the cache and the errors at the boundary."""
         counts = self._cache.counters.as_dict() | dict(failures)
         text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         logger.info("FlexKV ends: %s", text or "never used")
@@ -312,7 +312,7 @@ class SchedulerSide:
     def _poll(self) -> None:
         if not (self._ended.waiting or self._cache.busy):
             return
-        with self._engine.edge.guard(_POLLING, "copies that ended are seen later"):
+        with self._engine.boundary.guard(_POLLING, "copies that ended are seen later"):
             self.figures.note_activity()
             if self._lost_some:
                 running = {*self._stores.under_way, *self._loads.running, *self._ordered}
@@ -323,9 +323,9 @@ class SchedulerSide:
                 self._loads.ended(transfer)
                 self._ordered.discard(transfer.id)
             return
-        if self._engine.edge.lasts(_POLLING):
+        if self._engine.boundary.lasts(_POLLING):
             self._cache.stop()
-            self._engine.edge.gave_up(_POLLING, "FlexKV loads and stores nothing")
+            self._engine.boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
     def _after_error(self) -> None:
         self._cache.recover()

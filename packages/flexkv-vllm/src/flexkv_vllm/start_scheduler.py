@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from flexkv import CacheConfig
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.start import attach_session, make_cache, make_recorder
@@ -21,7 +21,7 @@ from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
 from flexkv_vllm.load_mode import load_mode_of, make_chooser
 from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.settings import engine_id_of
-from flexkv_vllm.step_uses import make_step_uses
+from flexkv_vllm.step_accesses import make_step_accesses
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +35,7 @@ def make_scheduler_side(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
     store_time: StoreTime,
-    edge: Edge,
+    boundary: ErrorBoundary,
 ) -> SchedulerSide:
     """Attach to the arena of the workers, and open the cache.
 
@@ -44,7 +44,7 @@ def make_scheduler_side(
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's configuration of the KV cache; None if vLLM does not pass it.
         store_time: when to store.
-        edge: ends, counts and logs run-time errors.
+        boundary: ends, counts and logs run-time errors.
 
     Returns:
         The scheduler side, which the caller closes. It owns the session and the cache.
@@ -78,13 +78,13 @@ def make_scheduler_side(
         tokens = groups.furthest.block_tokens
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
         side = SchedulerSide(
-            EngineCache(session, cache, groups, keys, edge, describe, recorder),
+            EngineCache(session, cache, groups, keys, boundary, describe, recorder),
             chooser,
             store_time,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             allowed=config.request_options,
             events=events,
-            uses=make_step_uses(vllm_config, groups),
+            uses=make_step_accesses(vllm_config, groups),
         )
         undo.pop_all()
     if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:

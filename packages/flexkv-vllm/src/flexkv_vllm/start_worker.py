@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexkv import CacheConfig
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
 from flexkv.engine.worker.worker import WorkerSide
@@ -36,7 +36,7 @@ def make_worker_side(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     place: Place,
-    edge: Edge,
+    boundary: ErrorBoundary,
     alone: bool,
 ) -> WorkerSide:
     """Describe this rank's pages, meet the other ranks, and start the mover.
@@ -48,7 +48,7 @@ def make_worker_side(
             it.
         kv_caches: the rank's tensors by layer; vLLM keeps them alive until shutdown.
         place: rank and stage of this worker.
-        edge: ends, counts and logs run-time errors.
+        boundary: ends, counts and logs run-time errors.
         alone: see `WorkerSide`.
 
     Returns:
@@ -80,7 +80,7 @@ def make_worker_side(
             f"groups: {groups.describe()}",
             *stages.describe(cached),
         ],
-        edge=edge,
+        boundary=boundary,
         fails_by_request=not groups.plain,
         alone=alone,
     )

@@ -25,7 +25,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch
-from flexkv.transfer.lower import LowerTiers
+from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Change, Medium, take_newest
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence, presence_below
@@ -107,7 +107,7 @@ class KVCache:
         self.meter = Meter()
         self._off = self._stopped = self._recovering = False
         self._device = DeviceLink(arena.board, self.meter)
-        self._below = LowerTiers(self._index, arena.slot_view, tiers, self.meter)
+        self._below = TierStack(self._index, arena.slot_view, tiers, self.meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 

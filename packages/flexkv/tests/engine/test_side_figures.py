@@ -5,7 +5,7 @@ import pytest
 
 from flexkv.cache import KVCache
 from flexkv.engine import side_figures
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.side_figures import CacheFigures, CopyFigures
 from flexkv.eviction import LRUPolicy
 from flexkv.figures.definitions import METRICS, sample
@@ -22,7 +22,7 @@ STORING = sample("copy_seconds", "device", "store")
 
 def make(seconds: dict[int, float]) -> CopyFigures:
     """Of a mover that knows how long these of its transfers took."""
-    return CopyFigures(Edge(), seconds.get, dict)
+    return CopyFigures(ErrorBoundary(), seconds.get, dict)
 
 
 def test_the_time_of_a_copy_is_what_the_mover_measured() -> None:
@@ -68,12 +68,12 @@ def test_what_is_only_measured_is_a_rate_and_no_traffic() -> None:
 
 
 def test_an_error_of_the_worker_is_counted_once() -> None:
-    edge = Edge()
-    figures = CopyFigures(edge, {}.get, dict)
-    edge.failures["start_load_kv"] += 2
+    boundary = ErrorBoundary()
+    figures = CopyFigures(boundary, {}.get, dict)
+    boundary.failures["start_load_kv"] += 2
     assert figures.take() == {sample("failures", "internal", ""): 2}
     assert figures.take() == {}
-    edge.failures["wait_for_save"] += 1
+    boundary.failures["wait_for_save"] += 1
     assert figures.take() == {sample("failures", "internal", ""): 1}
 
 
@@ -81,7 +81,7 @@ def test_bytes_are_counted_by_their_way_and_a_fallback_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ways = {"dma": 0, "staged": 500, "kernel": 0, FALLBACK: 0}
-    figures = CopyFigures(Edge(), {}.get, lambda: dict(ways))
+    figures = CopyFigures(ErrorBoundary(), {}.get, lambda: dict(ways))
     figures.begin_counting()  # 500 bytes were copied to measure it
 
     def copied(**more: int) -> dict[str, float]:
@@ -111,7 +111,7 @@ def test_a_busy_engine_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(side_figures, "time", clock)
     arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), 4), threads=1)
     try:
-        made = CacheFigures(KVCache(arena, LRUPolicy()), Edge(), lambda: 0)
+        made = CacheFigures(KVCache(arena, LRUPolicy()), ErrorBoundary(), lambda: 0)
         assert made.is_due(busy=True)
         made.take()
         made.note_activity()

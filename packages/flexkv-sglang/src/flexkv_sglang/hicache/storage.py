@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.recorder import warn_unrecorded
 from flexkv.settings import GIB, configure_logging
 from flexkv_sglang.hicache.backend_settings import read_settings
@@ -63,14 +63,14 @@ class FlexKVStorage(HiCacheStorage):
         configure_logging(settings)
         warn_unrecorded(settings, "under HiCache")
         check_engine()
-        self._edge = Edge()
+        self._boundary = ErrorBoundary()
         self._counts = bool(config.enable_storage_metrics)
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
         self._writes: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
         self._stores: PoolStores | None = None
         if settings.enable and keeps_on_disk():
             place = Place.of(config, engine_copies())
-            self._stores = PoolStores(settings, place, model_traits(), self._edge)
+            self._stores = PoolStores(settings, place, model_traits(), self._boundary)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -99,7 +99,7 @@ class FlexKVStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         hit = Hit(0, {}, [])
-        with self._edge.guard("batch_exists_v2", "pages count as missing"):
+        with self._boundary.guard("batch_exists_v2", "pages count as missing"):
             others = {
                 str(transfer.name): PoolPages(
                     Need(transfer.hit_policy.value),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.weights import digest
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import TierFigures
@@ -44,13 +44,15 @@ class PoolStores:
         config: FlexKV's settings.
         place: the place of this rank.
         model: all that the bytes of a page depend on, except pool, rank and key.
-        edge: counts and logs errors.
+        boundary: counts and logs errors.
 
     Raises:
         ConfigError: the settings name no disk.
     """
 
-    def __init__(self, config: CacheConfig, place: Place, model: Sequence[str], edge: Edge) -> None:
+    def __init__(
+        self, config: CacheConfig, place: Place, model: Sequence[str], boundary: ErrorBoundary
+    ) -> None:
         if config.ssd_cache_gb is None:
             raise ConfigError(
                 "ssd_cache_gb and ssd_cache_dir are not set; allowed for HiCache: both "
@@ -60,7 +62,7 @@ class PoolStores:
         self._config = config
         self._place = place
         self._model = list(model)
-        self._edge = edge
+        self._boundary = boundary
         self._lock = threading.Lock()
         self._opened = False
         self._cleared = True
@@ -119,7 +121,7 @@ class PoolStores:
                 as used.
         """
         present = [False] * len(keys)
-        with self._edge.guard("contains", "pages count as missing"):
+        with self._boundary.guard("contains", "pages count as missing"):
             store = self._store(pool)
             if store is not None:
                 present = store.contains(_encoded(keys))
@@ -145,7 +147,7 @@ class PoolStores:
             For each page whether it was read and verified. The memory of the others is undefined.
         """
         read = 0
-        with self._edge.guard("get", "pages count as missing"):
+        with self._boundary.guard("get", "pages count as missing"):
             store = self._store(pool)
             if store is not None and indices is not None:
                 pages = self._pools[pool].at(indices, len(keys))
@@ -173,7 +175,7 @@ class PoolStores:
             For each page whether the disk has it now.
         """
         written = 0
-        with self._edge.guard("set", "pages are not kept"):
+        with self._boundary.guard("set", "pages are not kept"):
             store = self._store(pool)
             if store is not None and indices is not None:
                 pages = self._pools[pool].at(indices, len(keys))
@@ -186,14 +188,14 @@ class PoolStores:
         ends, but not by the next process. After a failure, all pages are misses until a call
         succeeds."""
         self._cleared = False
-        with self._edge.guard("clear", "no page is read or written until a clear succeeds"):
+        with self._boundary.guard("clear", "no page is read or written until a clear succeeds"):
             for store in self._open_stores().values():
                 store.clear()
             self._cleared = True
 
     def close(self) -> None:
         """Write waiting pages for up to `FLUSH_SECONDS`, and release the folders. Idempotent."""
-        with self._edge.guard("close", "folders may be in use until the process ends"):
+        with self._boundary.guard("close", "folders may be in use until the process ends"):
             with self._lock:
                 self._opened = True
                 stores, self._stores = self._stores, {}

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from flexkv import KVCache
-from flexkv.engine.boundary import Edge, answers
+from flexkv.engine.boundary import ErrorBoundary, answers
 from flexkv.engine.scheduler.storing import UNREPORTED_STEPS, first_of
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.patches import blocks_of_requests, drop_from_prefix_cache
@@ -30,16 +30,16 @@ class HeldStores:
 
     Args:
         cache: of the engine.
-        edge: catches errors.
+        boundary: catches errors.
 
     Attributes:
         lost: whether wrong blocks may be found, because they could not be discarded.
     """
 
-    def __init__(self, cache: KVCache, edge: Edge) -> None:
+    def __init__(self, cache: KVCache, boundary: ErrorBoundary) -> None:
         self.lost = False
         self._cache = cache
-        self._edge = edge
+        self._boundary = boundary
         self._held: dict[bytes, _Held] = {}
         self._step = 0
 

@@ -21,17 +21,16 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import CacheConfig, KVCache
-from flexkv.engine.boundary import Edge, always, answers
+from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
-from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.held import HeldStores
 from flexkv_vllm.offloading.orders import ArenaBlocks
-from flexkv_vllm.offloading.requests import RequestBlocks
+from flexkv_vllm.offloading.requests import RequestBlocks, RequestMaker
 from flexkv_vllm.offloading.stats import connector_stats
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     Args:
         cache: the cache of the engine; owned.
         unmap: closes the session with the arena; called once the cache is closed.
-        edge: catches errors.
+        boundary: catches errors.
         tells_events: whether KV events are on.
         settings: settings of the engine, which metrics show, too.
 
@@ -72,15 +71,15 @@ class FlexKVOffloadingManager(OffloadingManager):
         self,
         cache: KVCache,
         unmap: Callable[[], None],
-        edge: Edge,
+        boundary: ErrorBoundary,
         tells_events: bool,
         settings: CacheConfig,
     ) -> None:
         self._cache = cache
         self._unmap = unmap
-        self._edge = edge
-        self._options = OptionsReader(settings.request_options)
-        self._figures = CacheFigures(cache, edge, lambda: self._options.ignored)
+        self._boundary = boundary
+        self._maker = RequestMaker(cache, settings.request_options)
+        self._figures = CacheFigures(cache, boundary, lambda: self._maker.ignored)
         self._events = OffloadedBlocks(cache) if tells_events else None
         self._requests: dict[str, RequestBlocks] = {}
         self._asking: dict[str, RequestBlocks] = {}
@@ -88,11 +87,11 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._ended = EndedTransfers(cache)
         self._ordered: set[int] = set()  # ids of the transfers under way that vLLM knows
         self._lost_some = False
-        self.held = HeldStores(cache, edge)
+        self.held = HeldStores(cache, boundary)
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
-        edge.after_error = self._after_error_in(cache)
+        boundary.after_error = self._after_error_in(cache)
         self.weights_changed: Callable[[], None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
 
@@ -100,7 +99,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(lambda *_: RequestOffloadingContext(), "it is begun when it is looked up")
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        with self._edge.guard("beginning a request", "it is begun when it is looked up"):
+        with self._boundary.guard("beginning a request", "it is begun when it is looked up"):
             self._request(req_context)
         return RequestOffloadingContext()
 
@@ -110,7 +109,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
-        with self._edge.guard("ending a request", "its blocks may leave sooner"):
+        with self._boundary.guard("ending a request", "its blocks may leave sooner"):
             request.settle()
             self._cache.touch(list(request.stored))
             return
@@ -122,7 +121,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._is_off or self.held.lost:
             return LookupResult.MISS
-        with self._edge.guard("lookup", "it is a miss"):
+        with self._boundary.guard("lookup", "it is a miss"):
             if not self._asking:
                 self._poll()
             request = self._request(req_context)
@@ -132,14 +131,14 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(lambda *_: load_source(), "it counts as host memory")
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        with self._edge.guard("telling where a hit came from", "it counts as host memory"):
+        with self._boundary.guard("telling where a hit came from", "it counts as host memory"):
             return load_source(self._request(req_context).source_of(key))
         return load_source()
 
     @answers(lambda *_: ArenaBlocks(), "vLLM is told that it failed")
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         transfer = None
-        with self._edge.guard("ordering a load", "vLLM is told that it failed"):
+        with self._boundary.guard("ordering a load", "vLLM is told that it failed"):
             transfer = self._begin_load(keys, req_context)
         if transfer is None:
             self._load_no_more(req_context.req_id)
@@ -161,7 +160,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         Never returns None, which would ask vLLM to offer the blocks again in the next step.
         """
         transfer = None
-        with self._edge.guard("reserving blocks", "they are not cached"):
+        with self._boundary.guard("reserving blocks", "they are not cached"):
             # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
             request = self._requests.get(req_context.req_id)
             if request is not None:
@@ -184,7 +183,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     @answers(always(None), "nothing is fetched")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         asking, self._asking = self._asking, {}
-        with self._edge.guard("ending a step's lookups", "nothing is fetched"):
+        with self._boundary.guard("ending a step's lookups", "nothing is fetched"):
             self.held.step_is_complete()
             self._idle_steps.note(bool(self._requests))
             self._poll()
@@ -211,7 +210,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._reset("weights")
 
     def _pause(self) -> bool:
-        with self._edge.guard("pausing", "all blocks are discarded"):
+        with self._boundary.guard("pausing", "all blocks are discarded"):
             self._asking.clear()
             for request in self._requests.values():
                 request.forget()
@@ -224,7 +223,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def _reset(self, cause: str) -> bool:
         self._cache.suspend()
         self._asking.clear()
-        with self._edge.guard("reset", "nothing is loaded or stored until one succeeds"):
+        with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
             for request in self._requests.values():
                 request.forget()
             self._cache.clear(cause)
@@ -236,14 +235,14 @@ class FlexKVOffloadingManager(OffloadingManager):
     @answers(always(()), "they are told later, or lost")
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:
-            with self._edge.guard("telling events", "they are told later, or lost"):
+            with self._boundary.guard("telling events", "they are told later, or lost"):
                 return self._events.take()
         return ()
 
     @answers(always(None), "the counts come later, or are lost")
     def get_stats(self) -> OffloadingConnectorStats | None:
-        if self._figures.active or self._edge.failures:
-            with self._edge.guard("counting", "the counts come later, or are lost"):
+        if self._figures.active or self._boundary.failures:
+            with self._boundary.guard("counting", "the counts come later, or are lost"):
                 settings, self._untold_settings = self._untold_settings, None
                 return connector_stats(self._figures.take(), settings)
         return None
@@ -254,9 +253,9 @@ class FlexKVOffloadingManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
-        with self._edge.guard("shutdown", "the kernel cleans up when the process ends"):
+        with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
             unused = self._cache.close()
-            counts = self._cache.counters.as_dict() | dict(self._edge.failures)
+            counts = self._cache.counters.as_dict() | dict(self._boundary.failures)
             text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
             logger.info("FlexKV ends: %s", text or "never used")
             if unused:
@@ -269,11 +268,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def _request(self, context: ReqContext) -> RequestBlocks:
         request = self._requests.get(context.req_id)
         if request is None:
-            options = self._options.read(context.req_id, context.kv_transfer_params)
-            request = RequestBlocks(self._cache, context, options)
-            if options.unpin:
-                self._cache.unpin(_owner(options))
-            self._requests[context.req_id] = request
+            request = self._requests[context.req_id] = self._maker.make(context)
         return request
 
     def _begin_load(self, keys: Collection[OffloadKey], context: ReqContext) -> Transfer | None:
@@ -315,19 +310,20 @@ class FlexKVOffloadingManager(OffloadingManager):
             request.reserved([block.key for block in transfer.blocks])
             self.held.hold(request_id, transfer)
         if request.options.pin:
-            self._cache.pin(keys, _owner(request.options), request.options.pin_seconds)
+            # vLLM does not pass on the cache salt here, which else is part of the owner.
+            self._cache.pin(keys, request.options.pin_name, request.options.pin_seconds)
         return transfer
 
     def _poll(self) -> None:
         if not self._ended.busy:
             return
-        with self._edge.guard(_POLLING, "transfers that ended are seen later"):
+        with self._boundary.guard(_POLLING, "transfers that ended are seen later"):
             self._figures.note_activity()
             self._take_ended()
             return
-        if self._edge.lasts(_POLLING):
+        if self._boundary.lasts(_POLLING):
             self._cache.stop()
-            self._edge.gave_up(_POLLING, "FlexKV loads and stores nothing")
+            self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
     def _take_ended(self) -> None:
         if self._lost_some:
@@ -351,8 +347,3 @@ class FlexKVOffloadingManager(OffloadingManager):
 
 def _nothing_to_store() -> PrepareStoreOutput:
     return PrepareStoreOutput([], ArenaBlocks(), [])
-
-
-def _owner(options: RequestOptions) -> str:
-    """The owner of the pins. vLLM does not pass on the cache salt here."""
-    return options.pin_name

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
 
 from flexkv import KVCache
 from flexkv.engine.scheduler.hit_sources import Awaited
-from flexkv.engine.scheduler.request_options import RequestOptions
+from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
 from flexkv.transfer.fetch import Fetch
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -158,3 +158,28 @@ class RequestBlocks:
         if self._fetch is not None:
             self._cache.end_fetch(self._fetch)
             self._fetch = None
+
+
+class RequestMaker:
+    """Makes the state of a request from what vLLM and its user say of it.
+
+    Args:
+        cache: the cache of the engine.
+        allowed: see `OptionsReader`.
+    """
+
+    def __init__(self, cache: KVCache, allowed: Collection[str] | None) -> None:
+        self._cache = cache
+        self._options = OptionsReader(allowed)
+
+    @property
+    def ignored(self) -> int:
+        """See `OptionsReader.ignored`."""
+        return self._options.ignored
+
+    def make(self, context: ReqContext) -> RequestBlocks:
+        """The state of a new request. Its pins end, if it says so."""
+        options = self._options.read(context.req_id, context.kv_transfer_params)
+        if options.unpin:
+            self._cache.unpin(options.pin_name)
+        return RequestBlocks(self._cache, context, options)

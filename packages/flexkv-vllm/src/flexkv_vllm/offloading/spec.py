@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.recorder import warn_unrecorded
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
@@ -34,7 +34,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._settings = read_settings(config, FlexKVOffloadingManager)
-        self._edge = Edge()
+        self._boundary = ErrorBoundary()
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         if not self._settings.enable:
@@ -50,7 +50,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             if self._settings.enable:
                 warn_unrecorded(self._settings, "under vLLM's OffloadingConnector")
-                manager = make_manager(self.config, self._settings, self._edge)
+                manager = make_manager(self.config, self._settings, self._boundary)
                 manager.choose_reset = WeightWatch(manager.weights_changed).reset
                 self._manager = manager
             else:
@@ -61,7 +61,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             enabled = self._settings.enable
             self._worker = (
-                make_worker(self.config, self._settings, kv_caches, self._edge)
+                make_worker(self.config, self._settings, kv_caches, self._boundary)
                 if enabled
                 else IdleWorker()
             )

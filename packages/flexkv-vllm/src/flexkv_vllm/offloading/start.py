@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.start import attach_session, closed_on_error, make_cache, open_rank
 from flexkv.session import Shard
 from flexkv_kernels.torch_device import device_of
@@ -26,7 +26,10 @@ logger = logging.getLogger("flexkv.vllm")
 
 
 def make_worker(
-    config: OffloadingConfig, settings: CacheConfig, kv_caches: CanonicalKVCaches, edge: Edge
+    config: OffloadingConfig,
+    settings: CacheConfig,
+    kv_caches: CanonicalKVCaches,
+    boundary: ErrorBoundary,
 ) -> FlexKVOffloadingWorker:
     """Describe this rank's pages, meet the other ranks, and start the movers.
 
@@ -34,7 +37,7 @@ def make_worker(
         config: vLLM's configuration of offloading.
         settings: FlexKV's settings.
         kv_caches: the rank's tensors; vLLM keeps them alive until shutdown.
-        edge: ends, counts and logs run-time errors.
+        boundary: ends, counts and logs run-time errors.
 
     Returns:
         The worker, which the caller shuts down.
@@ -63,18 +66,18 @@ def make_worker(
     ranks = config.parallel.world_size
     blocks = max(layout.num_blocks for layout in layouts)
     session, groups = open_rank(settings, config.engine_id, shard, ranks, start, pool_blocks=blocks)
-    return FlexKVOffloadingWorker(session, groups, rank, device, edge)
+    return FlexKVOffloadingWorker(session, groups, rank, device, boundary)
 
 
 def make_manager(
-    config: OffloadingConfig, settings: CacheConfig, edge: Edge
+    config: OffloadingConfig, settings: CacheConfig, boundary: ErrorBoundary
 ) -> FlexKVOffloadingManager:
     """Attach to the arena of the workers, and open the cache.
 
     Args:
         config: vLLM's configuration of offloading.
         settings: FlexKV's settings.
-        edge: ends, counts and logs run-time errors.
+        boundary: ends, counts and logs run-time errors.
 
     Returns:
         The manager, which the caller shuts down. It owns the session and the cache.
@@ -98,7 +101,7 @@ def make_manager(
         session.info.fingerprint,
     )
     return FlexKVOffloadingManager(
-        cache, session.close, edge, config.enable_kv_cache_events, settings
+        cache, session.close, boundary, config.enable_kv_cache_events, settings
     )
 
 

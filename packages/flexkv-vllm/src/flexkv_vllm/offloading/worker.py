@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from flexkv.engine.boundary import LASTING, Edge, always, answers
+from flexkv.engine.boundary import LASTING, ErrorBoundary, always, answers
 from flexkv.engine.side_figures import CopyFigures
 from flexkv.engine.worker.offsets import SlotOffsets
 from flexkv.engine.worker.pages import Device
@@ -83,7 +83,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         groups: one entry for each KV cache group.
         rank: this rank.
         device: the device of the pages.
-        edge: catches errors of single jobs.
+        boundary: catches errors of single jobs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         groups: Sequence[GroupMover],
         rank: int,
         device: Device,
-        edge: Edge,
+        boundary: ErrorBoundary,
     ) -> None:
         self._session = session
         self._arena = session.arena
@@ -100,9 +100,9 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._rank = rank
         self._chunk = session.arena.spec.format.engine_blocks
         self._device = device
-        self._edge = edge
+        self._boundary = boundary
         self._failures = LoadFailures(len(groups))
-        self._figures = CopyFigures(edge, lambda _: None, self._bytes_by_way)
+        self._figures = CopyFigures(boundary, lambda _: None, self._bytes_by_way)
         self._has_connector = False
         self._jobs: dict[int, Job] = {}
 
@@ -147,7 +147,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait for the end of those jobs that are under way, whose engine blocks will be
         overwritten."""
-        with self._edge.guard("fencing stores", "copies end, now and for good"):
+        with self._boundary.guard("fencing stores", "copies end, now and for good"):
             for job_id in job_ids & self._jobs.keys():
                 self._wait_for(self._jobs[job_id])
             return
@@ -164,7 +164,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         first job comes, and asks for reports at the end of that step."""
         if self._has_connector:
             return
-        with self._edge.guard("finding vLLM's connector", "the worker ends if a load fails"):
+        with self._boundary.guard("finding vLLM's connector", "the worker ends if a load fails"):
             connector = offloading_connector_of(self)
             if connector is not None:
                 self._failures.listen(connector)
@@ -173,7 +173,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
 
     def _take_stats(self) -> OffloadingConnectorStats | None:
         if self._figures.active:
-            with self._edge.guard("counting", "the counts come later, or are lost"):
+            with self._boundary.guard("counting", "the counts come later, or are lost"):
                 return connector_stats(self._figures.take())
         return None
 
@@ -199,18 +199,18 @@ class FlexKVOffloadingWorker(OffloadingWorker):
 
     def _poll(self, job: Job) -> list[Status]:
         """The status of each copy of a job."""
-        with self._edge.guard(_POLLING, "they are polled in the next step"):
+        with self._boundary.guard(_POLLING, "they are polled in the next step"):
             return [mover.poll(ticket) for mover, ticket in job.copies]
         job.errors += 1
         if job.errors < LASTING:
             return [Status.PENDING]
-        self._edge.gave_up(_POLLING, "all loads and stores of this rank fail")
+        self._boundary.gave_up(_POLLING, "all loads and stores of this rank fail")
         self._end_copies()
         return [Status.FAILED]
 
     def _seconds(self, job: Job) -> float:
         """What the copies of a job took."""
-        with self._edge.guard("timing copies", "they count as no time"):
+        with self._boundary.guard("timing copies", "they count as no time"):
             return sum(mover.copy_seconds(ticket) or 0.0 for mover, ticket in job.copies)
         return 0.0
 
@@ -223,7 +223,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._jobs[job_id] = job
         if job.failed:
             return True
-        with self._edge.guard(f"{direction.name.lower()} of blocks", "they count as a miss"):
+        with self._boundary.guard(f"{direction.name.lower()} of blocks", "they count as a miss"):
             self._copy(job, pages, blocks.slots)
             return True
         job.failed = True  # once what was begun of it has ended

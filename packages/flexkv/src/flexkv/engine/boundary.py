@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The edge to the engine: where an unexpected exception ends instead of ending the engine."""
+"""The boundary to the engine: where an unexpected exception ends instead of ending the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ a short lack of memory ends sooner; an engine makes as many steps in less than a
 """
 
 
-class Edge:
+class ErrorBoundary:
     """Counts errors by place, and logs each place once.
 
-    Put `with edge.guard(place, consequence):` around a call, and return the answer that makes it a
-    miss behind the block.
+    Put `with boundary.guard(place, consequence):` around a call, and return the answer that makes
+    it a miss behind the block.
 
     What is tried again after an error must not be tried for ever while the engine waits for it:
     give it up once `lasts(place)`, and say so by `gave_up`.
@@ -95,14 +95,14 @@ class Edge:
 
 
 class Guard:
-    """A guarded block; see `Edge.guard`. Without state of its own, so that a block may be entered
-    again within itself."""
+    """A guarded block; see `ErrorBoundary.guard`. It has no state of its own, so that a block may
+    be entered again within itself."""
 
-    __slots__ = ("_consequence", "_edge", "_in_a_row", "_loses", "_place")
+    __slots__ = ("_boundary", "_consequence", "_in_a_row", "_loses", "_place")
 
-    def __init__(self, edge: Edge, place: str, consequence: str, loses: bool) -> None:
-        self._edge = edge
-        self._in_a_row = edge._in_a_row
+    def __init__(self, boundary: ErrorBoundary, place: str, consequence: str, loses: bool) -> None:
+        self._boundary = boundary
+        self._in_a_row = boundary._in_a_row
         self._place = place
         self._consequence = consequence
         self._loses = loses
@@ -122,7 +122,7 @@ class Guard:
             return False
         if not isinstance(error, Exception):
             return False
-        self._edge.failed(self._place, self._consequence, error, loses=self._loses)
+        self._boundary.failed(self._place, self._consequence, error, loses=self._loses)
         return True
 
 
@@ -131,7 +131,7 @@ _R = TypeVar("_R")
 
 
 def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Method], _Method]:
-    """Decorate a method that an engine calls, so that it always answers. Its object has an `Edge`.
+    """Decorate a method that an engine calls, so that it always answers.
 
     The method guards its parts, and what follows an error in one of them is done behind that guard.
     Errors reach this guard if that fails too, or if a part has no guard.
@@ -149,8 +149,8 @@ def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Metho
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the edge to the engine
-                self._edge.failed(place, consequence, error)
+            except Exception as error:  # noqa: BLE001 - the boundary to the engine
+                self._boundary.failed(place, consequence, error)
                 return answer(self, *args, **kwargs)
 
         return cast(_Method, call)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flexkv.cache import KVCache
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left
 from flexkv.figures.definitions import (
@@ -34,16 +34,16 @@ from flexkv.types.mover import FALLBACK, Direction, Status
 logger = logging.getLogger(__name__)
 
 
-def _put_errors(meter: Meter, edge: Edge) -> None:
-    meter.put(FAILURES, sum(edge.failures.values()), "internal", "")
-    meter.put(FAILURES, len(edge.given_up), "lasting", "")
+def _put_errors(meter: Meter, boundary: ErrorBoundary) -> None:
+    meter.put(FAILURES, sum(boundary.failures.values()), "internal", "")
+    meter.put(FAILURES, len(boundary.given_up), "lasting", "")
 
 
 class CopyFigures:
     """Copies of one rank between its pages and host memory.
 
     Args:
-        edge: of the process.
+        boundary: of the process.
         copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
         bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
 
@@ -53,11 +53,11 @@ class CopyFigures:
 
     def __init__(
         self,
-        edge: Edge,
+        boundary: ErrorBoundary,
         copy_seconds: Callable[[int], float | None],
         bytes_by_way: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._edge = edge
+        self._boundary = boundary
         self._copy_seconds = copy_seconds
         self._bytes_by_way = bytes_by_way
         self._warned = False
@@ -103,11 +103,11 @@ class CopyFigures:
     @property
     def active(self) -> bool:
         """Whether `take` may have something."""
-        return bool(self._new or self._edge.failures)
+        return bool(self._new or self._boundary.failures)
 
     def take(self) -> Samples:
         """Take the samples that are new since the last call."""
-        _put_errors(self._meter, self._edge)
+        _put_errors(self._meter, self._boundary)
         if self._new:
             # The mover counts a copy when it begins, so the way of each ended copy is known.
             self._new = False
@@ -147,7 +147,7 @@ class CacheFigures:
 
     Args:
         cache: of the engine.
-        edge: of the process.
+        boundary: of the process.
         ignored_parameters: how many parameters of requests were not understood so far.
         prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
 
@@ -158,12 +158,12 @@ class CacheFigures:
     def __init__(
         self,
         cache: KVCache,
-        edge: Edge,
+        boundary: ErrorBoundary,
         ignored_parameters: Callable[[], int],
         prefill: Callable[[], tuple[float, float] | None] = lambda: None,
     ) -> None:
         self._cache = cache
-        self._edge = edge
+        self._boundary = boundary
         self._ignored_parameters = ignored_parameters
         self._prefill = prefill
         self._meter, self._reader = cache.meter, Reader()
@@ -233,7 +233,7 @@ class CacheFigures:
         self._looked = time.monotonic()
         self._price()
         self._meter.put(IGNORED_PARAMETERS, self._ignored_parameters())
-        _put_errors(self._meter, self._edge)
+        _put_errors(self._meter, self._boundary)
         own, shared = self._cache.figures()
         samples = self._reader.drain(own | shared)
         # A rank may report a copy one step after its end was seen here.

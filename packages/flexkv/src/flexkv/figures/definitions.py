@@ -305,7 +305,7 @@ HIT_TOKENS = _counter(
     counted=_EACH_TIER,
 )
 LEFT_TOKENS = _counter(
-    "left_tokens",
+    "skipped_tokens",
     "Tokens that could have been loaded and were computed, by reason.",
     ("reason",),
     counted=tuple((reason,) for reason in REASONS),

@@ -18,7 +18,7 @@ from flexkv.plan.prefill import PrefillCost
 from flexkv.plan.trace import Trace, TracedRequest
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
-from flexkv.transfer.lower import LowerTiers
+from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.admission import ADMISSIONS
 
 _KEY_BYTES = 8
@@ -128,10 +128,10 @@ class _Cache:
         self._block_tokens = block_tokens
         self._index = block_index(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
         self._disk = ModelTier(setup.disk_blocks) if setup.disk_blocks else None
-        self._below: LowerTiers | None = None
+        self._below: TierStack | None = None
         if self._disk is not None:
             tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
-            self._below = LowerTiers(self._index, lambda slot: _NO_BYTES, [tier], Meter())
+            self._below = TierStack(self._index, lambda slot: _NO_BYTES, [tier], Meter())
 
     @property
     def written_blocks(self) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv.engine.orders import EVERYTHING
-from flexkv.engine.scheduler.access_log import block_uses
+from flexkv.engine.scheduler.access_log import access_log
 
 BLOCKS = st.lists(st.integers(1, 9), max_size=4)
 REQUESTS = st.sampled_from("abcd")
@@ -27,7 +27,7 @@ Step = tuple[set[str], list[int], dict[str, list[int]], dict[str, list[int]]]
 @given(STEPS)
 def test_no_use_of_a_block_is_forgotten(steps: list[Step]) -> None:
     """Every request that has blocks uses them in each step; against that, step by step."""
-    uses = block_uses()
+    uses = access_log()
     tables: dict[str, list[int]] = {}
     last: dict[int, int] = {}
     for number, (ended, touched, given_, added) in enumerate(steps, start=1):
@@ -53,7 +53,7 @@ def test_no_use_of_a_block_is_forgotten(steps: list[Step]) -> None:
 
 
 def test_blocks_that_were_replaced_were_used_up_to_then() -> None:
-    uses = block_uses()
+    uses = access_log()
     uses.begin_step([])
     uses.give("a", [1, 2])
     uses.begin_step([])
@@ -70,7 +70,7 @@ def test_in_doubt_every_load_follows_everything() -> None:
         lambda uses: uses.check({"unknown": 1}),
         lambda uses: uses.lose(),
     ):
-        uses = block_uses()
+        uses = access_log()
         uses.begin_step([])
         assert uses.last_use([3]) == 0
         doubt(uses)
@@ -82,7 +82,7 @@ def test_in_doubt_every_load_follows_everything() -> None:
 
 
 def test_what_is_replaced_and_touched_in_one_step_was_used_in_it() -> None:
-    uses = block_uses()
+    uses = access_log()
     uses.begin_step([])
     uses.give("a", [1])
     uses.begin_step([])
@@ -93,13 +93,13 @@ def test_what_is_replaced_and_touched_in_one_step_was_used_in_it() -> None:
 
 @pytest.mark.parametrize("block", [-1, 1 << 26, 1 << 70])
 def test_a_block_that_no_engine_has_is_refused(block: int) -> None:
-    uses = block_uses()
+    uses = access_log()
     with pytest.raises((ValueError, OverflowError)):
         uses.give("a", [block])
 
 
 def test_blocks_of_several_groups_are_refused() -> None:
-    uses = block_uses()
+    uses = access_log()
     uses.give("a", [1])
     with pytest.raises(ValueError, match="blocks of 2 groups; allowed: those of one"):
         uses.follow(["a"], [([2], [3])], set())

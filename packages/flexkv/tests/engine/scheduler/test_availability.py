@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv.engine.scheduler.availability import Obtainable
+from flexkv.engine.scheduler.availability import Availability
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.hits import full_reach, longest_hit
 from flexkv.engine.scheduler.keys import BlockKeys
@@ -43,7 +43,7 @@ class Cache:
         return there.index(False) if False in there else len(there)
 
 
-def make(places: Sequence[Presence], below: bool) -> tuple[Cache, Obtainable]:
+def make(places: Sequence[Presence], below: bool) -> tuple[Cache, Availability]:
     hashes = [bytes([i]) * 32 for i in range(len(places))]
     keys = BlockKeys(Groups((FULL, WINDOW), 16), lambda _: b"")
     request: Any = SimpleNamespace(block_hashes=hashes, lora_request=None)
@@ -54,7 +54,7 @@ def make(places: Sequence[Presence], below: bool) -> tuple[Cache, Obtainable]:
         for key, place in zip(keys.of(tracked, group), places, strict=True)
     }
     cache: Any = Cache(where)
-    return cache, Obtainable(cache, tracked, keys, below=below)
+    return cache, Availability(cache, tracked, keys, below=below)
 
 
 @given(
@@ -137,7 +137,7 @@ def test_in_any_order_of_groups_a_hit_and_where_prompts_part_are_those_of_single
             for key, has in zip(keys.of(tracked, group), there[group], strict=True)
         }
     )
-    obtainable = Obtainable(cache, tracked, keys, below=True)
+    obtainable = Availability(cache, tracked, keys, below=True)
     limit = 12 * 16
     assert longest_hit(groups, obtainable, 0, limit) == longest_hit(groups, plain(there), 0, limit)
     assert full_reach(groups, obtainable, 0, limit) == full_reach(groups, plain(there), 0, limit)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.engine.scheduler.full_blocks import FillCalendar, fill_calendar
+from flexkv.engine.scheduler.full_blocks import FullBlocks, full_blocks
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
@@ -27,7 +27,7 @@ def make_request(name: str, computed: int = 0) -> TrackedRequest:
 
 
 def take(
-    calendar: FillCalendar, requests: dict[str, TrackedRequest], scheduled: dict[str, int]
+    calendar: FullBlocks, requests: dict[str, TrackedRequest], scheduled: dict[str, int]
 ) -> dict[str, tuple[int, int]]:
     """What a step fills, by request. Then the tokens of the step count as computed."""
     several = any(tokens > 1 for tokens in scheduled.values())
@@ -41,7 +41,7 @@ def take(
 
 
 def test_a_request_is_found_when_its_block_is_full() -> None:
-    calendar, tracked = fill_calendar(PLAIN), make_request("a", BLOCK - 3)
+    calendar, tracked = full_blocks(PLAIN), make_request("a", BLOCK - 3)
     calendar.watch(tracked, 1)
     found = [take(calendar, {"a": tracked}, {"a": 1}) for _ in range(4)]
     assert found == [{}, {}, {"a": (0, BLOCK)}, {}]
@@ -49,14 +49,14 @@ def test_a_request_is_found_when_its_block_is_full() -> None:
 
 
 def test_a_request_that_computes_several_tokens_is_looked_at_at_once() -> None:
-    calendar, a, b = fill_calendar(PLAIN), make_request("a"), make_request("b")
+    calendar, a, b = full_blocks(PLAIN), make_request("a"), make_request("b")
     calendar.watch(a, 16)
     calendar.watch(b, 16)
     assert take(calendar, {"a": a, "b": b}, {"a": 1, "b": 50}) == {"b": (0, 48)}
 
 
 def test_a_request_that_has_ended_is_not_found() -> None:
-    calendar = fill_calendar(PLAIN)
+    calendar = full_blocks(PLAIN)
     calendar.watch(make_request("a", BLOCK), 1)
     calendar.watch(make_request("b", BLOCK), 1)
     other = {"b": make_request("b", BLOCK)}
@@ -64,14 +64,14 @@ def test_a_request_that_has_ended_is_not_found() -> None:
 
 
 def test_a_request_that_is_not_scheduled_is_due_again() -> None:
-    calendar, tracked = fill_calendar(PLAIN), make_request("a", BLOCK - 1)
+    calendar, tracked = full_blocks(PLAIN), make_request("a", BLOCK - 1)
     calendar.watch(tracked, 1)
     assert take(calendar, {"a": tracked}, {}) == {}
     assert take(calendar, {"a": tracked}, {"a": 1}) == {"a": (0, BLOCK)}
 
 
 def test_a_request_of_which_nothing_is_stored_is_never_found() -> None:
-    calendar, tracked = fill_calendar(PLAIN), make_request("a")
+    calendar, tracked = full_blocks(PLAIN), make_request("a")
     tracked.next_fill = NEVER
     calendar.watch(tracked, 1)
     assert take(calendar, {"a": tracked}, {"a": 100}) == {}
@@ -79,7 +79,7 @@ def test_a_request_of_which_nothing_is_stored_is_never_found() -> None:
 
 
 def test_a_block_without_a_hash_or_without_a_place_is_not_full() -> None:
-    calendar, tracked = fill_calendar(PLAIN), make_request("a")
+    calendar, tracked = full_blocks(PLAIN), make_request("a")
     tracked.request.block_hashes[3:] = []  # type: ignore[index]
     assert calendar.filled(tracked, 80, BLOCK) == (0, 48)
     assert calendar.filled(tracked, 80, BLOCK) is None
@@ -98,7 +98,7 @@ def test_blocks_of_several_groups_are_full_with_the_last_one() -> None:
         Group(1, Reach.WINDOW, 64, 2 * BLOCK, 1),
         Group(2, Reach.STATE, 0, 8 * BLOCK, 1),
     )
-    calendar, tracked = fill_calendar(Groups(members, BLOCK)), make_request("a")
+    calendar, tracked = full_blocks(Groups(members, BLOCK)), make_request("a")
     tracked.next_fill = 8 * BLOCK
     tracked.engine_blocks = [list(range(99)), list(range(11)), []]
     assert calendar.filled(tracked, 1000, BLOCK) == (0, 2 * 8 * BLOCK)
@@ -106,7 +106,7 @@ def test_blocks_of_several_groups_are_full_with_the_last_one() -> None:
 
 
 def test_an_error_with_one_request_costs_the_others_this_step_alone() -> None:
-    calendar = fill_calendar(PLAIN)
+    calendar = full_blocks(PLAIN)
     requests = {name: make_request(name, 2 * BLOCK - 2) for name in "abc"}
     for tracked in requests.values():
         tracked.next_fill = 2 * BLOCK
@@ -125,7 +125,7 @@ def test_an_error_with_one_request_costs_the_others_this_step_alone() -> None:
 def test_no_block_is_missed_and_none_is_found_twice(seed: int) -> None:
     """Against looking at all requests in every step."""
     rng = random.Random(seed)
-    calendar = fill_calendar(PLAIN)
+    calendar = full_blocks(PLAIN)
     requests = {name: make_request(name) for name in "abcdef"}
     for tracked in requests.values():
         calendar.watch(tracked, 1)

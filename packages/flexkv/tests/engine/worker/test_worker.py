@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import EVERYTHING, CopyOrder, StepOrders
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.worker import WorkerSide
@@ -105,7 +105,7 @@ def make_side(
         stored=range(PLANES),
         parts=PARTS,
         work_so_far=work_so_far,
-        edge=Edge(),
+        boundary=ErrorBoundary(),
         alone=alone,
     )
 

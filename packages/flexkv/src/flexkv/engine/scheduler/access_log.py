@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from flexkv.system.native import kernels
 
 
-class BlockUses(Protocol):
+class AccessLog(Protocol):
     """The blocks that the engine's workers know, and the last step that used each other block.
 
     The caller reports the same blocks that the engine sends to its workers with each step. Workers
@@ -79,11 +79,11 @@ class BlockUses(Protocol):
         ...
 
 
-def block_uses() -> BlockUses:
-    """A `BlockUses` that knows no request.
+def access_log() -> AccessLog:
+    """A `AccessLog` that knows no request.
 
     Raises:
         ConfigError: the kernels are not installed.
     """
-    uses: BlockUses = kernels("steps").NativeBlockUses()
+    uses: AccessLog = kernels("steps").NativeAccessLog()
     return uses

@@ -18,7 +18,7 @@ prefix may end anywhere, and each block costs about half a microsecond."""
 _OBTAINABLE = (Presence.HOST, Presence.BELOW)
 
 
-class Obtainable:
+class Availability:
     """`Present` for one request. If calls begin at the same first block of a group, each block is
     looked up once. The last missing block must be asked for with the same end or an earlier one
     each time, as `longest_hit` does.

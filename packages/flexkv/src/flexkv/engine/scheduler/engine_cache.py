@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexkv.cache import KVCache
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.recorder import Recorder
+from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine import Describe
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
@@ -23,18 +24,23 @@ class EngineCache:
         cache: the cache over the arena; owned.
         groups: groups of the model's layers.
         keys: makes the keys of blocks.
-        edge: ends, counts and logs errors of single requests.
+        boundary: ends, counts and logs errors of single requests.
         describe: describes blocks for events; None if the engine emits no events.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
+        ended: the loads and stores that have ended.
     """
 
     session: Session
     cache: KVCache
     groups: Groups
     keys: BlockKeys
-    edge: Edge
+    boundary: ErrorBoundary
     describe: Describe | None = None
     recorder: Recorder | None = None
+    ended: EndedTransfers = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ended", EndedTransfers(self.cache))
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

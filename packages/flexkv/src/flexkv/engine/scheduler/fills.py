@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.full_blocks import fill_calendar
+from flexkv.engine.scheduler.full_blocks import full_blocks
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.storing import StoreBatch, Stores, first_of
 
@@ -44,9 +44,9 @@ class StepStores:
         self._plain = engine.groups.plain
         self._first = engine.groups.members[0]
         self._keys = engine.keys
-        self._edge = engine.edge
+        self._boundary = engine.boundary
         self._by_step = time is StoreTime.STEP
-        self._calendar = fill_calendar(engine.groups)
+        self._calendar = full_blocks(engine.groups)
 
     def scheduled(self, tracked: TrackedRequest) -> None:
         """Follow a request that the engine schedules, with blocks that it may fill."""
@@ -105,7 +105,7 @@ class StepStores:
             return False
         batch: StoreBatch = {}
         consequence = "those of this step are not cached"
-        with self._edge.guard("finding full blocks", consequence, loses=False):
+        with self._boundary.guard("finding full blocks", consequence, loses=False):
             size, several = self._keys.hash_tokens, computed > len(scheduled)
             filled = self._calendar.take(scheduled, requests, size, several)
             if filled:

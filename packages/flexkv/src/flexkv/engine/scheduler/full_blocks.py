@@ -17,7 +17,7 @@ Filled = tuple[TrackedRequest, int, int]
 """A request whose blocks between two numbers of tokens are full."""
 
 
-class FillCalendar(Protocol):
+class FullBlocks(Protocol):
     """Requests by the step in which their next block is full if they compute one token per step.
 
     A decoding request computes one token or none in a step, so its block is never full earlier.
@@ -75,7 +75,7 @@ class FillCalendar(Protocol):
         ...
 
 
-def fill_calendar(groups: Groups) -> FillCalendar:
+def full_blocks(groups: Groups) -> FullBlocks:
     """A calendar of requests to a model with these groups. The engine offers recurrent states when
     they are complete, so their blocks are not looked at.
 
@@ -83,5 +83,5 @@ def fill_calendar(groups: Groups) -> FillCalendar:
         ConfigError: the kernels are not installed.
     """
     tokens = [0 if g.reach is Reach.STATE else g.engine_block_tokens for g in groups.members]
-    calendar: FillCalendar = kernels("steps").NativeFillCalendar(tokens, groups.alignment)
+    calendar: FullBlocks = kernels("steps").NativeFullBlocks(tokens, groups.alignment)
     return calendar

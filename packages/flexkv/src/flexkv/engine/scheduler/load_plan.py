@@ -35,7 +35,7 @@ class Plan:
     local_tokens: int
     limit: int
     hit: int
-    junction: int
+    divergence: int
     in_host: bool
     wanted: Sequence[Wanted]
 

@@ -51,7 +51,7 @@ class Loads:
         self._cache = engine.cache
         self._groups = engine.groups
         self._keys = engine.keys
-        self._edge = engine.edge
+        self._boundary = engine.boundary
         self._fetches = fetches
         self.unfinished: dict[TrackedRequest, None] = {}
         self._running: dict[int, _Running] = {}
@@ -126,7 +126,9 @@ class Loads:
             loading = tracked.loading
             if loading is None or tracked.id in orders.loads:
                 continue  # one part in a step
-            with self._edge.guard("loading the rest of a prefix", "the load is reported as failed"):
+            with self._boundary.guard(
+                "loading the rest of a prefix", "the load is reported as failed"
+            ):
                 self._order_part(tracked, loading, orders)
                 continue
             self.fail_rest(tracked, orders)

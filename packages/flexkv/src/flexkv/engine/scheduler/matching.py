@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChooser
-from flexkv.engine.scheduler.availability import Obtainable
+from flexkv.engine.scheduler.availability import Availability
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
@@ -177,7 +177,7 @@ class Matcher:
                 tracked.plan = plan
                 return None
             if found < blocks:
-                in_host = Obtainable(self._cache, tracked, self._keys, below=False)
+                in_host = Availability(self._cache, tracked, self._keys, below=False)
                 hit = longest_hit(self._groups, in_host, local_tokens, plan.limit)
                 keys = flat(self._needed(tracked, local_tokens, hit))
                 blocks = len(keys)
@@ -191,7 +191,7 @@ class Matcher:
         came = fetched_blocks(tracked.awaited, keys) if tokens else {}
         # Groups have blocks of different lengths: the slowest tier counts for all of the hit.
         fetched = {slowest(came): tokens} if came else {}
-        return tokens, Match(local_tokens, fetched, left=_some(left), junction=plan.junction)
+        return tokens, Match(local_tokens, fetched, left=_some(left), divergence=plan.divergence)
 
     def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
         """The blocks to load. `limit` ends before the last token: the engine computes that token in
@@ -201,13 +201,13 @@ class Matcher:
             return plan
         obtainable = self._obtainable(tracked)
         hit = longest_hit(self._groups, obtainable, local_tokens, limit)
-        junction = 0
+        divergence = 0
         if limit - hit >= self._groups.alignment:  # else nothing reaches further
             reach = full_reach(self._groups, obtainable, local_tokens, limit)
-            junction = reach if reach > hit else 0
+            divergence = reach if reach > hit else 0
         in_host = obtainable.in_host
         wanted = [] if in_host else self._needed(tracked, local_tokens, hit)
-        return Plan(local_tokens, limit, hit, junction, in_host, wanted)
+        return Plan(local_tokens, limit, hit, divergence, in_host, wanted)
 
     def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[Wanted]:
         """Blocks to load for a hit that ends at `hit` tokens."""
@@ -228,8 +228,8 @@ class Matcher:
             if hit > local_tokens and stop > start:
                 yield group, start, stop
 
-    def _obtainable(self, tracked: TrackedRequest) -> Obtainable:
-        return Obtainable(self._cache, tracked, self._keys, below=True)
+    def _obtainable(self, tracked: TrackedRequest) -> Availability:
+        return Availability(self._cache, tracked, self._keys, below=True)
 
     def _awaits_answers(self, tracked: TrackedRequest, limit: int) -> bool:
         """Whether a lower tier is being asked which blocks of the first `limit` tokens it has: what

@@ -45,7 +45,7 @@ class Match:
     fetched: HitTokens = field(default_factory=dict)
     layerwise: bool = False
     left: tuple[tuple[Left, int], ...] = ()
-    junction: int = 0
+    divergence: int = 0
     keys: Sequence[bytes] = field(default=(), repr=False, compare=False)
 
 
@@ -74,7 +74,7 @@ class TrackedRequest:
             may lack tokens that the engine counts as computed: another connector may load them.
         next_fill: number of tokens that fills the first block not yet considered for storing;
             `NEVER` if no more of its blocks are stored.
-        due_step: step in which its fills are checked, by the count of `FillCalendar`.
+        due_step: step in which its fills are checked, by the count of `FullBlocks`.
         keys: keys of its blocks by group; `BlockKeys` makes each once.
     """
 
@@ -89,7 +89,7 @@ class TrackedRequest:
     failed_at: int = NEVER
     loading: Loading | None = None
     fetched: HitTokens = field(default_factory=dict)
-    junction: int = 0
+    divergence: int = 0
     built_on: int = 0
     engine_blocks: list[list[int]] = field(default_factory=list)
     ran: bool = False
@@ -150,7 +150,7 @@ class TrackedRequest:
     def begin_load(self, match: Match, tokens: int) -> None:
         """So many tokens of `match` are loaded for it."""
         self.fetched = limited(match.fetched, tokens)
-        self.junction = match.junction
+        self.divergence = match.divergence
 
     def fail_from(self, tokens: int) -> None:
         """Offer it no tokens from `tokens` on: a load failed there."""

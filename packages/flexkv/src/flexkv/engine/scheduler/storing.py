@@ -132,7 +132,7 @@ class Stores:
         self._cache = engine.cache
         self._groups = groups
         self._keys = engine.keys
-        self._edge = engine.edge
+        self._boundary = engine.boundary
         self._describe = engine.describe
         self._align = groups.alignment
         self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
@@ -159,7 +159,7 @@ class Stores:
         rest = iter(filled)
         while True:
             # After an error with one request, those behind it follow.
-            with self._edge.guard("storing blocks", "they are not cached", loses=False):
+            with self._boundary.guard("storing blocks", "they are not cached", loses=False):
                 self._add_filled(rest, batch)
                 return
 
@@ -179,13 +179,13 @@ class Stores:
         """
         if tracked.next_fill == NEVER:
             return
-        with self._edge.guard("storing states", "they are not cached", loses=False):
+        with self._boundary.guard("storing states", "they are not cached", loses=False):
             self._add(tracked, self._states_of(tracked.request, offers), batch)
 
     def order(self, batch: StoreBatch, orders: StepOrders) -> None:
         """Order the stores of a step."""
         for built_on, chains in batch.items():
-            with self._edge.guard("ordering stores", "the blocks of the step are not cached"):
+            with self._boundary.guard("ordering stores", "the blocks of the step are not cached"):
                 self._begin(chains, built_on, orders)
 
     def ended(self, transfer: Transfer) -> None:
@@ -321,7 +321,7 @@ class Stores:
     def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
         """The blocks that a later request can use, of a group that looks back less far."""
         prompt, align, size = tracked.request.num_prompt_tokens, self._align, group.block_tokens
-        ends = {each // align * align for each in (prompt, prompt - 1, tracked.junction)}
+        ends = {each // align * align for each in (prompt, prompt - 1, tracked.divergence)}
         wanted = {
             position
             for end in ends

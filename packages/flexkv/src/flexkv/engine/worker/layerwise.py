@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.rank_copies import RankCopies
@@ -47,7 +47,7 @@ class LayerwiseLoads:
         parts: the parts of a block, in the order in which layers need them.
         work_so_far: see `WorkerSide`.
         marks: behind the last steps.
-        edge: catches errors of single loads.
+        boundary: catches errors of single loads.
 
     Attributes:
         failed: transfer ids of failed loads.
@@ -61,7 +61,7 @@ class LayerwiseLoads:
         parts: LayerParts,
         work_so_far: Callable[[], int],
         marks: StepMarks,
-        edge: Edge,
+        boundary: ErrorBoundary,
     ) -> None:
         self.failed: set[int] = set()
         self.bad_blocks: set[int] = set()
@@ -69,7 +69,7 @@ class LayerwiseLoads:
         self._parts = parts
         self._work_so_far = work_so_far
         self._marks = marks
-        self._edge = edge
+        self._boundary = boundary
         self.running: list[LayerwiseLoad] = []
 
     def start(self, orders: Sequence[CopyOrder], after: int) -> None:
@@ -127,7 +127,7 @@ class LayerwiseLoads:
         self._copies.report(order, Status.FAILED)
 
     def _start_part(self, load: LayerwiseLoad, planes: range, after: int) -> None:
-        with self._edge.guard("load of blocks", "they count as a miss"):
+        with self._boundary.guard("load of blocks", "they count as a miss"):
             load.tickets.append(
                 self._copies.mover.submit(
                     Direction.LOAD,
@@ -144,7 +144,7 @@ class LayerwiseLoads:
         """Make later work of the engine wait for the first parts of a load."""
         if load.followed >= parts:
             return
-        with self._edge.guard("waiting for a layer", "its blocks count as not loaded"):
+        with self._boundary.guard("waiting for a layer", "its blocks count as not loaded"):
             stream = self._work_so_far()
             for ticket in load.tickets[load.followed : parts]:
                 self._end_part(load, ticket, self._copies.mover.hold(ticket, stream))

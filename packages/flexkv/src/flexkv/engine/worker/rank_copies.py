@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.side_figures import CopyFigures
 from flexkv.engine.worker.offsets import SlotOffsets
@@ -37,7 +37,7 @@ class RankCopies:
         block_step: bytes from one engine block to the next in a slot.
         plane_bytes: bytes of an engine block in each plane of the mover.
         stored: the planes that this rank stores.
-        edge: catches errors of single transfers.
+        boundary: catches errors of single transfers.
 
     Attributes:
         mover: as given.
@@ -55,14 +55,14 @@ class RankCopies:
         block_step: int,
         plane_bytes: Sequence[int],
         stored: range,
-        edge: Edge,
+        boundary: ErrorBoundary,
     ) -> None:
         self.mover = mover
-        self.figures = CopyFigures(edge, self._copy_seconds, self._bytes_by_way)
+        self.figures = CopyFigures(boundary, self._copy_seconds, self._bytes_by_way)
         self.tickets: dict[int, int] = {}
         self._arena = arena
         self._rank = rank
-        self._edge = edge
+        self._boundary = boundary
         self._slot_offsets = SlotOffsets(arena, rank, block_step)
         self._plane_bytes = plane_bytes
         self._block_bytes = {
@@ -83,7 +83,7 @@ class RankCopies:
         count = max(1, _CALIBRATION_BYTES // (self._block_bytes[Direction.LOAD] or 1))
         blocks = array("Q", range(min(count, len(slots) * step)))
         offsets = self._slot_offsets.of(slots, count=len(blocks))
-        with self._edge.guard("measuring copies", "the first loads measure them"):
+        with self._boundary.guard("measuring copies", "the first loads measure them"):
             for _ in range(_CALIBRATIONS):
                 ticket = self.mover.submit(Direction.LOAD, blocks, offsets)
                 status = self.wait_for_end(ticket, "a load that is measured")
@@ -99,7 +99,7 @@ class RankCopies:
         """Begin a copy that the mover reports itself, behind `after` or `mark`, see `Mover.submit`.
         Returns its ticket, or None if it could not be begun; then it is reported as failed."""
         place = f"{direction.name.lower()} of blocks"
-        with self._edge.guard(place, "they count as a miss"):
+        with self._boundary.guard(place, "they count as a miss"):
             self.tickets[order.transfer_id] = self.mover.submit(
                 direction,
                 array("Q", order.engine_blocks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.start import open_rank
 from flexkv.engine.worker.layers import split_layers
 from flexkv.engine.worker.pages import Device, RankPages
@@ -22,7 +22,7 @@ def start_worker(
     device: Device,
     *,
     identity: Sequence[str],
-    edge: Edge,
+    boundary: ErrorBoundary,
     fails_by_request: bool = False,
     alone: bool = True,
 ) -> WorkerSide:
@@ -35,7 +35,7 @@ def start_worker(
         device: the device of the pages.
         identity: all that the bytes of a block depend on, except its key; `model` of
             `block_identity`.
-        edge: ends, counts and logs run-time errors.
+        boundary: ends, counts and logs run-time errors.
         fails_by_request, alone: see `WorkerSide`.
 
     Returns:
@@ -64,7 +64,7 @@ def start_worker(
         stored=stored,
         parts=split_layers(planes, layout.starts),
         work_so_far=device.work_so_far,
-        edge=edge,
+        boundary=boundary,
         fails_by_request=fails_by_request,
         alone=alone,
     )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.engine.boundary import Edge
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders, StepReport
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.layerwise import LayerwiseLoads
@@ -52,7 +52,7 @@ class WorkerSide:
         parts: the parts of a block, in the order in which layers need them.
         work_so_far: returns the work that a copy submitted now must follow, as `after` of
             `Mover.submit`.
-        edge: catches errors of single transfers.
+        boundary: catches errors of single transfers.
         fails_by_request: whether a load that failed in part counts as failed as a whole, because a
             part is of no use; otherwise its failed blocks are reported.
         alone: whether nothing but the engine and this worker side reads or writes the blocks. If
@@ -73,7 +73,7 @@ class WorkerSide:
         stored: range,
         parts: LayerParts,
         work_so_far: Callable[[], int],
-        edge: Edge,
+        boundary: ErrorBoundary,
         fails_by_request: bool = False,
         alone: bool = True,
     ) -> None:
@@ -86,11 +86,11 @@ class WorkerSide:
             block_step=block_step,
             plane_bytes=plane_bytes,
             stored=stored,
-            edge=edge,
+            boundary=boundary,
         )
         self.figures = self._copies.figures
-        self._marks = StepMarks(self._copies, work_so_far, edge)
-        self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, self._marks, edge)
+        self._marks = StepMarks(self._copies, work_so_far, boundary)
+        self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, self._marks, boundary)
         self._alone = alone
         self._begun_loads: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}

@@ -16,7 +16,7 @@ from world_config import Drafts
 from flexkv.engine.orders import EVERYTHING, CopyOrder
 from flexkv_vllm.compat import core
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.step_uses import StepUses
+from flexkv_vllm.step_accesses import StepAccesses
 
 
 def step(new: dict[str, list[int]] | None = None, **changes: Any) -> SchedulerOutput:
@@ -50,7 +50,7 @@ def more(request_id: str, blocks: list[int], *, resumed: bool = False) -> Cached
     )
 
 
-def follows(uses: StepUses, output: SchedulerOutput, *blocks: int) -> int:
+def follows(uses: StepAccesses, output: SchedulerOutput, *blocks: int) -> int:
     """The step that a load into some blocks follows, ordered with `output`; and so does a
     layer-wise load."""
     orders = StepMetadata()
@@ -62,7 +62,7 @@ def follows(uses: StepUses, output: SchedulerOutput, *blocks: int) -> int:
 
 
 def test_blocks_of_ended_and_preempted_requests_were_used_until_then() -> None:
-    uses = StepUses()
+    uses = StepAccesses()
     assert follows(uses, step({"a": [1, 2], "b": [3]}), 1) == 0  # filled in the same step
     assert follows(uses, step(scheduled_cached_reqs=more("b", [4])), 4) == 0
     assert follows(uses, step(), 4) == EVERYTHING
@@ -75,7 +75,7 @@ def test_blocks_of_ended_and_preempted_requests_were_used_until_then() -> None:
 
 
 def test_a_request_that_starts_again_has_its_new_blocks_only() -> None:
-    uses = StepUses()
+    uses = StepAccesses()
     follows(uses, step({"a": [1, 2]}), 9)
     again = step(scheduled_cached_reqs=more("a", [2, 3], resumed=True))
     follows(uses, again, 9)
@@ -84,7 +84,7 @@ def test_a_request_that_starts_again_has_its_new_blocks_only() -> None:
 
 
 def test_zeroed_and_copied_blocks_are_in_use() -> None:
-    uses = StepUses()
+    uses = StepAccesses()
     assert follows(uses, step(new_block_ids_to_zero=[7]), 6, 7) == 1
     copies = step(kv_cache_block_copies=[KVCacheBlockCopy(src_block_id=8, dst_block_id=9)])
     assert follows(uses, copies, 8) == 2
@@ -97,13 +97,13 @@ def test_a_step_over_unknown_blocks_ends_all_knowledge() -> None:
         step(num_scheduled_tokens={"unseen": 1}),
         step(scheduled_cached_reqs=more("unseen", [3])),
     ):
-        uses = StepUses()
+        uses = StepAccesses()
         follows(uses, strange, 1)
         assert follows(uses, step(), 1) == EVERYTHING
 
 
 def test_after_an_error_loads_follow_everything() -> None:
-    uses = StepUses()
+    uses = StepAccesses()
     orders = StepMetadata()
     orders.loads["load"] = CopyOrder(1, 0, [1], [0])
     orders.layerwise.append(CopyOrder(2, 1, [2], [1]))

@@ -14,8 +14,8 @@ from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv.index.block_index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.demote import Demoter
+from flexkv.transfer.prefix_accesses import _BACKLOG_SHARE, _BLOCKS, PrefixAccesses
 from flexkv.transfer.sources import IndexedSource
-from flexkv.transfer.uses import _BACKLOG_SHARE, _BLOCKS, UseLog
 from flexkv.types.admission import ADMISSIONS
 
 
@@ -48,7 +48,7 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
     keys = names(3 * _BLOCKS)
     index = filled(keys)
-    log = UseLog(index, (), ())
+    log = PrefixAccesses(index, (), ())
     log.note(keys[:-1], UNKNOWN_REQUEST)
     log.note(keys[:2], UNKNOWN_REQUEST)
     log.count()
@@ -61,7 +61,7 @@ def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
 def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
     keys = names(3)
     index = filled(keys)
-    log = UseLog(index, (), ())
+    log = PrefixAccesses(index, (), ())
     noted = keys[:1]
     log.note(noted, None)
     noted[:] = keys[1:]
@@ -72,7 +72,7 @@ def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
 def test_more_of_a_long_backlog_is_counted() -> None:
     keys = names(4 * _BLOCKS)
     index = filled(keys)
-    log = UseLog(index, (), ())
+    log = PrefixAccesses(index, (), ())
     for _ in range(_BACKLOG_SHARE):
         log.note(keys, None)
     log.count()
@@ -83,7 +83,7 @@ def test_more_of_a_long_backlog_is_counted() -> None:
 def test_a_cleared_log_counts_nothing() -> None:
     keys = names(3)
     index = filled(keys)
-    log = UseLog(index, (), ())
+    log = PrefixAccesses(index, (), ())
     log.note(keys, None)
     log.clear()
     assert not log.waiting
@@ -106,7 +106,7 @@ def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() 
         )
         for place, tier in enumerate((full, empty))
     ]
-    log = UseLog(index, (), demoters)
+    log = PrefixAccesses(index, (), demoters)
     log.note(keys, None)
     log.note(names(9, "other"), UNKNOWN_REQUEST)
     while log.waiting:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flexkv.engine.orders import EVERYTHING, StepOrders
-from flexkv.engine.scheduler.access_log import block_uses
+from flexkv.engine.scheduler.access_log import access_log
 from flexkv.engine.scheduler.groups import Groups
 from flexkv_vllm.compat.core import blocks_beside_requests, knows_used_blocks
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-class StepUses:
+class StepAccesses:
     """Records the blocks of all requests, for models with one group of full attention.
 
     Workers know blocks from `SchedulerOutput` alone, so a step can use no others. With asynchronous
@@ -24,7 +24,7 @@ class StepUses:
     """
 
     def __init__(self) -> None:
-        self._uses = block_uses()
+        self._uses = access_log()
 
     def order(self, output: SchedulerOutput, orders: StepOrders) -> None:
         """Number the step that `output` describes, and set the step that each of its loads must
@@ -55,8 +55,8 @@ class StepUses:
             order.follows = EVERYTHING
 
 
-def make_step_uses(vllm_config: VllmConfig, groups: Groups) -> StepUses | None:
-    """Make a `StepUses`; None if vLLM does not list all blocks that a step uses."""
+def make_step_accesses(vllm_config: VllmConfig, groups: Groups) -> StepAccesses | None:
+    """Make a `StepAccesses`; None if vLLM does not list all blocks that a step uses."""
     # A draft model computes after the step, perhaps on blocks that vLLM does not list.
     knows = groups.plain and knows_used_blocks() and not vllm_config.speculative_config
-    return StepUses() if knows else None
+    return StepAccesses() if knows else None

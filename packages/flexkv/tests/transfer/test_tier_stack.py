@@ -10,7 +10,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import block_index
 from flexkv.tiers.base import AttachedTier
-from flexkv.transfer.lower import LowerTiers
+from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Medium
 
 
@@ -39,7 +39,7 @@ def test_a_tier_that_fails_at_the_end_keeps_no_other_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tiers = [EndingTier(Medium.DISK, fails=True), EndingTier(Medium.OBJECTS, fails=False)]
-    below = LowerTiers(
+    below = TierStack(
         block_index(4, LRUPolicy()),
         lambda slot: memoryview(bytearray(8)),
         [AttachedTier(tier) for tier in tiers],

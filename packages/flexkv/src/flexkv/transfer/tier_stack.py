@@ -21,15 +21,15 @@ from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.fetcher import Fetcher
+from flexkv.transfer.prefix_accesses import PrefixAccesses
 from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from flexkv.transfer.sources import Source, sources_of
-from flexkv.transfer.uses import UseLog
 from flexkv.types.changes import Change, Medium
 
 logger = logging.getLogger(__name__)
 
 
-class LowerTiers:
+class TierStack:
     """The tiers below one arena. Single-threaded; nothing waits but `close`.
 
     Args:
@@ -73,7 +73,7 @@ class LowerTiers:
         self._indexed: list[IndexedTier] = [
             tier for tier in self.tiers if not isinstance(tier, AskedTier)
         ]
-        self.uses = UseLog(index, self._indexed, on_hit)
+        self.uses = PrefixAccesses(index, self._indexed, on_hit)
         self._drains_since: float | None = None
         self._kept: dict[Source, _Kept] = {}
 
@@ -195,7 +195,7 @@ class LowerTiers:
                 demoter.offer(keys)
 
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
-        """Note the use of a prefix; see `UseLog.note`."""
+        """Note the use of a prefix; see `PrefixAccesses.note`."""
         self.uses.note(keys, hit)
 
     def poll(self) -> None:

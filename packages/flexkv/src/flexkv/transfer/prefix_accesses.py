@@ -34,7 +34,7 @@ class _Use:
     """The writers of tiers that lack a block of the prefix that the arena has."""
 
 
-class UseLog:
+class PrefixAccesses:
     """Counts uses in the order in which they were noted. Single-threaded.
 
     Args:
