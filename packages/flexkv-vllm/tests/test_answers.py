@@ -14,10 +14,13 @@ from vllm.v1.outputs import KVConnectorOutput
 from world_config import IN_TREE, PLUGIN
 
 from flexkv.engine.orders import CopyOrder
+from flexkv.types.mover import Status
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_calls import SchedulerCalls
+from packages.inside import index_of
+from packages.tier_blocks import ready_blocks
 
 ASYNC = StepMetadata(loads={"r": CopyOrder(1, 1, [5, 6], [0, 1])}, proves=7)
 BESIDE = StepMetadata(layerwise=[CopyOrder(2, 2, [7], [2])], unfilled=[8], fences=[1])
@@ -211,6 +214,27 @@ def test_blocks_that_vllm_holds_are_released_though_two_errors_lose_the_order(
     world.generate(random_prompt(random.Random(5), 100))
     assert not world.is_on
     world.check_outputs()
+
+
+def test_a_store_that_runs_while_flexkv_is_turned_off_is_not_published(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing kept vLLM from giving its blocks to other requests."""
+    world = make_world()
+    world.slow_down(random.Random(4), (50, 60))
+    world.add(random_prompt(random.Random(9), 100))
+    for _ in range(3):
+        world.step()
+    cache = world.cache
+    (running,) = cache.transfers
+    assert running.status is Status.PENDING
+    for broken in ("build_orders", "lose_track"):
+        monkeypatch.setattr(type(world.side), broken, raise_broken)
+    world.run()
+    cache._device._board.report(running.cell, 0, Status.DONE)
+    world.connector.shutdown()
+    assert running.status is Status.DONE
+    assert ready_blocks(index_of(cache)) == {}
 
 
 def test_an_error_while_a_layer_waits_is_told_to_vllm(

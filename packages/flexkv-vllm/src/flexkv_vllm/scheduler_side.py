@@ -299,6 +299,10 @@ class SchedulerSide:
             return True
         return self._idle_steps.wanted(self._cache.busy or self.figures.active)
 
+    def stop(self) -> None:
+        """See `KVCache.stop`."""
+        self._cache.stop()
+
     def close(self, flush_seconds: float) -> None:
         """See `EngineCache.close`."""
         self._engine.close(flush_seconds)
