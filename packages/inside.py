@@ -34,6 +34,11 @@ def leaving_of(cache: KVCache) -> Any:
     return cache._below._writeback._leaving
 
 
+def board_of(cache: KVCache) -> CompletionBoard:
+    """Where ranks report the ends of transfers."""
+    return cache._device._board
+
+
 def free_cells(board: CompletionBoard) -> Sequence[int]:
     """Cells that no transfer has."""
     return board._free

@@ -101,12 +101,12 @@ CASES: dict[str, Case] = {
     ),
     "FlexKVHitsAreComputed": Case(
         {
-            'left_tokens_total{reason="slow"}': "0+60x60",
+            'skipped_tokens_total{reason="slow"}': "0+60x60",
             'hit_tokens_total{tier="host"}': "0+40x60",
         },
         {
-            'left_tokens_total{reason="slow"}': "0+40x60",
-            'left_tokens_total{reason="short"}': "0+500x60",
+            'skipped_tokens_total{reason="slow"}': "0+40x60",
+            'skipped_tokens_total{reason="short"}': "0+500x60",
             'hit_tokens_total{tier="host"}': "0+60x60",
         },
         "40m",

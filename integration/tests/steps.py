@@ -13,7 +13,7 @@ from integration.harness.engine import Engine
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
 
-_FLEXKV_ERROR = re.compile(r"^.*flexkv\.errors\.\w+: (.*)$", re.MULTILINE)
+_FLEXKV_ERROR = re.compile(r"^.*flexkv\.types\.errors\.\w+: (.*)$", re.MULTILINE)
 
 
 def ask(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's steps do to its blocks, as `flexkv.adapter` describes it.
+"""What an engine's steps do to its blocks, as `flexkv.engine` describes it.
 
 `kernels/src/steps` has the code.
 """

@@ -19,7 +19,7 @@ from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_calls import SchedulerCalls
-from packages.inside import index_of
+from packages.inside import board_of, index_of
 from packages.tier_blocks import ready_blocks
 
 ASYNC = StepMetadata(loads={"r": CopyOrder(1, 1, [5, 6], [0, 1])}, proves=7)
@@ -231,7 +231,7 @@ def test_a_store_that_runs_while_flexkv_is_turned_off_is_not_published(
     for broken in ("build_orders", "lose_track"):
         monkeypatch.setattr(type(world.side), broken, raise_broken)
     world.run()
-    cache._device._board.report(running.cell, 0, Status.DONE)
+    board_of(cache).report(running.cell, 0, Status.DONE)
     world.connector.shutdown()
     assert running.status is Status.DONE
     assert ready_blocks(index_of(cache)) == {}

@@ -29,11 +29,11 @@ from packages.inside import assert_no_fetch, assert_no_write, free_cells, link_o
 from packages.line_errors import InjectedError, LineErrors
 
 SOURCE = Path(flexkv.__path__[0])
-CODE = [SOURCE / name for name in ("cache.py", "index.py", "pins.py", "host/board.py")] + [
+CODE = [SOURCE / name for name in ("cache.py", "index/pins.py", "host/board.py")] + [
     SOURCE / name for name in ("transfer", "tiers", "eviction")
 ]
 
-TABLES = ("tiers/disk/index.py", "tiers/disk/slot_map.py")
+TABLES = ("tiers/disk/slot_index.py", "tiers/disk/slot_map.py")
 """Their lines are spared: they only write elements of arrays, which cannot fail."""
 
 
@@ -269,7 +269,7 @@ def test_a_tier_whose_reads_hang_is_left_out_until_they_end(
     assert fetch.done
     assert fetch.arrived == 0
     assert node.cache.presence(names("xyz")) == [Presence.ABSENT] * 3
-    circuits = {medium: figures.reads for medium, figures, _ in node.cache.tier_figures}
+    circuits = {medium: figures.reads for medium, figures, *_ in node.cache.tier_figures}
     assert circuits[Medium.MOONCAKE] == {CircuitState.OPEN: 1}
     fill(node)
     assert slots.isdisjoint(block.slot for block in index.blocks)
@@ -368,4 +368,4 @@ def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
             error.add_note(f"after errors before {errors.hit[before:]}")
             raise
         quiet = 0 if len(errors.hit) > before else quiet + 1
-    assert any(file.endswith("lower.py") for file, _ in errors.hit)
+    assert any(file.endswith("tier_stack.py") for file, _ in errors.hit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an engine that `flexkv.adapter` uses: a request and the engine's prefix cache."""
+"""The parts of an engine that `flexkv.engine` uses: a request and the engine's prefix cache."""
 
 from __future__ import annotations
 
