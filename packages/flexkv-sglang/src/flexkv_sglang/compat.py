@@ -31,6 +31,7 @@ _USED = {
         "UnifiedCacheLinker.offload",
         "UnifiedCacheLinker.num_completed_offloads",
         "UnifiedCacheLinker.pop_completed_offload",
+        "UnifiedCacheLinkerWrapper.offload_nodes",
         "UnifiedCacheLinkerWrapper._offload_node",
         "UnifiedCacheLinkerWrapper._sync_restorable_prefix",
         "UnifiedCacheLinkerWrapper.load_back",
@@ -48,6 +49,8 @@ _USED = {
     "sglang.srt.mem_cache.radix_cache": ("RadixKey.maybe_to_bigram_view",),
     "sglang.srt.mem_cache.utils": ("get_storage_hash_str",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
+        "UnifiedTreeCoreInterface.build_external_linker_offload_transfers",
+        "UnifiedTreeCoreInterface.get_component_device_value",
         "UnifiedTreeCoreInterface.get_hash_values",
         "UnifiedTreeCoreInterface.get_prefix_hash_values",
     ),
@@ -57,6 +60,7 @@ _USED = {
     ),
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
     "sglang.srt.mem_cache.unified_radix_cache": (
+        "UnifiedRadixCache.check_hicache_events",
         "UnifiedRadixCache.get_last_hash_value",
         "UnifiedRadixCache.take_events",
     ),

@@ -147,8 +147,8 @@ def plan_arena(
         )
     if spec.num_slots <= pool_slots:
         logger.warning(
-            "host memory has %.2f GiB for blocks, and the engine's own KV cache %.2f GiB: most "
-            "blocks in host memory are in the engine's cache as well, and give no hits; set "
+            "host memory has %.2f GiB for blocks, and the engine's own KV cache %.2f GiB: blocks "
+            "in host memory may be in the engine's cache as well, and then give no hits; set "
             "cpu_cache_gb to more than %.2f; %.2f GiB are available",
             spec.slots_bytes / GIB,
             pool_bytes / GIB,
