@@ -14,8 +14,8 @@ from integration.quick import ALWAYS, ROOT, changed_files, concerned_tests
 
 def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_name() -> None:
     found = concerned_tests(["packages/flexkv/src/flexkv/tiers/disk/slot_index.py"])
-    assert "packages/flexkv/tests/index/test_block_index_model.py" in found
-    assert "packages/flexkv/tests/tiers/disk/test_slot_index.py" in found, "it imports the module"
+    assert "packages/flexkv/tests/tiers/disk/test_slot_index.py" in found, "it mirrors the module"
+    assert "packages/flexkv/tests/tiers/disk/test_scarcity.py" in found, "a mutant names it"
     assert set(ALWAYS) <= set(found)
 
 

@@ -211,5 +211,5 @@ def test_why_an_engine_did_not_start_is_found_in_its_log() -> None:
         "(EngineCore pid=1) Exception: WorkerProc initialization failed\n"
     )
     cause = root_cause(EngineStartError("the engine did not start", log, []))
-    assert cause == "flexkv.types.errors.ArenaError: cpu_cache_gb is 900 GiB"
+    assert cause == "flexkv.types.errors.ArenaError: cpu_cache_gb is 900"
     assert root_cause(EngineStartError("not ready within 9 s", "", [])) == "not ready within 9 s"

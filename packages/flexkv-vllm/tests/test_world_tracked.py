@@ -18,9 +18,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE
 
 from flexkv.engine.choice.load_choice import Left, LoadChoice
-from flexkv.engine.orders import StepOrders
 from flexkv.index.block_index import Block, BlockIndex
 from flexkv.types.mover import Status
+from flexkv_vllm.orders import StepMetadata
 from packages.inside import chooser_of, index_of
 from packages.tier_blocks import ready_blocks
 
@@ -320,7 +320,7 @@ def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
     rank = world.ranks[-1]
     with monkeypatch.context() as patch:
         patch.setattr(rank.side, "fence", broken)
-        rank.adapter.fence(StepOrders(fences=[1]))
+        rank.adapter.fence(StepMetadata(fences=[1]))
     world.generate(texts[0])
     counters = world.cache.counters
     assert counters.failed_loads == 1

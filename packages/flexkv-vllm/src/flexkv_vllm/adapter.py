@@ -130,11 +130,8 @@ class Adapter:
             if self._worker is not None:
                 self._worker.close()
             scheduler = self._scheduler or self._ended
-            if self._ended is not None:
-                # Nothing kept vLLM's steps from the blocks that stores under way read.
-                self._ended.stop()
             if scheduler is not None:
-                scheduler.close(flush_seconds(self._vllm_config))
+                scheduler.close(flush_seconds(self._vllm_config), off=self._scheduler is None)
                 scheduler.log_counters(self._boundary.failures)
         self._worker = self._scheduler = self._ended = None
 

@@ -299,12 +299,11 @@ class SchedulerSide:
             return True
         return self._idle_steps.wanted(self._cache.busy or self.figures.active)
 
-    def stop(self) -> None:
-        """See `KVCache.stop`."""
-        self._cache.stop()
-
-    def close(self, flush_seconds: float) -> None:
-        """See `EngineCache.close`."""
+    def close(self, flush_seconds: float, *, off: bool) -> None:
+        """See `EngineCache.close`. `off`: FlexKV is turned off, so nothing keeps vLLM's steps from
+        the blocks that stores under way read. They are not published."""
+        if off:
+            self._cache.stop()
         self._engine.close(flush_seconds)
 
     def log_counters(self, failures: Mapping[str, int]) -> None:

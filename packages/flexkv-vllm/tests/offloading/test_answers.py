@@ -62,7 +62,7 @@ def swap(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def test_a_broken_manager_answers_all_calls(make_offloading_world: MakeOffloadingWorld) -> None:
     world = make_offloading_world(events=True)
     manager = world.manager
-    parts = ("_cache", "_figures", "_idle_steps", "_events", "_options", "_requests", "_asking")
+    parts = ("_cache", "_figures", "_idle_steps", "_events", "_maker", "_requests", "_asking")
     before = swap(manager, parts)
     for name, (arguments, answer) in MANAGER.items():
         assert getattr(manager, name)(*arguments) == answer, name
