@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of
 

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from engine_world import BLOCK_TOKENS, World, random_prompt
 from stopwatch import Stopwatch, leave_out_workers, no_forward

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from engine_world import BLOCK_TOKENS, World, random_prompt
 

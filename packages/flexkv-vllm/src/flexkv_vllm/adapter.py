@@ -158,7 +158,8 @@ class Adapter:
             answer: tuple[int | None, bool] = 0, False
             with self._boundary.guard("lookup", "it is a miss"):
                 answer = self._scheduler.match(request, local_tokens)
-            self._promises.matched(request, local_tokens, answer)
+            if answer[0] or self._promises.loads:
+                self._promises.matched(request, local_tokens, answer)
             return answer
         return 0, False
 
@@ -184,7 +185,8 @@ class Adapter:
         if orders is None:
             self._scheduler.lose_track()
             orders = self._scheduler.take_orders(output)
-        self._promises.ordered(orders)
+        if self._promises.loads or orders.releases:
+            self._promises.ordered(orders)
         return orders
 
     @answers(_off(lambda: None), _OFF)

@@ -40,54 +40,57 @@ class Promises:
     Args:
         group: vLLM's number of the group whose blocks the workers report.
         block_tokens: tokens of a block of this group.
+
+    Attributes:
+        loads: the loads, by the request's id.
     """
 
     def __init__(self, group: int = 0, block_tokens: int = 1) -> None:
         self._group = group
         self._block_tokens = block_tokens
-        self._loads: dict[str, _Load] = {}
+        self.loads: dict[str, _Load] = {}
         self._held: dict[str, None] = {}
 
     def matched(self, request: Request, start: int, answer: tuple[int | None, bool]) -> None:
         """vLLM gets this answer to its lookup for a request that has `start` tokens."""
         if answer[0]:
-            self._loads[request.request_id] = _Load(start, answer[1])
-        elif self._loads:
-            self._loads.pop(request.request_id, None)
+            self.loads[request.request_id] = _Load(start, answer[1])
+        else:
+            self.loads.pop(request.request_id, None)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM has allocated `blocks`, and expects the load of `tokens` tokens."""
-        load = self._loads.get(request.request_id)
+        load = self.loads.get(request.request_id)
         if load is not None:
             if tokens:
                 load.blocks = blocks
             else:
-                del self._loads[request.request_id]
+                del self.loads[request.request_id]
 
     def ended(self, request_id: str, holds: bool) -> None:
         """A request has ended; `holds` says whether vLLM holds its blocks for stores. vLLM holds
         them for a load in any case."""
-        load = self._loads.get(request_id)
+        load = self.loads.get(request_id)
         if load is not None and load.blocks is None:
-            del self._loads[request_id]
+            del self.loads[request_id]
         if holds:
             self._held[request_id] = None
 
     def ordered(self, orders: StepMetadata) -> None:
         """vLLM passes these orders to the workers."""
-        if self._loads:
-            for request_id in list(self._loads):
-                load, order = self._loads[request_id], orders.loads.get(request_id)
+        if self.loads:
+            for request_id in list(self.loads):
+                load, order = self.loads[request_id], orders.loads.get(request_id)
                 is_complete = request_id in orders.failed_loads or (order and order.last)
                 if load.blocks is not None and (is_complete or not load.waits):
-                    del self._loads[request_id]
+                    del self.loads[request_id]
         for request_id in orders.releases:
             self._held.pop(request_id, None)
 
     def orders_after_all(self) -> StepMetadata:
         """Orders that end all of this: the loads fail. Later calls return none."""
         orders = StepMetadata()
-        loads, self._loads = self._loads, {}
+        loads, self.loads = self.loads, {}
         held, self._held = self._held, {}
         for request_id, load in loads.items():
             if load.blocks is None:
