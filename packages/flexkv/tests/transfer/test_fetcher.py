@@ -18,7 +18,7 @@ from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Status
 from packages.conftest import Clock
-from packages.inside import assert_no_read, index_of
+from packages.inside import assert_no_read, below_of, index_of
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (4096,))
@@ -505,6 +505,24 @@ def test_an_extended_fetch_brings_what_follows_its_prefix(make: Callable[..., No
     node.cache.end_fetch(fetch)
     assert not node.cache.extend_fetch(fetch, keys("e"))
     node.assert_at_rest()
+
+
+def test_an_error_while_a_fetch_is_extended_ends_it(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make("abcd")
+    fetch = node.fetch("ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(below_of(node.cache).fetcher, "_await", _raising)
+        with pytest.raises(MemoryError):
+            node.cache.extend_fetch(fetch, keys("cd"))
+    assert fetch.done
+    assert (fetch.arrived, fetch.asking) == (0, None)
+    node.cache.end_fetch(fetch)
+
+
+def _raising(*_: object) -> None:
+    raise MemoryError
 
 
 def test_a_fetch_is_not_extended_behind_a_block_that_does_not_come(

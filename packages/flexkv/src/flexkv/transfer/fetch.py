@@ -109,6 +109,12 @@ class Fetch:
         self.stop = min(self.stop, position)
         self.asking = None
 
+    def end_empty(self) -> None:
+        """End the prefix before its first block. The caller has released the leases."""
+        self.blocks.clear()
+        self.arrived = 0
+        self.cut(0)
+
     def expect(self, keys: Sequence[bytes], source: Source) -> None:
         """Record that a tier reads the blocks of `keys`."""
         self.sources.update(dict.fromkeys(keys, source))

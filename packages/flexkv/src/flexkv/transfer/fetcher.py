@@ -113,6 +113,8 @@ class Fetcher:
         if fetch not in self._fetches or fetch.stop < first:
             return False
         with contextlib.ExitStack() as undo:
+            # The holder may keep the fetch, and would wait for it.
+            undo.callback(fetch.end_empty)
             undo.callback(self.end, fetch)
             fetch.keys += keys
             self._extend(fetch)
@@ -209,9 +211,7 @@ class Fetcher:
         """End all fetches without a block, because the arena was cleared."""
         for fetch in self._fetches:
             self._index.release([block for block in fetch.blocks if block is not None])
-            fetch.blocks.clear()
-            fetch.arrived = fetch.stop = 0
-            fetch.asking = None
+            fetch.end_empty()
         self._reads.clear()
         self._waiting.clear()
 
@@ -219,9 +219,7 @@ class Fetcher:
         """End all fetches without a block: the index has ended all leases, and no tier reads any
         more."""
         for fetch in self._fetches:
-            fetch.blocks.clear()
-            fetch.arrived = fetch.stop = 0
-            fetch.asking = None
+            fetch.end_empty()
         self._reads.forget()
         for known in (self._fetches, self._waiting, self._came):
             known.clear()
