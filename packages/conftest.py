@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -35,6 +36,15 @@ def _patience() -> Iterator[None]:
         patch.setattr(link, "PROBE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(session_server, "GREETING_SECONDS", PATIENCE_SECONDS)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """The log has the level of before the test, whatever settings the test has started with."""
+    logger = logging.getLogger("flexkv")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture
