@@ -16,7 +16,7 @@ NOX = """#!/usr/bin/env bash
 [ "$2" = tests ] || exit "${LINT:-0}"
 shift 2
 [ "${1:-}" = -- ] && shift
-PYTHON -m pytest -n 0 "$@" tests
+PYTHON -m pytest -n 1 --dist loadgroup "$@" tests
 code=$?
 echo "nox > Session tests was a run."
 [ "$code" -eq 0 ] && exit 0
@@ -27,7 +27,8 @@ UNSTABLE = """
 import pathlib
 import pytest
 
-@pytest.mark.parametrize("name", ["a b", "c"])
+@pytest.mark.xdist_group("tests:a b")
+@pytest.mark.parametrize("name", ["a b", "c@d"])
 def test_unstable(name):
     seen = pathlib.Path("seen" + name)
     assert seen.exists() or seen.touch()
@@ -68,7 +69,7 @@ def test_what_passes_alone_is_listed_as_unstable(checkout: Path) -> None:
     assert status == 0
     assert lines[-3:-1] == [
         "unstable: tests/test_a.py::test_unstable[a b]",
-        "unstable: tests/test_a.py::test_unstable[c]",
+        "unstable: tests/test_a.py::test_unstable[c@d]",
     ]
     assert "2 passed" in lines[-1]
     assert any("2 failed, 1 passed" in line for line in lines if line.startswith("before: "))
@@ -80,7 +81,7 @@ def test_what_fails_twice_fails(checkout: Path) -> None:
     assert status == 1
     assert [line for line in lines if line.startswith("unstable: ")] == [
         "unstable: tests/test_a.py::test_unstable[a b]",
-        "unstable: tests/test_a.py::test_unstable[c]",
+        "unstable: tests/test_a.py::test_unstable[c@d]",
     ]
     assert "1 failed, 2 passed" in lines[-1]
 
