@@ -86,6 +86,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("plan", "traces, replays, sizing", _of(CORE, "plan")),),
     (Room("cache", "KVCache, the facade", _of(CORE, "cache")),),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
+    (Room("client", "CacheClient, the door below engines", _of(CORE, "client")),),
     (Room("figures", "metrics, the meter", _of(CORE, "figures")),),
     (
         Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),

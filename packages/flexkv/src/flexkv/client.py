@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CacheClient, the door between an engine's adapter and a cache.
+
+Only plain data crosses it: no live object and no callback. So the cache may be in this process, or
+in another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
+from flexkv.figures.definitions import ResetCause
+from flexkv.figures.meter import Figures
+from flexkv.types.changes import Change, Medium
+from flexkv.types.mover import Direction
+from flexkv.types.presence import Presence
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks that workers copy between the arena and the engine's pages.
+
+    Attributes:
+        id: number of the transfer; each transfer of a cache has a greater one than those before.
+        direction: LOAD or STORE, as seen from the engine's pages.
+        cell: cell of the completion board in which the ranks report.
+        keys: keys of the blocks, in the order of the prefix. Nobody changes them.
+        slots: the arena slot of each block, from or to which workers copy.
+    """
+
+    id: int
+    direction: Direction
+    cell: int
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+
+
+class Ended(NamedTuple):
+    """The end of a transfer.
+
+    Attributes:
+        id: as in `Transfer`.
+        direction: as in `Transfer`.
+        done: whether all ranks have copied all blocks. If not, the transfer has failed.
+    """
+
+    id: int
+    direction: Direction
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What does not change while a cache is open.
+
+    Attributes:
+        num_slots: blocks that the arena has room for.
+        slot_bytes: bytes of a block in every tier, padding included.
+        media: media of the lower tiers, the fastest first.
+        must_query: whether a lower tier needs a query to know which blocks it has.
+        policy_name: name of the eviction policy, for metrics; empty for none.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    media: tuple[Medium, ...]
+    must_query: bool
+    policy_name: str
+
+
+class CacheClient(Protocol):
+    """A cache as an engine's adapter calls it. Single-threaded; nothing but `close` waits."""
+
+    @property
+    def info(self) -> CacheInfo:
+        """What does not change."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way whose end `poll` may find."""
+        ...
+
+    @property
+    def disabled(self) -> bool:
+        """Whether lookups find nothing and no load or store begins."""
+        ...
+
+    @property
+    def under_way(self) -> Collection[int]:
+        """Ids of the transfers that `poll` has not returned."""
+        ...
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """The number of blocks that can be loaded, from the first key on. No side effect."""
+        ...
+
+    def presence(self, keys: Sequence[bytes]) -> Sequence[Presence]:
+        """The place of the block of each key, in the order of `keys`. No side effect."""
+        ...
+
+    def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
+        """Positions, from `start` on, of the keys whose blocks have no slot. No side effect."""
+        ...
+
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
+        """Query the lower tiers that do not know which of these blocks they have.
+
+        Args:
+            keys: keys of a prefix, first block first.
+            scattered: keys of further blocks, with gaps; of no use without the first of `keys`.
+
+        Returns:
+            Whether an answer is awaited; it arrives within each tier's deadline.
+        """
+        ...
+
+    def load(self, keys: Sequence[bytes]) -> Transfer | None:
+        """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
+        `cancel`. The caller does not change `keys` afterwards. None, a miss, if a block is not
+        ready or too many transfers are under way."""
+        ...
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Collection[int] = (0,),
+        *,
+        held: bool = False,
+    ) -> Transfer | None:
+        """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
+        is evicted to make room. A block whose predecessor is not in the arena is not stored, nor is
+        a block that the policy refuses and no lower tier would write.
+
+        Args:
+            keys: keys of blocks, each of which builds on the one before. They may begin anywhere in
+                the prefix, at the latest one block before the first to store. The caller does not
+                change them afterwards.
+            positions: positions in `keys` of the blocks to store, ascending. Blocks that have a
+                slot are left out.
+            prefix_starts: positions of blocks that begin a prefix.
+            held: whether `poll` passes over the transfer until `confirm`, because the caller does
+                not know yet whether the bytes to store are right.
+
+        Returns:
+            A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None
+            if no block got one.
+        """
+        ...
+
+    def confirm(self, transfer_id: int) -> None:
+        """The bytes of a held store are right: `poll` may publish its blocks. Does nothing if the
+        store is not under way."""
+        ...
+
+    def cancel(self, transfer_id: int) -> None:
+        """Cancel a transfer that was not passed to any worker. Does nothing if it is not under
+        way."""
+        ...
+
+    def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
+        """Discard blocks of a store under way, because their bytes are wrong or the engine has
+        overwritten their pages. Lookups never find them. Does nothing if the store is not under
+        way.
+
+        Args:
+            transfer_id: id of the store.
+            positions: positions in the transfer's `keys` of the blocks; None for all.
+        """
+        ...
+
+    def record(
+        self,
+        keys: Sequence[bytes],
+        context: RequestContext = UNKNOWN_REQUEST,
+        prompt: Sequence[bytes] | None = None,
+    ) -> None:
+        """Count the use of a prefix by a scheduled request in all tiers, and offer its blocks to
+        lower tiers, whose admission decides. Called once for each request. Later polls do the
+        counting, because a prefix may be long.
+
+        Args:
+            keys: keys of the blocks that the request found in any cache, the engine's own included;
+                first block first.
+            context: what is known of the request, for the eviction policy.
+            prompt: keys of all blocks of its prompt, found or not; None if they are unknown.
+        """
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count the use of a prefix, found or computed, by a request that ends. Every tier evicts
+        the end of the prefix before its beginning. Later polls do the counting."""
+        ...
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """Report the end of the recorded request with this id to the eviction policy."""
+        ...
+
+    def pin(
+        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    ) -> None:
+        """Pin the blocks of a prefix that are in the arena or being stored or fetched. Blocks
+        beyond half of the arena are not pinned, and are counted.
+
+        Args:
+            keys: keys of the prefix.
+            owner: identifies these pins for `unpin`. A block stays as long as one owner pins it.
+            seconds: seconds until the pins end, from the last call on; None for the settings' time.
+        """
+        ...
+
+    def unpin(self, owner: Hashable = None) -> None:
+        """End all pins of `owner`."""
+        ...
+
+    def poll(self) -> list[Ended]:
+        """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
+        Returns the loads and stores that have ended. If this raises, the next call returns them."""
+        ...
+
+    def watch(self) -> None:
+        """Record changes for `drain_changes` from now on. All present blocks count as changes."""
+        ...
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `drain_changes` may return any."""
+        ...
+
+    def drain_changes(self) -> list[Change]:
+        """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
+        without `watch`. Many changes take several calls, the latest first; see `has_changes`."""
+        ...
+
+    def figures(self) -> Figures:
+        """All that engines report of the cache: totals since its start, and gauges."""
+        ...
+
+    def suspend(self) -> None:
+        """Disable lookups, loads and stores until a `clear` succeeds: all blocks may be
+        outdated."""
+        ...
+
+    def clear(self, cause: str = ResetCause.REQUEST) -> None:
+        """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
+        If this raises, the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
+        ...
+
+    def pause(self) -> None:
+        """The engine pauses and may free its pages, and has the same weights afterwards. All blocks
+        stay, except those that are being stored, whose pages may be gone before they are read."""
+        ...
+
+    def stop(self) -> None:
+        """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk
+        stay for the next process."""
+        ...
+
+    def recover(self) -> None:
+        """After an error that may have lost a lease or a copy: store and fetch nothing until the
+        lower tiers have ended what they do or hang, and go on with the blocks that are ready."""
+        ...
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        """Process the last reports and close the lower tiers, which may write waiting blocks for
+        `flush_seconds`. False if a tier hangs: it may still write to the arena, which must then
+        stay mapped. Errors are logged, never raised."""
+        ...
