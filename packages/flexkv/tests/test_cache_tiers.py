@@ -309,6 +309,42 @@ def test_after_a_clear_the_blocks_that_waited_are_not_written(make: Callable[...
     assert not any(engine.disk.contains(prefix))
 
 
+def test_a_renewal_forgets_host_memory_and_keeps_the_disk(make: Callable[..., Engine]) -> None:
+    """Keys mean something else in this engine alone: what the disk has serves others."""
+    engine = make(slots=4)
+    engine.store("a", "b")
+    engine.store("w", "x", "y", "z")
+    release = engine.hang()
+    fetch = engine.cache.fetch(keys("a", "b"))
+    under_way = engine.cache.store(keys("w", "x", "y", "z", "new"), [4])
+    assert fetch is not None
+    engine.cache.renew()
+    assert fetch.done
+    release()
+    engine.cache.end_fetch(fetch)
+    if under_way is not None:
+        engine.finish(under_way)
+    engine.settle()
+    assert engine.cache.ready_blocks == 0
+    assert engine.cache.lookup(keys("w")) == engine.cache.lookup(keys("new")) == 0
+    assert engine.disk.contains(keys(*"abwxyz")) == [True] * 6
+    assert engine.fetched("a", "b") == 2
+    assert engine.cache.counters.weight_resets == 1
+
+
+def test_a_renewal_ends_the_write_that_is_under_way(make: Callable[..., Engine]) -> None:
+    """Its block is on disk afterwards; the blocks that waited are not, and all slots are free."""
+    engine = make(slots=64, disk_slots=128)
+    prefix = store_long(engine)
+    engine.cache.poll()  # begins the first write
+    engine.cache.renew()
+    engine.settle()
+    written = engine.disk.contains(prefix)
+    assert written == sorted(written, reverse=True)
+    assert 0 < sum(written) < 64
+    assert engine.cache.free_slots == 64
+
+
 def test_a_close_writes_the_blocks_that_wait(make: Callable[..., Engine]) -> None:
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)

@@ -472,11 +472,18 @@ class KVCache:
         Later polls free the slots. If this raises, the cache stays suspended. `cause` is one of
         `ResetCause`; for metrics."""
         self.suspend()
-        self._index.clear()
-        self._pins.clear()
+        self._forget_host_blocks(cause)
         self._below.clear()
-        self._counters.count_reset(ResetCause(cause))
         self._off = self._stopped
+
+    @_sound
+    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
+        """Forget the blocks in host memory, because the caller names its blocks by other keys from
+        now on. Blocks below stay for other engines, and for later processes that use these keys.
+        Blocks of transfers under way are not published. Later polls free the slots. `cause` is one
+        of `ResetCause`; for metrics."""
+        self._forget_host_blocks(cause)
+        self._below.renew()
 
     @_sound
     def pause(self) -> None:
@@ -495,6 +502,11 @@ class KVCache:
         except Exception as error:  # noqa: BLE001 - tiers and arena would never be closed
             logger.error("the last results of copies are lost while the cache closes: %r", error)
         return self._below.close(flush_seconds)
+
+    def _forget_host_blocks(self, cause: str) -> None:
+        self._index.clear()
+        self._pins.clear()
+        self._counters.count_reset(ResetCause(cause))
 
     def _recover(self) -> None:
         if not self._below.drain():

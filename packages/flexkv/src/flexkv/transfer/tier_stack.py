@@ -234,13 +234,18 @@ class TierStack:
         """See `IndexedTier.drain_changes`; `limit` is for each tier."""
         return [change for tier in self._indexed for change in tier.drain_changes(limit)]
 
-    def clear(self) -> None:
-        """Clear all tiers and discard all reads and writes under way."""
+    def renew(self) -> None:
+        """End all fetches, and write no block that waits to be written: the arena was cleared. The
+        tiers keep what they have, and the blocks of writes under way."""
         self.fetcher.clear()
         self.uses.clear()
         for demoter in self._demoters:
             for block in demoter.clear():
                 self._writeback.wrote(demoter, block)
+
+    def clear(self) -> None:
+        """Clear all tiers and discard all reads and writes under way."""
+        self.renew()
         for source in self._sources:
             source.tier.clear()
             source.clear()
