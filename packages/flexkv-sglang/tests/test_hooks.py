@@ -14,7 +14,7 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv_sglang import hooks
 from flexkv_sglang.delayed_offloads import DelayedOffloads
-from flexkv_sglang.key_epoch import KeyEpoch
+from flexkv_sglang.page_keys import PageKeys
 
 
 class Side:
@@ -26,7 +26,7 @@ class Side:
         self.waiting = waiting
         self.asked: list[str] = []
         self.weights: list[bool] = []
-        self.epoch = KeyEpoch()
+        self.page_keys = PageKeys()
         self.spans: list[list[Span]] = []
         self.counted: list[tuple[list[str], list[str]]] = []
         self.own: list[list[str]] = []
@@ -277,10 +277,10 @@ def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:
 @pytest.mark.parametrize("flushes", [0, 2])
 @pytest.mark.parametrize("fails", [False, True])
 def test_other_weights_end_what_was_stored(side: Side, fails: bool, flushes: int) -> None:
-    side.epoch.flushes = 3
+    side.page_keys.flushes = 3
 
     def update(updater: object, request: str) -> str:
-        side.epoch.flushes += flushes
+        side.page_keys.flushes += flushes
         if fails:
             raise RuntimeError("half of the weights are there")
         return request
@@ -395,7 +395,7 @@ def test_released_weights_change_if_sglang_keeps_no_copy(
 
     def release(updater: object, request: Any) -> None:
         if "weights" not in (request.tags or ()):
-            side.epoch.flushes += 1
+            side.page_keys.flushes += 1
 
     hooks.release_memory(release, None, SimpleNamespace(tags=tags))
     lost = not returns and tags != ["kv_cache"]

@@ -93,3 +93,24 @@ def test_keys_follow_the_hashes_that_vllm_adds_and_takes_back() -> None:
     assert list(keys.of(tracked, OTHER, 2)) == [HASHES[5] + b"\5", b"v" * 32 + b"\5"]
     hashes[6:] = [b"w" * 32, b"x" * 32, b"y" * 32]
     assert list(keys.of(tracked, OTHER, 3)) == [b"x" * 32 + b"\5"]
+
+
+def test_another_epoch_has_other_keys_for_all_groups() -> None:
+    keys, tracked = BlockKeys(Groups((FULL, OTHER, WINDOW), 16), request_stamp), request()
+    groups = (FULL, OTHER, WINDOW)
+    before = [key for group in groups for key in keys.of(tracked, group)]
+    epochs = []
+    for _ in range(2):
+        keys.epoch.renew()
+        epochs.append([key for group in groups for key in keys.of(tracked, group)])
+    assert len({*before, *epochs[0], *epochs[1]}) == 3 * len(before)
+    assert [keys.origin(key) for key in epochs[0]] == [None] * len(before)
+    first = [keys.origin(key) for key in epochs[1]]
+    assert first == [BlockKeys(Groups(groups, 16), request_stamp).origin(key) for key in before]
+
+
+def test_the_first_epoch_knows_keys_of_later_ones() -> None:
+    """A disk has them from a process that ended."""
+    first, later = (BlockKeys(Groups((FULL,), 16), request_stamp) for _ in range(2))
+    later.epoch.renew()
+    assert [first.origin(key) for key in later.of(request(), FULL)] == [None] * 4

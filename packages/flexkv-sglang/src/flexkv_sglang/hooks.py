@@ -257,7 +257,7 @@ def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwa
     """Hook of SGLang's updates of weights. Afterwards no stored block is found, even if the update
     fails, because it may have changed some weights. An update of the draft model alone counts, too:
     that model may share tensors with the target."""
-    before = [side.epoch.flushes for side in _sides]
+    before = [side.page_keys.flushes for side in _sides]
     try:
         return original(updater, *args, **kwargs)
     finally:
@@ -277,7 +277,7 @@ def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwa
             with side.boundary.guard("beginning a delayed offload", "the pages are not cached"):
                 begin()
         side.await_copies()
-    before = [side.epoch.flushes for side in _sides]
+    before = [side.page_keys.flushes for side in _sides]
     released = original(updater, *args, **kwargs)
     request = next(iter((*args, *kwargs.values())), None)
     tags = getattr(request, "tags", None) or (_WEIGHTS,)
@@ -291,7 +291,7 @@ def _weights_changed(before: Sequence[int], why: str) -> None:
     for side, flushes in zip(_sides, before, strict=True):
         if side.leads:
             logger.info("FlexKV finds none of its earlier blocks from now on: %s", why)
-        side.weights_changed(flushed=side.epoch.flushes > flushes)
+        side.weights_changed(flushed=side.page_keys.flushes > flushes)
 
 
 def _own_hashes(tree: Any, request: Any) -> Sequence[str]:

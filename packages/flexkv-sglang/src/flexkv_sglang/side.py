@@ -30,7 +30,7 @@ from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
-from flexkv_sglang.key_epoch import KeyEpoch
+from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
@@ -71,7 +71,7 @@ class RankSide:
         delays: whether offloads should wait until SGLang is about to evict the pages, because host
             memory is full and nothing below it wants each block; the same on all ranks.
         delayed: the offloads that wait.
-        epoch: of the keys.
+        page_keys: makes the keys of pages.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RankSide:
         self.delays = False
         self.delayed = DelayedOffloads()
         self.events: TierEvents | None = None
-        self.epoch = KeyEpoch()
+        self.page_keys = PageKeys()
         self._worker = worker
         self._ranks = ranks
         self._cache = cache
@@ -142,8 +142,8 @@ class RankSide:
         return bool(self._ahead)
 
     def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
-        """See `KeyEpoch.keys_of`."""
-        return self.epoch.keys_of(hashes)
+        """See `PageKeys.of`."""
+        return self.page_keys.of(hashes)
 
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""
@@ -378,7 +378,7 @@ class RankSide:
     def reset(self) -> None:
         """SGLang frees all pages. Waits until no copy reads or writes them. Stored blocks stay, and
         those of copies that end here too, unless the epoch is mixed."""
-        if self.epoch.flushed():
+        if self.page_keys.flushed():
             self._renew(mixed=False)
         self.delayed.clear()
         for rid in list(self._queued):
@@ -416,19 +416,20 @@ class RankSide:
     def weights_changed(self, *, flushed: bool) -> None:
         """The weights in memory differ from the model's files now; see `KeyEpoch.renew`. `flushed`:
         whether SGLang has flushed its own cache since the change."""
-        if self._cache is not None:
-            self._cache.counters.count_reset(ResetCause.WEIGHTS)
         self._renew(mixed=not flushed)
 
     def _renew(self, *, mixed: bool) -> None:
-        self.epoch.renew(mixed=mixed)
+        self.page_keys.renew(mixed=mixed)
         self.delayed.clear()
+        if self._cache is not None:
+            with self._boundary.guard("renewing keys", "blocks of old keys stay in host memory"):
+                self._cache.renew()
         if self._followed is not None and self._ahead is not None:
             self._followed.forget_lookups()
             self._ahead.clear()
         with self._boundary.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
-                self.events.forget_all(self.epoch.end)
+                self.events.forget_all(self.page_keys.epoch.end)
 
     def close(self, flush_seconds: float) -> None:
         """End all copies; close the cache, which may write for `flush_seconds`. Idempotent."""

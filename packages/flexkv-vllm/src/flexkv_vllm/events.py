@@ -169,8 +169,8 @@ class BlockEvents:
             return description.group, description.hashes
         if self._has_stamps:
             return 0, ()
-        group, last_hash = self._keys.origin(key)
-        return group, (last_hash,)
+        origin = self._keys.origin(key)
+        return (0, ()) if origin is None else (origin[0], (origin[1],))
 
     def _add(self, medium: Medium, key: bytes, hashes: Sequence[bytes]) -> int:
         """Record a block as reported; returns how many of its last hashes are new."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 
@@ -18,14 +19,18 @@ class MadeKeys:
     Attributes:
         keys: the keys, in order.
         last: the hash behind the last key, which covers all tokens before it.
+        ending: the part of each key that follows the hash.
     """
 
+    ending: bytes
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""
 
-    def fit(self, hashes: Sequence[bytes], step: int) -> bool:
-        """Whether the keys were made of every `step`th of these hashes. The engine discards some
-        hashes if a session continues differently."""
+    def fit(self, hashes: Sequence[bytes], step: int, ending: bytes) -> bool:
+        """Whether the keys were made of every `step`th of these hashes, and of `ending`. The engine
+        discards some hashes if a session continues differently."""
+        if ending != self.ending:
+            return False
         count = len(self.keys) * step
         return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
 
@@ -48,20 +53,22 @@ class BlockKeys:
     """Keys of blocks.
 
     A key begins with the hash of the block's last token range, which covers the whole prefix up to
-    its end. Then follow the number of the group and the stamp of the request. The first group of
-    full attention, which has most blocks, has no number.
+    its end. Then follow the number of the group, the stamp of the request, and the end of the
+    epoch. The first group of full attention, which has most blocks, has no number.
 
     Args:
         groups: the groups of the model.
         stamp: distinguishes blocks of a request from others of the same hash; empty if not needed.
 
     Attributes:
-        are_hashes: whether keys are just the engine's hashes, apart from stamps.
+        are_hashes: whether keys are just the engine's hashes, apart from stamps and the epoch's end.
         hash_tokens: tokens of one of the engine's block hashes.
+        epoch: of all keys.
     """
 
     def __init__(self, groups: Groups, stamp: Callable[[Any], bytes]) -> None:
         self._stamp = stamp
+        self.epoch = KeyEpoch()
         self.are_hashes = groups.plain
         full = [group for group in groups.members if group.reach is Reach.ALL]
         self._unnumbered = full[0].index if full else None
@@ -81,18 +88,22 @@ class BlockKeys:
         step = group.block_tokens // self.hash_tokens
         end = None if stop is None else stop * step
         # The part of a key that follows the hash.
-        ending = self._numbers[group.index] + self._stamp(tracked.request)
+        ending = self._numbers[group.index] + self._stamp(tracked.request) + self.epoch.end
         if ending and group.reach is Reach.ALL:
             return self._made(tracked, group, step, ending).keys[start:stop]
         wanted = hashes[(start + 1) * step - 1 : end : step]
         return [each + ending for each in wanted] if ending else wanted
 
-    def origin(self, key: bytes) -> tuple[int, bytes]:
-        """The group and the engine's hash of a block whose request has no stamp.
+    def origin(self, key: bytes) -> tuple[int, bytes] | None:
+        """The group and the engine's hash of a block whose request has no stamp; None for a block
+        of another epoch.
 
         The engine's hashes have an even number of bytes, so a key of an odd length ends with the
-        number of its group.
+        number of its group, apart from the epoch's end.
         """
+        if not self.epoch.has(key):
+            return None
+        key = key.removesuffix(self.epoch.end)
         if self.are_hashes or len(key) % 2 == 0:
             return self._unnumbered or 0, key
         return key[-1], key[:-1]
@@ -102,8 +113,8 @@ class BlockKeys:
         groups only the last keys are needed."""
         hashes = tracked.request.block_hashes
         made = tracked.keys.get(group.index)
-        if made is None or not made.fit(hashes, step):
-            made = tracked.keys[group.index] = MadeKeys()
+        if made is None or not made.fit(hashes, step, ending):
+            made = tracked.keys[group.index] = MadeKeys(ending)
         fresh = hashes[(len(made.keys) + 1) * step - 1 :: step]
         if fresh:
             made.keys += [each + ending for each in fresh]

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of an engine's blocks. Their end tells blocks of different weights apart."""
+"""The keys of SGLang's pages."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
+from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.index.packed_keys import PackedKeys, pack_keys
-
-_BYTES = 16
 
 _KEPT = 1 << 17
 """The most keys that are kept, about 6 MB: those of some long prompts. Not tuned."""
@@ -17,24 +15,24 @@ _LEAST = 64
 """Fewer keys are sooner made than found. Not tuned."""
 
 
-class KeyEpoch:
-    """The time between two changes of an engine's weights. Single-threaded.
+class PageKeys:
+    """Makes the keys of pages, which end with the epoch's end. Single-threaded.
 
     Attributes:
-        end: the end of all keys; empty as long as the weights are those of the model's files.
+        epoch: of the keys.
         flushes: how often SGLang has flushed its own cache.
         mixed: whether SGLang's own cache may have pages of earlier weights. Pages that are computed
             behind such pages have the keys of this epoch, and are of no use after a flush.
     """
 
     def __init__(self) -> None:
-        self.end = b""
+        self.epoch = KeyEpoch()
         self.flushes = 0
         self.mixed = False
         self._kept: dict[str, PackedKeys] = {}
         self._kept_keys = 0
 
-    def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
+    def of(self, hashes: Sequence[str]) -> PackedKeys:
         """The keys of blocks.
 
         Keys of prompts are kept: SGLang looks a request up in step after step, then loads its pages
@@ -47,11 +45,11 @@ class KeyEpoch:
         """
         count = len(hashes)
         if count < _LEAST:
-            return pack_keys(hashes, self.end)
+            return pack_keys(hashes, self.epoch.end)
         known = self._kept.get(hashes[-1])
         if known is not None and len(known) >= count:
             return known[len(known) - count :]
-        keys = pack_keys(hashes, self.end)
+        keys = pack_keys(hashes, self.epoch.end)
         if count <= _KEPT:
             self._forget(hashes[-1])
             self._kept[hashes[-1]] = keys
@@ -69,9 +67,8 @@ class KeyEpoch:
         return self.mixed
 
     def renew(self, *, mixed: bool) -> None:
-        """Begin another epoch, in which no earlier key is found, by no process. `mixed`: see the
-        attribute."""
-        self.end = secrets.token_bytes(_BYTES)
+        """Begin another epoch; see `KeyEpoch.renew`. `mixed`: see the attribute."""
+        self.epoch.renew()
         self._kept.clear()
         self._kept_keys = 0
         self.mixed = mixed

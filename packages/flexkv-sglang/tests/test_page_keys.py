@@ -9,8 +9,8 @@ import pytest
 from sglang_world import hashes_of
 
 from flexkv.index.packed_keys import PackedKeys, pack_keys
-from flexkv_sglang import key_epoch
-from flexkv_sglang.key_epoch import KeyEpoch
+from flexkv_sglang import page_keys
+from flexkv_sglang.page_keys import PageKeys
 
 HASHES = hashes_of("a", 200)
 
@@ -24,38 +24,38 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hashes))
         return pack_keys(hashes, end)
 
-    monkeypatch.setattr(key_epoch, "pack_keys", counted)
+    monkeypatch.setattr(page_keys, "pack_keys", counted)
     return counts
 
 
 def test_a_prompt_that_is_looked_up_again_has_its_keys(made: list[int]) -> None:
-    epoch = KeyEpoch()
+    pages = PageKeys()
     for start in (0, 0, 100):
-        assert list(epoch.keys_of(HASHES[start:])) == list(pack_keys(HASHES[start:], b""))
+        assert list(pages.of(HASHES[start:])) == list(pack_keys(HASHES[start:], b""))
     assert made == [200]
 
 
 def test_other_pages_get_keys_of_their_own(made: list[int]) -> None:
-    epoch = KeyEpoch()
+    pages = PageKeys()
     for hashes in (HASHES[100:], HASHES, HASHES[:150], hashes_of("b", 200), HASHES[:10], []):
-        assert list(epoch.keys_of(hashes)) == list(pack_keys(hashes, b""))
+        assert list(pages.of(hashes)) == list(pack_keys(hashes, b""))
     assert made == [100, 200, 150, 200, 10, 0]
 
 
 def test_another_epoch_has_other_keys() -> None:
-    epoch = KeyEpoch()
-    before = epoch.keys_of(HASHES)
-    epoch.renew(mixed=False)
-    assert list(epoch.keys_of(HASHES)) == list(pack_keys(HASHES, epoch.end)) != list(before)
+    pages = PageKeys()
+    before = pages.of(HASHES)
+    pages.renew(mixed=False)
+    assert list(pages.of(HASHES)) == list(pack_keys(HASHES, pages.epoch.end)) != list(before)
 
 
 def test_kept_keys_have_a_bound(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_epoch, "_KEPT", 300)
-    epoch = KeyEpoch()
+    monkeypatch.setattr(page_keys, "_KEPT", 300)
+    pages = PageKeys()
     first, second = HASHES[:150], hashes_of("b", 150)
     for hashes in (first, second, first, hashes_of("c", 150), second, first):
-        epoch.keys_of(hashes)
+        pages.of(hashes)
     assert made == [150, 150, 150, 150]
-    assert epoch._kept_keys == 300
-    epoch.keys_of(hashes_of("d", 301))
-    assert epoch._kept_keys == 300
+    assert pages._kept_keys == 300
+    pages.of(hashes_of("d", 301))
+    assert pages._kept_keys == 300

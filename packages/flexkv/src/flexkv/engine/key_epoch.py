@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The epoch of an engine's keys: blocks of different weights have different keys."""
+
+from __future__ import annotations
+
+import secrets
+
+_MARK = b"\xfeFKE"
+_BYTES = 16
+
+
+class KeyEpoch:
+    """The time between two changes of an engine's weights.
+
+    All keys of an epoch end with `end`. The first epoch, that of the model's files, has no end: its
+    blocks serve other engines and later processes. The end of a later epoch is random. So no other
+    engine and no later process finds the blocks of a later epoch, and nothing has to be cleared.
+
+    Attributes:
+        end: empty, or 16 bytes.
+    """
+
+    def __init__(self) -> None:
+        self.end = b""
+
+    def renew(self) -> None:
+        """Begin another epoch, in which no earlier key is found, by no process."""
+        self.end = _MARK + secrets.token_bytes(_BYTES - len(_MARK))
+
+    def has(self, key: bytes) -> bool:
+        """Whether a key is one of this epoch.
+
+        In the first epoch the answer is wrong for one key of four billion, which ends like those of
+        a later epoch by chance.
+        """
+        return key.endswith(self.end) if self.end else key[-_BYTES : len(_MARK) - _BYTES] != _MARK
