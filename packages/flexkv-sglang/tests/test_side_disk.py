@@ -78,6 +78,34 @@ def test_a_cleared_cache_has_nothing_in_any_tier(make_rank: MakeRank, disk: dict
     assert other.side.lookup("r", hashes) == []
 
 
+def test_new_weights_find_nothing_on_disk_and_leave_the_pages_of_old_ones_there(
+    make_rank: MakeRank, disk: dict[str, Any]
+) -> None:
+    """The next process loads the model's files, whose weights are the old ones."""
+    first = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    old = first.fill([1, 2, 3], seed=1)
+    first.store(hashes, [1, 2, 3])
+    first.close()
+    rank = make_rank(settings=disk)
+    rank.side.weights_changed(flushed=True)
+    rank.look_ahead("r", hashes)
+    assert rank.side.held(["r"]) == [False]
+    assert rank.side.lookup("r", hashes) == []
+    rank.fill([4, 5, 6], seed=2)
+    rank.store(hashes, [4, 5, 6])
+    assert rank.side.lookup("r", hashes) == [3]
+    rank.close()
+
+    other = make_rank(settings=disk)
+    other.look_ahead("r", hashes)
+    assert other.side.held(["r"]) == [True]
+    wait_for(other, "r")
+    assert other.side.lookup("r", hashes) == [3]
+    assert other.load("r", hashes, [7, 8, 9])
+    assert same(other.read([7, 8, 9]), old)
+
+
 def test_after_a_failed_clear_nothing_is_found_until_one_succeeds(
     make_rank: MakeRank, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

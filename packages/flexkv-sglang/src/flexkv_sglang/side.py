@@ -22,7 +22,7 @@ from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
-from flexkv.figures.definitions import ResetCause, Samples, add
+from flexkv.figures.definitions import Samples, add
 from flexkv.index.packed_keys import PackedKeys
 from flexkv.transfer.copies import Transfer
 from flexkv.types.mover import Status
@@ -30,8 +30,8 @@ from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
-from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
+from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.recording import RequestRecorder
