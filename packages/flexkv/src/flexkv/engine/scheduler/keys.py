@@ -61,7 +61,7 @@ class BlockKeys:
         stamp: distinguishes blocks of a request from others of the same hash; empty if not needed.
 
     Attributes:
-        are_hashes: whether keys are just the engine's hashes, apart from stamps and the epoch's end.
+        are_hashes: whether keys are just the engine's hashes, apart from stamps and epochs.
         hash_tokens: tokens of one of the engine's block hashes.
         epoch: of all keys.
     """
