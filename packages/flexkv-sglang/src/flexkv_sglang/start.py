@@ -15,10 +15,9 @@ from typing import Any
 from flexkv import CacheConfig, KVCache
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
-from flexkv.engine.start import make_cache, make_recorder
+from flexkv.engine.start import make_cache, make_chooser, make_recorder
 from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
-from flexkv.engine.worker.worker import WorkerSide
 from flexkv.session import Session
 from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process
@@ -98,7 +97,13 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             undo.pop_all()
         _log_start(worker.session, engine.page_size)
     (waits,) = ranks.agree([int(cache is not None and cache.has_lower_tiers)], 1)
-    chooser = _make_chooser(config, worker, cache, on_cores=engine.settings.device == "cpu")
+    chooser = make_chooser(
+        config,
+        LoadMode.LAYERWISE,
+        worker.session.arena.spec,
+        lambda: 0 if cache is None else cache.loading_blocks,
+        on_cores=engine.settings.device == "cpu",
+    )
     return RankSide(
         worker,
         ranks,
@@ -118,21 +123,6 @@ def _make_recorder(
     size = engine.page_size
     recorder = make_recorder(config, "sglang", size, cache.slot_bytes, chooser)
     return None if recorder is None else RequestRecorder(recorder, size)
-
-
-def _make_chooser(
-    config: CacheConfig, worker: WorkerSide, cache: KVCache | None, *, on_cores: bool
-) -> LoadChooser:
-    spec = worker.session.arena.spec
-    return LoadChooser(
-        LoadMode.LAYERWISE,
-        config.min_load_tokens,
-        config.always_load,
-        sum(spec.format.shard_bytes),
-        spec.ranks,
-        on_cores=on_cores,
-        loading=lambda: 0 if cache is None else cache.loading_blocks,
-    )
 
 
 def _engine_id(ranks: Ranks) -> str:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how loads run beside vLLM's steps, and makes the chooser of the hits to load."""
+"""Chooses how loads run beside vLLM's steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flexkv import CacheConfig, ConfigError, KVCache
-from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv import CacheConfig, ConfigError
+from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
-from flexkv.host.arena import ArenaSpec
 from flexkv_vllm.compat.core import binds_pool
 from flexkv_vllm.settings import load_extra
 
@@ -72,30 +71,6 @@ def load_mode_of(
             f"'flexkv' (see VLLM_PLUGINS)"
         )
     return mode
-
-
-def make_chooser(
-    config: CacheConfig, vllm_config: VllmConfig, mode: LoadMode, cache: KVCache, spec: ArenaSpec
-) -> LoadChooser:
-    """Make the object that decides which hits of an engine are loaded, and how.
-
-    Args:
-        config: FlexKV's settings.
-        vllm_config: vLLM's configuration.
-        mode: the load mode from `load_mode_of`.
-        cache: the cache of the engine; borrowed by the chooser.
-        spec: sizes of the engine's arena.
-    """
-    return LoadChooser(
-        mode,
-        config.min_load_tokens,
-        config.always_load,
-        sum(spec.format.shard_bytes),
-        spec.ranks,
-        on_cores=vllm_config.device_config.device_type == "cpu",
-        loading=lambda: cache.loading_blocks,
-        steps_behind=steps_behind(vllm_config),
-    )
 
 
 def steps_behind(vllm_config: VllmConfig) -> int:

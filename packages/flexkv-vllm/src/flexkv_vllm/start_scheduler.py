@@ -14,11 +14,11 @@ from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StoreTime
-from flexkv.engine.start import attach_session, make_cache, make_recorder
+from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
-from flexkv_vllm.load_mode import load_mode_of, make_chooser
+from flexkv_vllm.load_mode import load_mode_of, steps_behind
 from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.settings import engine_id_of
 from flexkv_vllm.step_accesses import make_step_accesses
@@ -74,7 +74,14 @@ def make_scheduler_side(
         keys = block_keys(groups)
         events = make_events(vllm_config, kv_cache_config, cache, keys)
         describe = None if events is None else events.describe
-        chooser = make_chooser(config, vllm_config, mode, cache, spec)
+        chooser = make_chooser(
+            config,
+            mode,
+            spec,
+            lambda: cache.loading_blocks,
+            on_cores=vllm_config.device_config.device_type == "cpu",
+            steps_behind=steps_behind(vllm_config),
+        )
         tokens = groups.furthest.block_tokens
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
         side = SchedulerSide(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from flexkv.cache import KVCache
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.open_tiers import open_tiers
 from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.eviction import FOLLOWING, POLICIES, choose_policy
@@ -147,6 +147,37 @@ def meet(
     if engine_id is None:
         return alone(config.session_root, shard, plan, threads=threads)
     return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads)
+
+
+def make_chooser(
+    config: CacheConfig,
+    mode: LoadMode,
+    spec: ArenaSpec,
+    loading: Callable[[], int],
+    *,
+    on_cores: bool = False,
+    steps_behind: int = 1,
+) -> LoadChooser:
+    """Make the object that decides which hits of an engine are loaded, and how.
+
+    Args:
+        config: FlexKV's settings.
+        mode: the load mode in force.
+        spec: sizes of the engine's arena.
+        loading: see `LoadChooser`.
+        on_cores: see `LoadChooser`.
+        steps_behind: see `LoadChooser`.
+    """
+    return LoadChooser(
+        mode,
+        config.min_load_tokens,
+        config.always_load,
+        sum(spec.format.shard_bytes),
+        spec.ranks,
+        on_cores=on_cores,
+        loading=loading,
+        steps_behind=steps_behind,
+    )
 
 
 def make_recorder(

@@ -6,16 +6,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
 from flexkv.engine.scheduler.loading import Loads
 from flexkv.engine.scheduler.matching import Matcher
 from flexkv.engine.scheduler.request import Match, TrackedRequest
-from flexkv.engine.scheduler.request_options import context_of
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.transfer.copies import Transfer
 
@@ -42,11 +41,11 @@ class PrefixLoads:
         self._groups = engine.groups
         self._keys = engine.keys
         self._chooser = chooser
-        self._figures = figures
         self._fetches = Fetches(self._cache, load_ahead and self._groups.plain, chooser.fetched)
         self._matcher = Matcher(engine, self._fetches, chooser)
         self._loads = Loads(engine, self._fetches)
-        self._recorder = engine.recorder
+        tokens = engine.groups.members[0].block_tokens
+        self._reports = HitReports(engine.cache, chooser, figures, engine.recorder, tokens)
         self.unfinished = self._loads.unfinished
         self.half_loaded = self._loads.half_loaded
         self.running_requests = 0
@@ -104,25 +103,17 @@ class PrefixLoads:
             tokens: tokens to load, as `match` returned them.
             orders: the orders of the step; changed.
         """
-        request, match = tracked.request, tracked.match
+        match = tracked.match
         if match is not None:
             tracked.begin_load(match, tokens)
-            hit_tokens = match.local_tokens + tokens
-            context = context_of(request, tracked.options, hit_tokens)
-            used, all_keys = self._matcher.used_by(tracked, hit_tokens)
-            self._cache.record(used, context, all_keys)
-            if self._recorder is not None:
-                own, prompt = match.local_tokens, request.num_prompt_tokens
-                self._recorder.scheduled(tracked.id, prompt, own, tokens, context.session)
-            if tracked.may_load:
-                asked = request.num_tokens - match.local_tokens
-                self._figures.asked(asked, tokens, tracked.fetched)
-            if tokens:
-                blocks = -(-tokens // self._groups.members[0].block_tokens)
-                self._figures.hit(blocks, Span(match.local_tokens, hit_tokens))
-            for reason, left in match.left:
-                self._figures.left(reason, left)
-                self._chooser.left(reason)
+            self._reports.allocated(
+                tracked.request,
+                tracked.options,
+                match,
+                tokens,
+                keys=self._matcher.used_by(tracked, match.local_tokens + tokens),
+                fetched=tracked.fetched if tracked.may_load else None,
+            )
         if tokens == 0 or match is None:
             self._fetches.end(tracked)
         if tokens:
@@ -157,12 +148,7 @@ class PrefixLoads:
     def used(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count the use of an ended request's prefix, which has `tokens` tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
-        request = tracked.request
-        output = request.num_tokens - request.num_prompt_tokens
-        self._cache.ended(tracked.id, output)
-        if self._recorder is not None:
-            keys = self._matcher.keys_of(tracked, tokens)
-            self._recorder.ended(tracked.id, output, len(keys), lambda: keys)
+        self._reports.ended(tracked.request, lambda: self._matcher.keys_of(tracked, tokens))
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """See `Loads.abandon`."""
@@ -188,13 +174,7 @@ class PrefixLoads:
         Returns:
             The number of the step's report; 0 if no report is wanted.
         """
-        spans = []
-        for request_id, count in scheduled.items():
-            tracked = requests.get(request_id)
-            if tracked is not None:
-                start = tracked.request.num_computed_tokens
-                spans.append(Span(start, start + count))
-        return self._chooser.step_begins(spans)
+        return self._chooser.step_begins(spans_of(scheduled, requests))
 
     def ended(self, transfer: Transfer) -> None:
         """Record the end of a transfer, which may be a load's."""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports an engine's requests to the eviction policy, the recording and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from flexkv.cache import KVCache
+from flexkv.engine.choice.cost import Span
+from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.recorder import Recorder
+from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.request import HitTokens, Match
+from flexkv.engine.scheduler.request_options import RequestOptions, context_of
+from flexkv.engine.side_figures import CacheFigures
+
+
+class HitReports:
+    """Reports each request when the engine gives it blocks, and when it ends.
+
+    Args:
+        cache: the cache of the engine.
+        chooser: is told of hits that are not loaded.
+        figures: counts the queries and hits of requests.
+        recorder: records requests for `flexkv plan`; None if nothing is recorded.
+        block_tokens: tokens of a block in the first group.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        chooser: LoadChooser,
+        figures: CacheFigures,
+        recorder: Recorder | None,
+        block_tokens: int,
+    ) -> None:
+        self._cache = cache
+        self._chooser = chooser
+        self._figures = figures
+        self._recorder = recorder
+        self._block_tokens = block_tokens
+
+    def allocated(
+        self,
+        request: EngineRequest,
+        options: RequestOptions,
+        match: Match,
+        tokens: int,
+        *,
+        keys: tuple[Sequence[bytes], Sequence[bytes]],
+        fetched: HitTokens | None,
+    ) -> None:
+        """The engine has given blocks to a request.
+
+        Args:
+            request: the engine's request.
+            options: its options.
+            match: the last answer to the engine's lookup.
+            tokens: tokens to load behind those that the engine has itself.
+            keys: keys of the blocks that the hit uses, the engine's own included, and of all blocks
+                of the prompt.
+            fetched: tokens of the load that came from lower tiers; None if the request may not
+                load.
+        """
+        hit_tokens = match.local_tokens + tokens
+        context = context_of(request, options, hit_tokens)
+        used, prompt = keys
+        self._cache.record(used, context, prompt)
+        if self._recorder is not None:
+            own, length = match.local_tokens, request.num_prompt_tokens
+            self._recorder.scheduled(request.request_id, length, own, tokens, context.session)
+        if fetched is not None:
+            self._figures.asked(request.num_tokens - match.local_tokens, tokens, fetched)
+        if tokens:
+            blocks = -(-tokens // self._block_tokens)
+            self._figures.hit(blocks, Span(match.local_tokens, hit_tokens))
+        for reason, left in match.left:
+            self._figures.left(reason, left)
+            self._chooser.left(reason)
+
+    def ended(self, request: EngineRequest, keys: Callable[[], Sequence[bytes]]) -> None:
+        """A request has ended. `keys` returns those of its complete blocks in the group that
+        reaches furthest back; only a recording needs them."""
+        output = request.num_tokens - request.num_prompt_tokens
+        self._cache.ended(request.request_id, output)
+        if self._recorder is not None:
+            names = keys()
+            self._recorder.ended(request.request_id, output, len(names), lambda: names)
+
+
+class FollowedRequest(Protocol):
+    """The state of a request, with the engine's own object; None if that is not known yet."""
+
+    @property
+    def request(self) -> EngineRequest | None: ...
+
+
+def spans_of(
+    scheduled: Mapping[str, int], requests: Mapping[str, FollowedRequest]
+) -> Sequence[Span]:
+    """The tokens that a step computes of each request.
+
+    Args:
+        scheduled: the number of tokens that the step computes, by request.
+        requests: the followed requests, by id; others are left out.
+    """
+    spans = []
+    for request_id, count in scheduled.items():
+        followed = requests.get(request_id)
+        if followed is not None and followed.request is not None:
+            start = followed.request.num_computed_tokens
+            spans.append(Span(start, start + count))
+    return spans
