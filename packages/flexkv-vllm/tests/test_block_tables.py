@@ -1,33 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the blocks that a step of vLLM's gives."""
+"""Stores whose blocks a step of vLLM's gives to others."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from typing import Any
 
 import pytest
 from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
+from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv_vllm.orders import StepMetadata
 
 
-def step_that_gives(*blocks: list[int]) -> SchedulerOutput:
+def step_that_gives(*blocks: list[int]) -> ScheduledStep:
     """A step in which requests that nobody tracks get blocks."""
     ids = [f"request {i}" for i in range(len(blocks))]
-    given: Any = [(each,) for each in blocks]
-    cached = CachedRequestData(
-        req_ids=ids,
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=given,
-        num_computed_tokens=[0] * len(ids),
-        num_output_tokens=[0] * len(ids),
-    )
-    return dataclasses.replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=cached)
+    return ScheduledStep({}, 0, request_ids=ids, new_blocks=[(each,) for each in blocks])
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ from engine_world import MakeWorld, World, random_prompt
 from injection import SOURCES, Guarded, InjectedError, all_guarded, hit_all
 from kv_pages import BLOCK_TOKENS
 from late_device import STREAM, DeviceWorld
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv.engine.boundary import LASTING
 from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
+from flexkv_vllm.compat.steps import read_step
 from packages.inside import below_of
 
 pytestmark = pytest.mark.skipif(
@@ -37,11 +40,13 @@ def test_after_an_error_all_is_as_without_flexkv(
     monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     states = "states" in guarded.place
     if states:
-        monkeypatch.setattr(
-            "flexkv_vllm.block_tables.offered_states",
-            lambda output: {each: [] for each in output.num_scheduled_tokens},
-        )
 
+        def with_states(output: SchedulerOutput) -> ScheduledStep:
+            step = read_step(output)
+            step.states = {each: [] for each in step.tokens}
+            return step
+
+        monkeypatch.setattr("flexkv_vllm.scheduler_side.read_step", with_states)
     marks = "marking" in guarded.place
     if marks:
         monkeypatch.setattr(HostMemory, "work_so_far", lambda _: STREAM)

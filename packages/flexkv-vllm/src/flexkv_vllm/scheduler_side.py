@@ -17,12 +17,12 @@ from flexkv.engine.scheduler.fills import StepStores, StoreTime
 from flexkv.engine.scheduler.idle import IdleSteps
 from flexkv.engine.scheduler.prefix_loads import PrefixLoads
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
 from flexkv.engine.side_figures import CacheFigures
-from flexkv_vllm.block_tables import BlockTables
+from flexkv_vllm.compat.steps import read_step
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.pool import Pool
-from flexkv_vllm.step_accesses import StepAccesses
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -46,7 +46,8 @@ class SchedulerSide:
         load_ahead: see `Fetches`.
         allowed: parameters that requests may set; None for all.
         events: reports the loadable blocks; None when nobody listens.
-        uses: says which steps a load follows; None if each follows everything.
+        lists_blocks: whether each step lists all blocks that it uses, so that loads into others
+            need not follow it.
 
     Attributes:
         figures: figures of the cache.
@@ -62,7 +63,7 @@ class SchedulerSide:
         load_ahead: bool,
         allowed: Collection[str] | None = None,
         events: BlockEvents | None = None,
-        uses: StepAccesses | None = None,
+        lists_blocks: bool = False,
     ) -> None:
         self.tells_events = events is not None
         self._engine = engine
@@ -71,7 +72,7 @@ class SchedulerSide:
         self._groups = engine.groups
         self._keys = engine.keys
         self._events = events
-        self._uses = uses
+        self._uses = StepAccesses() if lists_blocks and engine.groups.plain else None
         self._orders = StepMetadata()
         self._taken: tuple[SchedulerOutput, StepMetadata] | None = None
         self._ended = engine.ended
@@ -185,23 +186,20 @@ class SchedulerSide:
 
     def build_orders(self, output: SchedulerOutput) -> StepMetadata:
         """The orders of the step that `output` describes, with those collected so far."""
-        requests, scheduled = self._requests.by_id, output.num_scheduled_tokens
+        step, requests = read_step(output), self._requests.by_id
         self._idle_steps.note(bool(requests))
         self._poll()
-        self._tables.follow(output, self._orders)
+        self._tables.follow(step, self._orders)
         if self._loads.unfinished:
             self._loads.continue_all(self._orders)
         if self._uses is not None:
-            self._uses.order(output, self._orders)
-        states = {} if self._groups.plain else self._tables.states_after(output)
-        computed = output.total_num_scheduled_tokens
-        if self._fills.step(scheduled, computed, states, requests, self._orders):
+            self._uses.order(step, self._orders)
+        if self._fills.step(step.tokens, step.total_tokens, step.states, requests, self._orders):
             self.figures.note_activity()
-        guesses = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        self._loads.running_requests = len(scheduled)
+        self._loads.running_requests = len(step.tokens)
         # Where all requests decode, there is no prompt to measure.
-        if computed > len(scheduled) + guesses:
-            self._orders.number = self._loads.step_begins(scheduled, requests)
+        if step.total_tokens > len(step.tokens) + step.draft_tokens:
+            self._orders.number = self._loads.step_begins(step.tokens, requests)
         return self.take_orders(output)
 
     def lose_track(self) -> None:

@@ -15,13 +15,13 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
+from flexkv_vllm.compat.steps import lists_used_blocks
 from flexkv_vllm.events import make_events
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
 from flexkv_vllm.load_mode import load_mode_of, steps_behind
 from flexkv_vllm.scheduler_side import SchedulerSide
 from flexkv_vllm.settings import engine_id_of
-from flexkv_vllm.step_accesses import make_step_accesses
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,7 +91,8 @@ def make_scheduler_side(
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             allowed=config.request_options,
             events=events,
-            uses=make_step_accesses(vllm_config, groups),
+            # A draft model computes after the step, perhaps on blocks that vLLM does not list.
+            lists_blocks=lists_used_blocks() and not vllm_config.speculative_config,
         )
         undo.pop_all()
     if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:

@@ -128,69 +128,6 @@ def tells_states() -> bool:
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 
 
-def offered_states(output: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:
-    """The recurrent states that are complete after a step: by request, group, block and tokens."""
-    state = getattr(output, "kv_connector_block_state", None)
-    return {} if state is None else state.boundary_state_offloads
-
-
-def overwritten_blocks(output: SchedulerOutput) -> list[int] | None:
-    """Blocks that vLLM zeroes in a step, or copies others to (from 0.31 on), possibly before
-    workers get the step's fences; None if there are none. Copies also go to blocks that no request
-    has: vLLM keeps a state in its prefix cache that way."""
-    zeroed: list[int] | None = getattr(output, "new_block_ids_to_zero", None)
-    copies = getattr(output, "kv_cache_block_copies", None)
-    if not copies:
-        return zeroed
-    return [*(zeroed or ()), *(destination for _, destination in copies)]
-
-
-_NAME_NO_BLOCKS = {
-    "num_scheduled_tokens",
-    "total_num_scheduled_tokens",
-    "scheduled_spec_decode_tokens",
-    "scheduled_encoder_inputs",
-    "scheduled_encoder_input_stats",
-    "num_common_prefix_blocks",
-    "finished_req_ids",
-    "free_encoder_mm_hashes",
-    "preempted_req_ids",
-    "has_structured_output_requests",
-    "pending_structured_output_tokens",
-    "num_invalid_spec_tokens",
-    "kv_connector_metadata",
-    "has_sync_kv_loads",
-    "aux_output_connector_metadata",
-    "ec_connector_metadata",
-    "ec_manager_metadata",
-    "kv_connector_block_state",
-    "num_spec_tokens_to_schedule",
-}
-"""Fields of `SchedulerOutput` that make workers use no further blocks."""
-
-_NAME_BLOCKS = {
-    "scheduled_new_reqs",
-    "scheduled_cached_reqs",
-    "new_block_ids_to_zero",
-    "kv_cache_block_copies",
-}
-"""Those that make them use the blocks that they name."""
-
-
-def knows_used_blocks() -> bool:
-    """Whether all is known by which vLLM makes its workers use a block in a step."""
-    return set(SchedulerOutput.__dataclass_fields__) <= _NAME_NO_BLOCKS | _NAME_BLOCKS
-
-
-def blocks_beside_requests(output: SchedulerOutput) -> list[int]:
-    """Blocks that a step uses before its forward pass: zeroed ones, and those that vLLM copies to
-    others (from 0.31 on) or that hold copies."""
-    used = list(getattr(output, "new_block_ids_to_zero", None) or ())
-    for copy in getattr(output, "kv_cache_block_copies", None) or ():
-        used += copy
-    return used
-
-
 def transfer_results(
     sent: set[str] | None, received: set[str] | None, failed: set[str]
 ) -> base.KVConnectorTransferResults:

@@ -11,10 +11,8 @@ from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.full_blocks import full_blocks
 from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.scheduled_step import States
 from flexkv.engine.scheduler.storing import StoreBatch, Stores, first_of
-
-States = Mapping[str, Iterable[tuple[int, int, int]]]
-"""Recurrent states that are complete after a step: by request, group, block and tokens."""
 
 
 class StoreTime(enum.Enum):

@@ -14,9 +14,10 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from world_config import Drafts
 
 from flexkv.engine.orders import EVERYTHING, CopyOrder
-from flexkv_vllm.compat import core
+from flexkv.engine.scheduler.tables import StepAccesses
+from flexkv_vllm.compat import steps
+from flexkv_vllm.compat.steps import read_step
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.step_accesses import StepAccesses
 
 
 def step(new: dict[str, list[int]] | None = None, **changes: Any) -> SchedulerOutput:
@@ -56,7 +57,7 @@ def follows(uses: StepAccesses, output: SchedulerOutput, *blocks: int) -> int:
     orders = StepMetadata()
     orders.loads["load"] = CopyOrder(1, 0, list(blocks), [0])
     orders.layerwise.append(CopyOrder(2, 1, list(blocks), [1]))
-    uses.order(output, orders)
+    uses.order(read_step(output), orders)
     assert orders.layerwise[0].follows == orders.loads["load"].follows
     return orders.loads["load"].follows
 
@@ -107,7 +108,7 @@ def test_after_an_error_loads_follow_everything() -> None:
     orders = StepMetadata()
     orders.loads["load"] = CopyOrder(1, 0, [1], [0])
     orders.layerwise.append(CopyOrder(2, 1, [2], [1]))
-    uses.order(step(), orders)
+    uses.order(read_step(step()), orders)
     uses.lose(orders)
     assert {each.follows for each in [*orders.loads.values(), *orders.layerwise]} == {EVERYTHING}
     assert follows(uses, step(), 3) == EVERYTHING
@@ -149,5 +150,5 @@ def test_a_vllm_with_unknown_fields_follows_everything(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make_world().side._uses is not None
-    monkeypatch.setattr(core, "_NAME_BLOCKS", set())
+    monkeypatch.setattr(steps, "_NAME_BLOCKS", set())
     assert make_world().side._uses is None

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's description of a step that it has scheduled, in plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Tables = Sequence[Sequence[int]]
+"""The engine's blocks of a request, in order, for each of the engine's KV cache groups."""
+
+States = Mapping[str, Iterable[tuple[int, int, int]]]
+"""Recurrent states that are complete after a step: by request, group, block and tokens."""
+
+
+class Placed(NamedTuple):
+    """A request that a step computes with exactly these blocks.
+
+    Attributes:
+        request_id: id of the request.
+        tables: all its blocks.
+        tokens: its tokens whose KV is in them. The step, or one after it, writes to the rest.
+    """
+
+    request_id: str
+    tables: Tables
+    tokens: int
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step, as the engine describes it to its workers. Borrowed until the call that gets it has
+    returned.
+
+    Attributes:
+        tokens: tokens that the step computes, by request; a dictionary.
+        total_tokens: the sum of these tokens; 0 if the step computes nothing.
+        draft_tokens: the number of them that are guesses of a draft model.
+        placed: requests that the engine computes for the first time, or again after it had taken
+            their blocks.
+        request_ids: ids of other requests, which keep their blocks.
+        new_blocks: for each of `request_ids` the blocks that it gets in addition; None if it gets
+            none.
+        replaced: those of `request_ids` that do not keep their blocks: they are also in `placed`.
+        preempted: ids of requests whose blocks the engine has taken since the last step.
+        ended: ids of requests that have ended since the last step.
+        touched: blocks that the step reads or writes beside those of its requests.
+        overwritten: those of them that workers may write to before they wait for fenced stores.
+        states: recurrent states that are complete after the step.
+    """
+
+    tokens: Mapping[str, int]
+    total_tokens: int
+    draft_tokens: int = 0
+    placed: Sequence[Placed] = ()
+    request_ids: Sequence[str] = ()
+    new_blocks: Sequence[Tables | None] = ()
+    replaced: AbstractSet[str] = frozenset()
+    preempted: Collection[str] = ()
+    ended: Collection[str] = ()
+    touched: Sequence[int] = ()
+    overwritten: Sequence[int] = ()
+    states: States = field(default_factory=dict)
