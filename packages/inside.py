@@ -79,6 +79,16 @@ def chooser_of(side: Any) -> Any:
     return side._loads._chooser
 
 
+def lose_track(side: Any) -> None:
+    """As after an error while a scheduler's side looked at a step."""
+    side._lose_track()
+
+
+def accesses_of(side: Any) -> Any:
+    """The steps that last used each block; None where loads follow every step."""
+    return side._accesses and side._accesses._uses
+
+
 def assert_no_read(cache: KVCache) -> None:
     """Nothing is read from a lower tier, and no fetch waits for a slot."""
     fetcher = cache._below.fetcher

@@ -143,7 +143,7 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
             if place == "host memory":
                 note("a lookup", "get_num_new_matched_tokens", request, 0)
                 note("the same lookup, next step", "get_num_new_matched_tokens", request, 0)
-            world.side.forget(request.request_id)
+            world.side._forget(request.request_id)
             if place == "vLLM's own cache":
                 world.forget()
     if world.cache.has_lower_tiers and world.side._groups.plain:

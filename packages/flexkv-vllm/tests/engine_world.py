@@ -297,7 +297,7 @@ class World(StagedWorkers):
     @property
     def is_on(self) -> bool:
         """Whether FlexKV was not turned off."""
-        return self.side is not None
+        return self.side is not None and not self.side.is_off
 
     def assert_at_rest(self) -> None:
         """All requests have ended, and nothing is kept for any: no block of the engine's, no cell,

@@ -13,7 +13,10 @@ from engine_world import MakeWorld, World, random_prompt
 from vllm.v1.outputs import KVConnectorOutput
 from world_config import IN_TREE, PLUGIN
 
+from flexkv.cache import KVCache
 from flexkv.engine.orders import CopyOrder
+from flexkv.engine.scheduler.scheduled_step import ScheduledStep
+from flexkv.engine.scheduler.side import RequestSide
 from flexkv.types.mover import Status
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
@@ -71,10 +74,21 @@ def test_no_call_of_vllm_is_left_out() -> None:
     assert public(FlexKVConnectorV1, SchedulerCalls, FlexKVConnectorV1Impl) <= known
 
 
-def break_side(side: str, adapter: Any) -> None:
-    """From now on, nothing works in one of the adapter's sides."""
+def break_scheduler(adapter: Any, side: RequestSide[StepMetadata]) -> None:
+    """From now on, nothing works behind the calls of the scheduler's side."""
     adapter._boundary.failures.clear()
-    setattr(adapter, side, Broken())
+    broken: RequestSide[StepMetadata] = RequestSide.__new__(RequestSide)
+    kept = {"is_off", "_make_orders", "_promises"}  # what ends what vLLM waits for
+    vars(broken).update(
+        {name: part if name in kept else Broken() for name, part in vars(side).items()}
+    )
+    adapter._scheduler = broken
+
+
+def break_worker(adapter: Any) -> None:
+    """From now on, nothing works in the worker's side."""
+    adapter._boundary.failures.clear()
+    adapter._worker = Broken()
 
 
 def call(connector: Any, calls: Calls, again: Callable[[], None]) -> None:
@@ -92,7 +106,7 @@ def test_a_broken_scheduler_side_answers_all_calls(make_world: MakeWorld, entry:
     connector = world.connector
     ours = getattr(connector, "_flexkv_connector", connector)
     adapter, side = ours._adapter, ours._adapter._scheduler
-    call(ours, SCHEDULER, lambda: break_side("_scheduler", adapter))
+    call(ours, SCHEDULER, lambda: break_scheduler(adapter, side))
     adapter._scheduler = side
 
 
@@ -108,7 +122,7 @@ def test_a_broken_worker_side_answers_all_calls(make_world: MakeWorld, entry: st
         connector._adapter = adapter
     connector.bind_connector_metadata(BESIDE)
     ours = getattr(connector, "_flexkv_connector", connector)
-    call(ours, WORKER, lambda: break_side("_worker", adapter))
+    call(ours, WORKER, lambda: break_worker(adapter))
     adapter._worker = side
 
 
@@ -142,7 +156,7 @@ def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [("build_orders", "lose_track"), ("finished", "forget"), ("suspend",)],
+    [("_build_orders", "_lose_track"), ("_end", "_forget"), ("suspend",)],
     ids=lambda names: names[0],
 )
 def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_goes_on(
@@ -152,13 +166,14 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
     rng = random.Random(1)
     prompt = random_prompt(rng, 100)
     world.generate(prompt)
-    adapter, side = world.connector._adapter, world.side
+    side = world.side
+    owner = KVCache if broken == ("suspend",) else RequestSide
     for name in broken:
-        monkeypatch.setattr(type(side), name, raise_broken)
+        monkeypatch.setattr(owner, name, raise_broken)
     if broken == ("suspend",):
         assert not world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate(random_prompt(rng, 40))
-    assert adapter._scheduler is None
+    assert side.is_off
     world.forget()
     again = world.generate(prompt)
     assert world.external_tokens[again] == 0
@@ -174,8 +189,8 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
 @pytest.mark.parametrize("mode", ["async", "layerwise"])
 @pytest.mark.parametrize(
     "broken",
-    [("allocated", "refuse"), ("build_orders", "lose_track"), ("build_orders", "take_orders")],
-    ids="-".join,
+    [("_begin", "_refuse"), ("_build_orders", "_lose_track"), ("_build_orders", "_take_orders")],
+    ids="".join,
 )
 def test_a_load_whose_order_two_errors_lose_is_computed(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...], mode: str
@@ -186,13 +201,13 @@ def test_a_load_whose_order_two_errors_lose_is_computed(
     first = world.generate(prompt)
     world.forget()
     for name in broken:
-        monkeypatch.setattr(type(world.side), name, raise_broken)
+        monkeypatch.setattr(RequestSide, name, raise_broken)
     second = world.add(prompt)
     aborted = world.add([*prompt[:100], *random_prompt(rng, 30)])
     world.step()
     world.abort(aborted)
     world.run()
-    assert world.connector._adapter._scheduler is None
+    assert not world.is_on
     assert world.outputs[second] == world.outputs[first]
     world.check_outputs()
 
@@ -202,15 +217,16 @@ def test_blocks_that_vllm_holds_are_released_though_two_errors_lose_the_order(
 ) -> None:
     world = make_world(entry=IN_TREE)
     world.slow_down(random.Random(4), (3, 6))
-    build = type(world.side).build_orders
+    build = RequestSide._build_orders
 
-    def fail_with_releases(side: Any, output: Any) -> StepMetadata:
+    def fail_with_releases(side: Any, step: ScheduledStep) -> StepMetadata:
         if side._orders.releases:
             raise_broken()
-        return build(side, output)
+        orders: StepMetadata = build(side, step)
+        return orders
 
-    monkeypatch.setattr(type(world.side), "build_orders", fail_with_releases)
-    monkeypatch.setattr(type(world.side), "lose_track", raise_broken)
+    monkeypatch.setattr(RequestSide, "_build_orders", fail_with_releases)
+    monkeypatch.setattr(RequestSide, "_lose_track", raise_broken)
     world.generate(random_prompt(random.Random(5), 100))
     assert not world.is_on
     world.check_outputs()
@@ -228,8 +244,8 @@ def test_a_store_that_runs_while_flexkv_is_turned_off_is_not_published(
     cache = world.cache
     (running,) = cache.transfers
     assert running.status is Status.PENDING
-    for broken in ("build_orders", "lose_track"):
-        monkeypatch.setattr(type(world.side), broken, raise_broken)
+    for broken in ("_build_orders", "_lose_track"):
+        monkeypatch.setattr(RequestSide, broken, raise_broken)
     world.run()
     board_of(cache).report(running.cell, 0, Status.DONE)
     world.connector.shutdown()

@@ -34,7 +34,7 @@ def test_the_models_own_prefix_comes_back(
     second = world.generate(prompt)
     assert world.outputs[second] == world.outputs[first]
     assert world.external_tokens[second] == 288
-    assert len(world.side.loaded_groups) == 1 + len(windows)
+    assert len(world.side.cached_groups) == 1 + len(windows)
 
 
 @WINDOWS

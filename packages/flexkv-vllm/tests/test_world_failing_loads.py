@@ -18,9 +18,9 @@ from traffic import Traffic, loaded, make_stems, preempted
 from world_config import BESIDE_OTHER, IN_TREE_BESIDE_OTHER
 
 from flexkv.engine.scheduler.request import NEVER
+from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.scheduler.storing import Stores
 from flexkv_vllm.compat.core import binds_pool
-from flexkv_vllm.scheduler_side import SchedulerSide
 
 ENTRIES = pytest.mark.parametrize(
     "entry", [BESIDE_OTHER, IN_TREE_BESIDE_OTHER], ids=["plugin", "in-tree"]
@@ -156,7 +156,7 @@ def test_where_vllm_hides_its_blocks_a_hit_behind_a_failed_load_is_not_cached(
     make_world: MakeWorld, other: OtherCache, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As before vLLM 0.22: FlexKV cannot take the wrong blocks out of vLLM's prefix cache."""
-    monkeypatch.setattr(SchedulerSide, "bind_pool", lambda *_: None)
+    monkeypatch.setattr(RequestSide, "bind_pool", lambda *_: None)
     world = make(make_world, other, entry)
     rng = random.Random(5)
     failing, fresh = random_prompt(rng, TOKENS), random_prompt(rng, TOKENS)

@@ -46,7 +46,7 @@ def test_after_an_error_all_is_as_without_flexkv(
             step.states = {each: [] for each in step.tokens}
             return step
 
-        monkeypatch.setattr("flexkv_vllm.scheduler_side.read_step", with_states)
+        monkeypatch.setattr("flexkv_vllm.adapter.read_step", with_states)
     marks = "marking" in guarded.place
     if marks:
         monkeypatch.setattr(HostMemory, "work_so_far", lambda _: STREAM)

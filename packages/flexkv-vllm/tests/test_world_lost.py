@@ -106,10 +106,10 @@ def test_a_steps_orders_are_not_lost(
     prompt = stored(world)
     errors = [1]
     side = world.side
-    taken = failing_once(side.take_orders, errors, after)
+    taken = failing_once(side._take_orders, errors, after)
     for _ in range(2):
         errors[:] = [1]
-        monkeypatch.setattr(side, "take_orders", taken)
+        monkeypatch.setattr(side, "_take_orders", taken)
         assert world.external_tokens[world.generate(prompt)] == BLOCKS * BLOCK_TOKENS
         assert errors == []
         world.check_outputs()

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from world_config import IN_MULTI, IN_TREE, PLUGIN
 
 from flexkv_kernels.host_memory import HostMemory
+from packages.inside import lose_track
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,7 +103,7 @@ def act(world: DeviceWorld, name: str, *args: Any) -> None:
             world.restart(reset_connector=args[0])
         case "lose":
             # As after an error while FlexKV looked at a step.
-            world.side.lose_track()
+            lose_track(world.side)
 
 
 LAG = st.none() | st.randoms(use_true_random=False)

@@ -3,9 +3,9 @@
 
 There are three entry points. `plugin` registers the connector when vLLM loads its plugins,
 `connector` can be named as `kv_connector_module_path`, and vLLM's own connector calls
-`intree_connector`. Each creates an `adapter` with two parts: `scheduler_side` beside vLLM's
-scheduler, which `start_scheduler` builds, and the worker side of `flexkv.engine` beside each of
-its workers, which `start_worker` builds. They communicate by `orders`. `offloading` serves vLLM's
+`intree_connector`. Each creates an `adapter` with two parts of `flexkv.engine`: a `RequestSide`
+beside vLLM's scheduler, which `start_scheduler` builds, and a `WorkerSide` beside each of its
+workers, which `start_worker` builds. They communicate by `orders`. `offloading` serves vLLM's
 own OffloadingConnector instead. `compat` has the differences between versions of vLLM.
 """
 

@@ -11,6 +11,7 @@ from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
 from flexkv_vllm.compat.core import binds_pool
+from flexkv_vllm.compat.steps import lists_used_blocks
 from flexkv_vllm.settings import load_extra
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ def load_mode_of(
             f"'flexkv' (see VLLM_PLUGINS)"
         )
     return mode
+
+
+def lists_all_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's description of a step lists all blocks that the step uses. Loads into other
+    blocks need not follow the step."""
+    # A draft model computes after the step, perhaps on blocks that vLLM does not list.
+    return lists_used_blocks() and not vllm_config.speculative_config
 
 
 def steps_behind(vllm_config: VllmConfig) -> int:

@@ -27,13 +27,12 @@ class Pool:
         self._blocks.evict_blocks(engine_blocks)
 
     def weights_changed(self, in_use: bool) -> None:
-        """The engine's weights have changed: the blocks that it has now are not what it computes
-        from here on. `in_use`: whether requests have blocks, which the engine may find later."""
+        """See `EnginePool.weights_changed`."""
         found_by = self._blocks.cached_block_hash_to_block
         self._old_blocks = found_by if in_use or len(found_by) else None
 
     @property
     def may_find_old_blocks(self) -> bool:
-        """Whether the engine has not reset its prefix cache since its weights changed. vLLM makes
-        a new map of its blocks when it does."""
+        """See `EnginePool.may_find_old_blocks`. vLLM makes a new map of its blocks when it resets
+        its prefix cache."""
         return self._old_blocks is self._blocks.cached_block_hash_to_block

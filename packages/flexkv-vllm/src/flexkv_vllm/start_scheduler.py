@@ -14,13 +14,13 @@ from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
-from flexkv_vllm.compat.steps import lists_used_blocks
-from flexkv_vllm.events import make_events
+from flexkv_vllm.events import BlockEvents, make_events
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
-from flexkv_vllm.load_mode import load_mode_of, steps_behind
-from flexkv_vllm.scheduler_side import SchedulerSide
+from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
+from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.settings import engine_id_of
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flexkv.vllm")
 
 
-def make_scheduler_side(
+def make_request_side(
     config: CacheConfig,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
     store_time: StoreTime,
     boundary: ErrorBoundary,
-) -> SchedulerSide:
+) -> tuple[RequestSide[StepMetadata], BlockEvents | None]:
     """Attach to the arena of the workers, and open the cache.
 
     Args:
@@ -47,7 +47,8 @@ def make_scheduler_side(
         boundary: ends, counts and logs run-time errors.
 
     Returns:
-        The scheduler side, which the caller closes. It owns the session and the cache.
+        The scheduler side, which the caller closes; it owns the session and the cache. And what
+        reports the loadable blocks; None when nobody listens.
 
     Raises:
         ArenaError: the workers have created no arena.
@@ -84,15 +85,14 @@ def make_scheduler_side(
         )
         tokens = groups.furthest.block_tokens
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
-        side = SchedulerSide(
+        side = RequestSide(
             EngineCache(session, cache, groups, keys, boundary, describe, recorder),
             chooser,
             store_time,
+            StepMetadata,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             allowed=config.request_options,
-            events=events,
-            # A draft model computes after the step, perhaps on blocks that vLLM does not list.
-            lists_blocks=lists_used_blocks() and not vllm_config.speculative_config,
+            lists_blocks=lists_all_blocks(vllm_config),
         )
         undo.pop_all()
     if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
@@ -107,4 +107,4 @@ def make_scheduler_side(
         spec.total_bytes / (1 << 30),
         session.info.fingerprint,
     )
-    return side
+    return side, events

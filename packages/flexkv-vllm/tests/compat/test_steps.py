@@ -18,6 +18,7 @@ from flexkv.engine.scheduler.tables import StepAccesses
 from flexkv_vllm.compat import steps
 from flexkv_vllm.compat.steps import read_step
 from flexkv_vllm.orders import StepMetadata
+from packages.inside import accesses_of
 
 
 def step(new: dict[str, list[int]] | None = None, **changes: Any) -> SchedulerOutput:
@@ -124,12 +125,12 @@ def test_an_error_while_a_step_is_made_lets_later_loads_follow_everything(
     def broken(*_: object) -> None:
         raise RuntimeError("broken by the test")
 
-    assert world.side._uses._uses.last_use([60]) == 0
+    assert accesses_of(world.side).last_use([60]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(world.side._fills, "step", broken)
         world.add(prompt)
         world.step()
-    assert world.side._uses._uses.last_use([60]) == EVERYTHING
+    assert accesses_of(world.side).last_use([60]) == EVERYTHING
     world.run()
 
 
@@ -143,12 +144,12 @@ def test_models_whose_uses_are_not_known_follow_everything(
 ) -> None:
     if "guesses" in options:
         options = {"guesses": random.Random(1)}
-    assert make_world(**options).side._uses is None
+    assert accesses_of(make_world(**options).side) is None
 
 
 def test_a_vllm_with_unknown_fields_follows_everything(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert make_world().side._uses is not None
+    assert accesses_of(make_world().side) is not None
     monkeypatch.setattr(steps, "_NAME_BLOCKS", set())
-    assert make_world().side._uses is None
+    assert accesses_of(make_world().side) is None

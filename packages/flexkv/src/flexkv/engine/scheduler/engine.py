@@ -49,6 +49,16 @@ class EnginePool(Protocol):
         """Remove these blocks from the engine's prefix cache, because their bytes are wrong."""
         ...
 
+    def weights_changed(self, in_use: bool) -> None:
+        """The engine's weights have changed: the blocks that it has now are not what it computes
+        from here on. `in_use`: whether requests have blocks, which the engine may find later."""
+        ...
+
+    @property
+    def may_find_old_blocks(self) -> bool:
+        """Whether the engine has not reset its prefix cache since its weights changed."""
+        ...
+
 
 Describe = Callable[[Any, Group, Iterable[tuple[int, bytes]]], None]
 """Called with blocks of a request, by position and key, that are being stored or were fetched."""

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RequestSide`, the door above a cache: an engine's scheduler reports the life of its requests.
+
+Decides once for all ranks which blocks are loaded and stored. Runs inside the scheduler's loop.
+Nothing here waits for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Generic, TypeVar
+
+from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.orders import StepOrders, StepReport
+from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
+from flexkv.engine.scheduler.engine_cache import EngineCache
+from flexkv.engine.scheduler.fills import StepStores, StoreTime
+from flexkv.engine.scheduler.idle import IdleSteps
+from flexkv.engine.scheduler.prefix_loads import PrefixLoads
+from flexkv.engine.scheduler.promises import Promises
+from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.engine.scheduler.scheduled_step import ScheduledStep, Tables
+from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
+from flexkv.engine.side_figures import CacheFigures
+
+logger = logging.getLogger(__name__)
+
+_POLLING = "polling the cache"
+
+Orders = TypeVar("Orders", bound=StepOrders)
+
+
+class RequestSide(Generic[Orders]):
+    """All that an engine's scheduler calls. One per engine; single-threaded.
+
+    The engine calls, in this order for each request: `queued`; `match`, any number of times;
+    `allocated`; `step` for each step that computes it; `finished`. After a preemption it calls
+    `match` again. Its workers carry out the orders that `step` returns, and `step_ended` gets their
+    report.
+
+    An error of one call ends here: it is counted, logged once, and a miss. If what follows an error
+    fails as well, the call raises. The engine's adapter then calls `turn_off`, and answers.
+
+    Args:
+        engine: the engine's cache; owned.
+        chooser: decides whether and how to load hits.
+        store_time: when to store.
+        make_orders: makes the orders of a step, without any. The engine carries them to its
+            workers.
+        load_ahead: see `Fetches`.
+        allowed: parameters that requests may set; None for all.
+        lists_blocks: whether each step lists all blocks that it uses, so that loads into others
+            need not follow it.
+
+    Attributes:
+        figures: figures of the cache.
+        is_off: whether FlexKV does nothing more in this process; see `turn_off`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCache,
+        chooser: LoadChooser,
+        store_time: StoreTime,
+        make_orders: Callable[[], Orders],
+        *,
+        load_ahead: bool,
+        allowed: Collection[str] | None = None,
+        lists_blocks: bool = False,
+    ) -> None:
+        self.is_off = False
+        self._engine = engine
+        self._cache = engine.cache
+        self._boundary = engine.boundary
+        self._chooser = chooser
+        self._groups = engine.groups
+        self._keys = engine.keys
+        self._make_orders = make_orders
+        self._orders = make_orders()
+        self._taken: Orders | None = None
+        self._ended = engine.ended
+        self._ordered: set[int] = set()  # ids of the transfers under way that workers know
+        self._lost_some = False
+        engine.boundary.after_error = self._after_error
+        self._requests = Requests(self._cache, self._abandon, allowed)
+        options = self._requests.options
+        self.figures = CacheFigures(
+            self._cache, engine.boundary, lambda: options.ignored, lambda: chooser.prefill_cost
+        )
+        self._loads = PrefixLoads(engine, chooser, self.figures, load_ahead)
+        self._fills = StepStores(engine, store_time)
+        self._stores = self._fills.stores
+        self._tables = BlockTables(
+            self._groups, self._stores, self._requests.by_id, self._fills.scheduled
+        )
+        self._accesses = StepAccesses() if lists_blocks and self._groups.plain else None
+        self._promises = Promises(self._groups.members[0])
+        self._idle_steps = IdleSteps()
+        self._pool: EnginePool | None = None
+        self._has_wrong_blocks = False
+
+    @property
+    def cached_groups(self) -> tuple[int, ...]:
+        """The engine's numbers of the KV cache groups whose blocks are cached."""
+        return tuple(group.index for group in self._groups.members)
+
+    def bind_pool(self, pool: EnginePool, hash_tokens: int = 0) -> None:
+        """Set the engine's own prefix cache; borrowed.
+
+        Args:
+            pool: the prefix cache.
+            hash_tokens: tokens of one of its block hashes; 0 if they are those of the groups.
+        """
+        self._keys.hash_tokens = hash_tokens or self._keys.hash_tokens
+        self._pool = pool
+        self._loads.bind_pool(pool)
+
+    # The life of a request.
+
+    def queued(self, request: EngineRequest) -> None:
+        """The engine has queued `request`: begin to fetch blocks that only lower tiers have."""
+        if self.is_off:
+            return
+        with self._boundary.guard("prefetching", "it is fetched when it is scheduled"):
+            tracked = self._requests.track(request)
+            if self._cache.has_lower_tiers and tracked.may_load:
+                self._loads.prefetch(tracked)
+
+    def match(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
+        """Find the tokens of a request that can be loaded. The engine may call this any number of
+        times before it acts.
+
+        Args:
+            request: the request.
+            local_tokens: tokens that the engine has itself.
+
+        Returns:
+            How many tokens beyond `local_tokens` can be loaded; None while a lower tier reads: the
+            engine calls again, and gives the request no blocks until then. And whether the load
+            ends before the engine computes the request.
+        """
+        answer: tuple[int | None, bool] = 0, False
+        if self.is_off:
+            return answer
+        with self._boundary.guard("lookup", "it is a miss"):
+            tracked = self._requests.track(request)
+            self._poll()
+            answer = self._loads.match(tracked, local_tokens, len(self._requests.by_id) - 1)
+        if answer[0] or self._promises.loads:
+            self._promises.matched(request.request_id, local_tokens, answer)
+        return answer
+
+    def allocated(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
+        """The engine gave a request blocks.
+
+        Args:
+            request: the request.
+            tables: all its blocks.
+            tokens: the tokens that `match` promised, which are to be loaded. When the load has
+                ended, the engine calls again with 0.
+        """
+        if self.is_off:
+            return
+        self._promises.allocated(request.request_id, tables, tokens)
+        with self._boundary.guard("ordering a load", "the engine is told that it failed"):
+            self._begin(request, tables, tokens)
+            return
+        self._refuse(request, tables, tokens)
+
+    def hit_tokens(self, request: EngineRequest, tokens: int) -> HitTokens:
+        """See `Requests.hit_tokens`; empty after an error."""
+        if self.is_off:
+            return {}
+        with self._boundary.guard("telling where a hit came from", "its source is unknown"):
+            return self._requests.hit_tokens(request.request_id, tokens)
+        return {}
+
+    def finished(self, request: EngineRequest, tables: Tables) -> bool:
+        """`request` has ended with the blocks `tables`. True if the engine must hold them until the
+        workers release it."""
+        if self.is_off:
+            return False
+        holds = None
+        with self._boundary.guard("ending a request", "its last blocks are not cached"):
+            holds = self._end(request, tables)
+        if holds is None:
+            holds = self._forget(request.request_id)
+        self._promises.ended(request.request_id, holds)
+        return holds
+
+    # Steps.
+
+    def step(self, step: ScheduledStep) -> Orders:
+        """The engine has scheduled a step. Returns the orders for its workers, with those collected
+        since the last step."""
+        if self.is_off:
+            return self.last_orders()
+        orders = self._taken = None
+        with self._boundary.guard(
+            "building a step's orders", "no more is stored of the requests that run"
+        ):
+            orders = self._build_orders(step)
+        if orders is None:
+            self._lose_track()
+            orders = self._take_orders(step)
+        if self._promises.loads or orders.releases:
+            self._promises.ordered(orders)
+        return orders
+
+    def step_ended(
+        self, report: StepReport | None, invalid: AbstractSet[int] = frozenset()
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            report: the workers' report; None if they have none.
+            invalid: blocks of the engine that a load of the step, FlexKV's or another, should have
+                filled but has not.
+        """
+        if self.is_off:
+            return
+        if invalid:
+            self._discard_wrong(invalid)
+        with self._boundary.guard("ending a step", "copies that ended are seen later"):
+            if report is not None:
+                self._stores.step_ended(report.proves)
+                self._chooser.loaded(report.load_rate)
+            self._chooser.timer.ended(0 if report is None else report.number)
+            self._poll()
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step without requests, so that a copy ends or is reported."""
+        if self.is_off:
+            return False
+        return self._idle_steps.wanted(self._cache.busy or self.figures.active)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether to take the figures now."""
+        return not self.is_off and self.figures.is_due(bool(self._requests.by_id))
+
+    # Resets and pauses.
+
+    def reset(self, cause: str = "request") -> bool:
+        """Discard every block. `cause`: see `KVCache.clear`. Returns whether that succeeded; until
+        a reset does, nothing is loaded or stored.
+
+        Running requests continue with their blocks, but blocks that they compute on top of these
+        are not stored.
+        """
+        return self._reset_by(partial(self._clear, cause))
+
+    def weights_changed(self) -> bool:
+        """The engine has other weights: discard every block, as `reset` does.
+
+        The engine's own prefix cache may keep blocks of the old weights. Until the engine resets
+        it, nothing is stored of the requests that the engine finds a prefix for.
+        """
+        return self._reset_by(self._clear_for_weights)
+
+    def pause(self) -> bool:
+        """The engine pauses and keeps its weights; it has preempted or ended all requests. See
+        `KVCache.pause`. Returns whether that succeeded; if not, call `reset`."""
+        if self.is_off:
+            return True
+        with self._boundary.guard("pausing", "all blocks are discarded"):
+            self._cache.pause()
+            self.figures.note_activity()
+            return True
+        return False
+
+    # The end.
+
+    def turn_off(self) -> None:
+        """Do nothing more in this process, because it may be unknown what workers copy. The cache
+        is not polled any more, so no wrong byte is found. Never fails."""
+        self.is_off = True
+
+    def last_orders(self) -> Orders:
+        """After `turn_off`: orders that end all that the engine waits for. Later calls return
+        none."""
+        orders = self._make_orders()
+        self._promises.end_all(orders)
+        return orders
+
+    def close(self, flush_seconds: float) -> None:
+        """Log the totals, and close the cache. See `EngineCache.close`."""
+        if self.is_off:
+            # Nothing keeps the engine's steps from the blocks that stores under way read.
+            self._cache.stop()
+        self._engine.close(flush_seconds)
+        counts = self._cache.counters.as_dict() | dict(self._boundary.failures)
+        text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+        logger.info("FlexKV ends: %s", text or "never used")
+
+    # Behind the guards, and after an error in them.
+
+    def _begin(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
+        tracked = self._requests.track(request)
+        if request.num_computed_tokens:
+            # Its load has ended. Its blocks beyond the known ones are filled next.
+            tracked.set_blocks(self._tables.of_cached(tables))
+            self._loads.loaded(tracked)
+            return
+        match = tracked.match
+        self._tables.fence(tables, 0 if match is None else match.local_tokens, self._orders)
+        self._tables.begun.add(tracked.id)
+        # What is computed behind blocks of old weights belongs to neither weights.
+        old = (match is None or match.local_tokens > 0) and self._finds_old_blocks()
+        first_fill = NEVER if old else self._stores.first_fill(tracked.options)
+        tracked.begin(self._tables.of_cached(tables), first_fill)
+        self._loads.begin(tracked, tokens, self._orders)
+
+    def _refuse(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
+        """After `_begin` has failed: report the promised load as failed, if there was one, and
+        treat the request's blocks as unknown."""
+        tracked = self._requests.track(request)
+        cached = self._tables.of_cached(tables)
+        self._stores.fence_all(self._orders)
+        self._tables.begun.add(tracked.id)
+        tracked.set_blocks(cached)
+        if tokens:
+            self._loads.refuse(tracked, cached[0], tokens, self._orders)
+        tracked.lose_blocks()
+
+    def _end(self, request: EngineRequest, tables: Tables) -> bool:
+        tracked = self._requests.by_id.get(request.request_id)
+        if tracked is None:
+            return False
+        self._requests.end(tracked)
+        if tracked.ran:
+            self._fills.finished(tracked, self._tables.of_cached(tables), self._orders)
+            self._loads.used(tracked, request.num_computed_tokens)
+            self.figures.note_activity()
+        return self._must_hold(tracked.id)
+
+    def _forget(self, request_id: str) -> bool:
+        """After `_end` has failed: store no more blocks of the request."""
+        tracked = self._requests.by_id.get(request_id)
+        if tracked is not None:
+            self._requests.end(tracked)
+        return self._must_hold(request_id)
+
+    def _must_hold(self, request_id: str) -> bool:
+        """Whether the engine must hold the blocks of an ended request, because stores read them and
+        no fence prevents other requests from writing to them."""
+        return self._fills.must_hold(request_id, self._orders)
+
+    def _build_orders(self, step: ScheduledStep) -> Orders:
+        requests = self._requests.by_id
+        self._idle_steps.note(bool(requests))
+        self._poll()
+        self._tables.follow(step, self._orders)
+        if self._loads.unfinished:
+            self._loads.continue_all(self._orders)
+        if self._accesses is not None:
+            self._accesses.order(step, self._orders)
+        if self._fills.step(step.tokens, step.total_tokens, step.states, requests, self._orders):
+            self.figures.note_activity()
+        self._loads.running_requests = len(step.tokens)
+        # Where all requests decode, there is no prompt to measure.
+        if step.total_tokens > len(step.tokens) + step.draft_tokens:
+            self._orders.number = self._loads.step_begins(step.tokens, requests)
+        return self._take_orders(step)
+
+    def _lose_track(self) -> None:
+        """After `_build_orders` has failed: the blocks of all requests are unknown until the engine
+        gives them new ones, and loads that were not ordered as a whole fail."""
+        for tracked in self._requests.by_id.values():
+            self._loads.fail_rest(tracked, self._orders)
+            tracked.lose_blocks()
+        self._stores.fence_all(self._orders)
+        if self._accesses is not None:
+            self._accesses.lose(self._orders)
+
+    def _take_orders(self, step: ScheduledStep) -> Orders:
+        """The orders collected for this step so far; those of the next step begin with none. A
+        second call for a step, after an error, returns the same."""
+        if self._taken is None:
+            self._loads.half_loaded.clear()  # the next step begins after the end of this one
+            self._tables.begun.clear()
+            self._orders.proves = self._stores.step_is_complete()
+            self._orders.has_forward = step.total_tokens > 0
+            if self._orders.stores or self._orders.loads or self._orders.layerwise:
+                self._ordered |= self._orders.transfer_ids
+            self._taken, self._orders = self._orders, self._make_orders()
+        return self._taken
+
+    def _discard_wrong(self, invalid: AbstractSet[int]) -> None:
+        with self._boundary.guard("discarding wrong blocks", "all blocks are discarded"):
+            self._distrust(invalid)
+            return
+        self.weights_changed()
+
+    def _distrust(self, invalid: AbstractSet[int]) -> None:
+        """Discard what is stored of the engine's blocks `invalid`, or was computed on them."""
+        wrong = self._fills.distrust(invalid, self._requests.by_id.values())
+        # The engine keeps them in its prefix cache until a request has computed them again. Others
+        # would find them before, or for ever if that request is aborted.
+        if self._pool is None:
+            self._has_wrong_blocks = True
+        else:
+            self._pool.forget(wrong)
+
+    def _reset_by(self, reset: Callable[[], None]) -> bool:
+        if self.is_off:
+            return True
+        self._cache.suspend()
+        with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
+            reset()
+            return True
+        return False
+
+    def _clear(self, cause: str) -> None:
+        for tracked in self._requests.by_id.values():
+            tracked.store_nothing()
+        self._cache.clear(cause)
+        self.figures.note_activity()
+
+    def _clear_for_weights(self) -> None:
+        if self._pool is not None:
+            self._pool.weights_changed(in_use=bool(self._requests.by_id))
+        self._clear("weights")
+
+    def _poll(self) -> None:
+        if not (self._ended.waiting or self._cache.busy):
+            return
+        with self._boundary.guard(_POLLING, "copies that ended are seen later"):
+            self.figures.note_activity()
+            if self._lost_some:
+                running = {*self._stores.under_way, *self._loads.running, *self._ordered}
+                self._ended.end_lost(self._ordered | self._orders.transfer_ids, running)
+                self._lost_some = False
+            for transfer in self._ended.take():
+                self._stores.ended(transfer)
+                self._loads.ended(transfer)
+                self._ordered.discard(transfer.id)
+            return
+        if self._boundary.lasts(_POLLING):
+            self._cache.stop()
+            self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
+
+    def _after_error(self) -> None:
+        self._cache.recover()
+        self._lost_some = True
+
+    def _finds_old_blocks(self) -> bool:
+        if self._pool is None:
+            return self._has_wrong_blocks
+        return self._pool.may_find_old_blocks
+
+    def _abandon(self, tracked: TrackedRequest) -> None:
+        self._loads.abandon(tracked, self._orders)
