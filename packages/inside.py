@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from flexkv.cache import KVCache
@@ -27,6 +27,17 @@ def below_of(cache: KVCache) -> TierStack:
 def demoters_of(cache: KVCache) -> Sequence[Any]:
     """What writes to each lower tier, the fastest tier first."""
     return cache._below._demoters
+
+
+def demoting(demoter: Any) -> Collection[bytes]:
+    """Keys of the blocks that are being written to a tier, or wait for that."""
+    held: Collection[bytes] = demoter._held
+    return held
+
+
+def described(events: Any) -> set[bytes]:
+    """Keys of the blocks in host memory whose fields KV events have."""
+    return set(events._described) - events._lost.keys()
 
 
 def leaving_of(cache: KVCache) -> Any:

@@ -29,7 +29,6 @@ STEMS = {
 
 CLASSES = {
     "Answer": 2,
-    "Change": 2,
     "Job": 2,
     "Kind": 2,
     "Level": 2,

@@ -18,10 +18,11 @@ Index::Index(std::size_t slots, PyObject* policy, PyTypeObject* type)
 }
 
 void Index::watch() {
-  changed_ = own(PyDict_New());
+  sweep(blocks_.size());  // a stale block that leaves later would count as a change
+  changes_ = own(PyDict_New());
   for (Block* const block : blocks_) {
-    if (block != nullptr && block->state_now() == State::ready) {
-      note(block->key);
+    if (block != nullptr && block->state == State::ready) {
+      note(block->key, true);
     }
   }
 }
@@ -133,12 +134,12 @@ void Index::publish(const std::vector<Block*>& blocks) {
       free_.push_back(block->slot);
       continue;
     }
-    note(block->key);
     policy_->inserted(block);  // what may raise comes first: the block is being written until then
     block->state = State::ready;
     table_.set_ready(block);
     block->used = used;
     ++ready_;
+    note(block->key, true);
     if (block->evictable()) {
       policy_->released(block);
     }
@@ -482,12 +483,15 @@ void Index::take_out(Block* block) {
 
 // The block, which is in no table any more, counts no longer.
 void Index::end_life(Block* block) {
-  ready_ -= block->state == State::ready;
+  const bool was_ready = block->state == State::ready;
+  ready_ -= was_ready;
   pinned_ -= block->pins > 0;
   block->pins = 0;
   block->state = State::dropped;
-  note(block->key);
   unlink(block);
+  if (was_ready) {
+    note(block->key, false);
+  }
 }
 
 // Ends the life of a stale block: no other block builds on it but stale ones. A slot in use becomes
@@ -495,7 +499,6 @@ void Index::end_life(Block* block) {
 // block, and would each time, the block has left all the same.
 void Index::expel(Block* block) {
   const Reference kept(share(object_of(block)));
-  note(block->key);
   const bool is_ready = block->state == State::ready;
   untable(block);
   unlink(block);
@@ -507,6 +510,7 @@ void Index::expel(Block* block) {
     free_.push_back(block->slot);
   }
   if (is_ready) {
+    note(block->key, false);
     policy_->evicted(block);
   }
 }
@@ -525,8 +529,15 @@ void Index::sweep_for_room() {
   }
 }
 
-void Index::note(PyObject* key) {
-  if (changed_ && PyDict_SetItem(changed_.get(), key, Py_None) != 0) {
+// A block became ready or left. Two changes of one block that no reader has taken are none.
+void Index::note(PyObject* key, bool became_ready) {
+  if (!changes_) {
+    return;
+  }
+  const int is_noted = PyDict_Contains(changes_.get(), key);
+  if (is_noted < 0 ||
+      (is_noted == 1 ? PyDict_DelItem(changes_.get(), key)
+                     : PyDict_SetItem(changes_.get(), key, became_ready ? Py_True : Py_False)) != 0) {
     throw PythonError{};
   }
 }

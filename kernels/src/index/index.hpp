@@ -27,7 +27,7 @@ class Index {
   std::size_t stale() const noexcept { return stale_; }
   long long evictions() const noexcept { return evictions_; }
   long long pinned() const noexcept { return pinned_; }
-  PyObject* changed() const noexcept { return changed_ ? changed_.get() : Py_None; }
+  PyObject* changes() const noexcept { return changes_ ? changes_.get() : Py_None; }
   const std::vector<Block*>& blocks() const noexcept { return blocks_; }
   Policy& policy() noexcept { return *policy_; }
 
@@ -102,14 +102,14 @@ class Index {
   void end_life(Block* block);
   void expel(Block* block);
   void sweep_for_room();
-  void note(PyObject* key);
+  void note(PyObject* key, bool became_ready);
 
   BlockTable table_;
   std::vector<Block*> blocks_;  // by slot, those in the table, stale ones too
   std::vector<int> free_;
   std::unique_ptr<Policy> policy_;
   PyTypeObject* type_;
-  Reference changed_;
+  Reference changes_;
   std::size_t ready_ = 0;
   std::size_t tabled_ = 0;  // blocks in the table
   std::size_t stale_ = 0;   // of them

@@ -282,7 +282,7 @@ PyObject* get_has_room(PyObject* self, void*) {
   return guarded([&] { return share(of(self).has_room() ? Py_True : Py_False); });
 }
 
-PyObject* get_changed(PyObject* self, void*) { return share(of(self).changed()).release(); }
+PyObject* get_changes(PyObject* self, void*) { return share(of(self).changes()).release(); }
 
 template <auto method>
 PyObject* get_number(PyObject* self, void*) {
@@ -351,7 +351,7 @@ PyGetSetDef properties[] = {
     {"stale_blocks", get_number<&Index::stale>, nullptr, nullptr, nullptr},
     {"evictions", get_number<&Index::evictions>, nullptr, nullptr, nullptr},
     {"pinned_blocks", get_number<&Index::pinned>, nullptr, nullptr, nullptr},
-    {"changed", get_changed, nullptr, nullptr, nullptr},
+    {"changes", get_changes, nullptr, nullptr, nullptr},
     {"blocks", get_blocks, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

@@ -22,7 +22,7 @@ from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.types.mover import Status
 from flexkv_vllm.compat.events import event_hash
-from packages.inside import below_of, index_of, store_of
+from packages.inside import below_of, described, index_of, store_of
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
@@ -87,10 +87,10 @@ def test_only_blocks_in_host_memory_are_described(make_world: MakeWorld) -> None
     in_host = {block.key for block in index_of(world.cache).blocks}
     events = world.side._events
     assert events is not None
-    assert events._described.keys() == in_host
+    assert described(events) == in_host
     (request,) = list(world.requests.values())[-1:]
     events.describe(request, world.side._groups.members[0], [(0, b"in no slot")])
-    assert events._described.keys() == in_host
+    assert described(events) == in_host
 
 
 def test_a_block_on_disk_is_told_as_storage(make_world: MakeWorld) -> None:
@@ -235,7 +235,7 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
     drain(subscriber)
     assert len(subscriber.told[DISK]) == 6
     assert subscriber.told == loadable(world)
-    assert len(world.side._events._described) == world.cache.ready_blocks
+    assert len(described(world.side._events)) == world.cache.ready_blocks
 
 
 def test_nobody_listens_and_nothing_is_kept(make_world: MakeWorld) -> None:
@@ -278,7 +278,7 @@ def live_and_compare(
         disturb=compare,
     ).run(60, until=[lambda _: compared])
     drain(subscriber)
-    assert len(world.side._events._described) == world.cache.ready_blocks
+    assert len(described(world.side._events)) == world.cache.ready_blocks
 
 
 @pytest.mark.parametrize("admission", ["write_through", "on_evict"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Medium
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +101,8 @@ class MemoryTier:
     def has_changes(self) -> bool:
         return False
 
-    def drain_changes(self, limit: int) -> list[Change]:
-        return []
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        return {}
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         return [key in self.blocks and key not in self.stalled for key in keys]

@@ -22,7 +22,7 @@ from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
 from flexkv.transfer.copies import LOAD_RESERVE, Transfer
-from flexkv.types.changes import Change
+from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
@@ -213,18 +213,17 @@ def test_polls_report_and_free_all_blocks_of_before_a_reset() -> None:
         arena.board.report(store.cell, 0, Status.DONE)
         cache.poll()
         cache.watch()
-        there = {change.key for change in all_changes(cache)}
-        assert there == set(names)
+        assert all_changes(cache) == [Changes(Medium.HOST, [], names)]
         cache.clear()
         for _ in range(3):
             assert cache.busy
             cache.poll()
         assert not cache.busy
-        assert {change.key for change in all_changes(cache) if not change.loadable} == there
+        assert all_changes(cache) == [Changes(Medium.HOST, names, [])]
         assert cache.ready_blocks == 0
 
 
-def all_changes(cache: KVCache) -> list[Change]:
+def all_changes(cache: KVCache) -> list[Changes]:
     return list(itertools.chain.from_iterable(iter(cache.drain_changes, [])))
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from disk_blocks import Client
@@ -20,7 +22,7 @@ from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
 from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
@@ -370,11 +372,32 @@ def test_what_the_disk_holds_at_the_start_is_a_change(make: Callable[..., Engine
     first.close()
     second = make(slots=4)
     second.cache.watch()
-    assert sorted(second.cache.drain_changes()) == [
-        Change(Medium.DISK, b"a", True),
-        Change(Medium.DISK, b"b", True),
-    ]
+    (changes,) = second.cache.drain_changes()
+    assert (changes.medium, changes.removed) == (Medium.DISK, [])
+    assert sorted(changes.added) == keys("a", "b")
     assert second.cache.drain_changes() == []
+
+
+def test_a_block_that_two_disks_have_is_one_change(tmp_path: Path) -> None:
+    roots = [tmp_path / "first", tmp_path / "second"]
+    for root in roots:
+        with contextlib.closing(Engine(root)) as engine:
+            engine.store("a", "b")
+    with contextlib.closing(Engine(*roots)) as engine:
+        engine.cache.watch()
+        (changes,) = engine.cache.drain_changes()
+        assert sorted(changes.added) == keys("a", "b")
+        first, second = (drive.index for drive in engine.disk.drives)
+        for index, removed in ((first, []), (second, [[b"a"]])):
+            slot = index.lease(b"a")
+            assert slot is not None
+            index.discard(slot)
+            index.release(slot)
+            assert [each.removed for each in engine.cache.drain_changes()] == removed
+        engine.cache.clear()
+        (changes,) = engine.cache.drain_changes()
+        assert (changes.removed, changes.added) == ([b"b"], [])
+        assert not engine.cache.has_changes
 
 
 def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
@@ -420,11 +443,12 @@ class TierModel(RuleBasedStateMachine):
         self.root = Path(self.folder.name)
         self.pending: list[Transfer] = []
         self.fetches: list[Fetch] = []
-        self.engine = self.start("write_through")
+        self.engine = self.start("write_through", "a")
 
-    def start(self, admission: str) -> Engine:
-        self.told: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
-        engine = Engine(self.root, slots=6, disk_slots=10, admission=admission)
+    def start(self, admission: str, disks: str) -> Engine:
+        self.reported: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        roots = [self.root / disk for disk in disks]
+        engine = Engine(*roots, slots=6, disk_slots=10, admission=admission)
         engine.cache.watch()
         return engine
 
@@ -483,20 +507,26 @@ class TierModel(RuleBasedStateMachine):
     def poll(self) -> None:
         self.engine.cache.poll()
 
-    @rule(place=st.integers(0, 10 * FORMAT.slot_bytes - 1))
-    def damage(self, place: int) -> None:
-        (slab,) = self.root.glob("*/slab-*")
-        with slab.open("r+b") as file:
+    @rule(disk=st.integers(0, 1), place=st.integers(0, 10 * FORMAT.slot_bytes - 1))
+    def damage(self, disk: int, place: int) -> None:
+        slabs = sorted(self.root.glob("*/*/slab-*"))
+        with slabs[disk % len(slabs)].open("r+b") as file:
             file.seek(place)
             byte = file.read(1)
             file.seek(place)
             file.write(bytes([byte[0] ^ 1]) if byte else b"")
 
-    @rule(admission=st.sampled_from(sorted(ADMISSIONS)))
-    def restart(self, admission: str) -> None:
+    @rule()
+    def fail(self) -> None:
+        if self.pending:
+            self.engine.report(self.pending.pop(), Status.FAILED)
+
+    @rule(admission=st.sampled_from(sorted(ADMISSIONS)), disks=st.sampled_from(["a", "ab", "b"]))
+    def restart(self, admission: str, disks: str) -> None:
+        """Two disks may have the same block once each has been the only one."""
         self.finish_all()
         self.engine.close()
-        self.engine = self.start(admission)
+        self.engine = self.start(admission, disks)
 
     @rule()
     def clear(self) -> None:
@@ -506,15 +536,29 @@ class TierModel(RuleBasedStateMachine):
     def pin(self, length: int, chain: int) -> None:
         self.engine.cache.pin(self.prefix(chain, length))
 
-    @rule()
-    def drain_changes(self) -> None:
-        for medium, name, loadable in self.engine.cache.drain_changes():
-            (self.told[medium].add if loadable else self.told[medium].discard)(name)
+    @rule(limit=st.integers(1, 9), to_the_end=st.booleans())
+    def drain_changes(self, limit: int, to_the_end: bool) -> None:
+        cache = self.engine.cache
+        with mock.patch("flexkv.cache._CHANGES", limit):
+            while cache.has_changes:
+                for changes in cache.drain_changes():
+                    self.apply(changes)
+                if not to_the_end:
+                    return
         every = [bytes([chain, i]) for chain in range(4) for i in range(5)]
-        host = {key for key in every if self.engine.cache.lookup([key])}
+        host = {key for key in every if cache.lookup([key])}
         on_disk = dict(zip(every, self.engine.disk.contains(every), strict=True))
-        assert self.told[Medium.HOST] == host
-        assert self.told[Medium.DISK] == {key for key, there in on_disk.items() if there}
+        assert self.reported[Medium.HOST] == host
+        assert self.reported[Medium.DISK] == {key for key, there in on_disk.items() if there}
+
+    def apply(self, changes: Changes) -> None:
+        """Take changes in; none repeats what was reported."""
+        reported = self.reported[changes.medium]
+        removed, added = set(changes.removed), set(changes.added)
+        assert len(removed) + len(added) == len(changes.removed) + len(changes.added) > 0
+        assert removed <= reported
+        assert added.isdisjoint(reported | removed)
+        reported ^= removed | added
 
     @invariant()
     def no_slot_is_lost(self) -> None:

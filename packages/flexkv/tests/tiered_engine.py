@@ -36,12 +36,11 @@ def content(key: bytes) -> bytes:
 
 
 class Engine:
-    """A cache of `slots` blocks over a disk of `disk_slots`, and the one rank that copies."""
+    """A cache of `slots` blocks over disks of `disk_slots` each, and the one rank that copies."""
 
     def __init__(
         self,
-        root: Path,
-        *,
+        *roots: Path,
         slots: int = 8,
         disk_slots: int = 64,
         admission: str = "write_through",
@@ -49,9 +48,13 @@ class Engine:
     ) -> None:
         self._gate = threading.Event()
         self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
-        capacity = disk_slots * (FORMAT.slot_bytes + 64) + 40960
+        capacity = len(roots) * (disk_slots * (FORMAT.slot_bytes + 64) + 40960)
         self.disk = open_disk_tier(
-            [str(root)], FINGERPRINT, FORMAT.slot_bytes, capacity, stall_seconds=STALL_SECONDS
+            [*map(str, roots)],
+            FINGERPRINT,
+            FORMAT.slot_bytes,
+            capacity,
+            stall_seconds=STALL_SECONDS,
         )
         tier = AttachedTier(self.disk, ADMISSIONS[admission], STALL_SECONDS)
         self.cache = KVCache(self.arena, POLICIES[policy](slots), [tier])
@@ -64,7 +67,11 @@ class Engine:
                     view[:] = content(block.key)
                 else:
                     assert bytes(view) == content(block.key)
-        self.arena.board.report(transfer.cell, 0, Status.DONE)
+        self.report(transfer, Status.DONE)
+
+    def report(self, transfer: Transfer, status: Status) -> None:
+        """Report the end of a copy, as the rank would."""
+        self.arena.board.report(transfer.cell, 0, status)
         self.cache.poll()
 
     def settle(self) -> None:

@@ -8,12 +8,12 @@ imports nothing of SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Changes, Medium
 
 _HASH_BYTES = 32
 _NUMBER_BYTES = 8
@@ -56,9 +56,11 @@ class TierEvents:
         self._epoch = b""
         self._pages: dict[int, tuple[int, Page]] = {}
         self._learned = 0
-        self._present: dict[Medium, set[int]] = {medium: set() for medium in Medium}
-        self._told: dict[Medium, dict[int, Page]] = {medium: {} for medium in Medium}
-        self._changed: dict[tuple[Medium, int], None] = {}
+        # By number, the page of each block that a tier has, as its event described it; None as long
+        # as there is no event, because SGLang has not described the page.
+        self._reported: dict[Medium, dict[int, Page | None]] = {medium: {} for medium in Medium}
+        self._described: dict[int, None] = {}  # pages of which tiers may lack an event
+        self._removed: list[Told] = []
         self._left: set[int] = set()
         self._unsure: set[int] = set()
         cache.watch()
@@ -72,34 +74,36 @@ class TierEvents:
             cleared: whether SGLang first told its subscribers that no tier has any page.
         """
         if cleared:
-            for medium, told in self._told.items():
-                self._changed |= dict.fromkeys((medium, number) for number in told)
-                told.clear()
+            self._removed.clear()
+            for reported in self._reported.values():
+                known = [number for number, page in reported.items() if page is not None]
+                reported.update(dict.fromkeys(known))
+                self._described |= dict.fromkeys(known)
             self._leave(self._pages)
         for page in stored:
             self._left.discard(page.number)
             if page.number not in self._pages:
                 self._learned += 1
                 self._pages[page.number] = self._learned, page
-                self._changed |= dict.fromkeys((medium, page.number) for medium in Medium)
+                self._described[page.number] = None
         self._leave(removed)
 
     def take(self) -> list[Told]:
         """The events since the last call: removals first, then stored pages in the order of
         SGLang's own events."""
-        for change in self._cache.drain_changes():
-            self._note(change)
-        changed, self._changed = self._changed, {}
-        removed: list[Told] = []
+        removed, self._removed = self._removed, []
+        new: dict[tuple[Medium, int], None] = {}
+        for changes in self._cache.drain_changes():
+            self._apply(changes, new, removed)
+        described, self._described = self._described, {}
+        for medium, reported in self._reported.items():
+            new |= {(medium, number): None for number in described if number in reported}
         stored: list[tuple[int, Told]] = []
-        for medium, number in changed:
-            there, told = number in self._present[medium], self._told[medium]
-            known = self._pages.get(number)
-            if not there and number in told:
-                removed.append(Told(medium, told.pop(number), False))
-            elif there and number not in told and known is not None:
-                order, page = known
-                told[number] = page
+        for medium, number in new:
+            reported = self._reported[medium]
+            if reported[number] is None and number in self._pages:
+                order, page = self._pages[number]
+                reported[number] = page
                 stored.append((order, Told(medium, page, True)))
         self._forget()
         stored.sort(key=lambda each: each[0])
@@ -113,28 +117,30 @@ class TierEvents:
             epoch: the end of all keys from now on.
         """
         self._epoch = epoch
-        for medium, told in self._told.items():
-            self._changed |= dict.fromkeys((medium, number) for number in told)
-            self._present[medium].clear()
+        for medium, reported in self._reported.items():
+            self._removed += [Told(medium, p, False) for p in reported.values() if p is not None]
+            reported.clear()
         self._unsure |= self._left
 
-    def _note(self, change: Change) -> None:
-        number = self._number(change.key)
-        if number is None:
-            return
-        present = self._present[change.medium]
-        self._changed[change.medium, number] = None
-        if not change.loadable:
-            present.discard(number)
+    def _apply(
+        self, changes: Changes, new: dict[tuple[Medium, int], None], removed: list[Told]
+    ) -> None:
+        """Follow the changes of a medium; add its new pages to `new`, and events to `removed`."""
+        reported = self._reported[changes.medium]
+        for number in self._numbers(changes.removed):
+            page = reported.pop(number, None)
+            if page is not None:
+                removed.append(Told(changes.medium, page, False))
             self._unsure.add(number)
-            return
-        present.add(number)
+        for number in self._numbers(changes.added):
+            reported[number] = None
+            new[changes.medium, number] = None
 
-    def _number(self, key: bytes) -> int | None:
-        """The number of the page of `key`; None if the page belongs to other weights."""
-        if key[_HASH_BYTES:] != self._epoch:
-            return None
-        return int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True)
+    def _numbers(self, keys: Iterable[bytes]) -> Iterator[int]:
+        """The numbers of the pages of `keys`, but those of other weights."""
+        for key in keys:
+            if key[_HASH_BYTES:] == self._epoch:
+                yield int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True)
 
     def _leave(self, numbers: Iterable[int]) -> None:
         self._left.update(numbers)
@@ -144,7 +150,7 @@ class TierEvents:
         """Discard pages that neither SGLang nor a tier has. SGLang keeps a page on the device until
         it is stored."""
         for number in self._unsure & self._left:
-            if not any(number in present for present in self._present.values()):
+            if not any(number in reported for reported in self._reported.values()):
                 self._left.discard(number)
                 self._pages.pop(number, None)
         self._unsure.clear()

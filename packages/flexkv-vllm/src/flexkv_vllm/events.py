@@ -5,22 +5,20 @@ A FlexKV block holds several of vLLM's blocks, and is loadable as a whole. Event
 block hashes, since a router looks these up. Each hash of a FlexKV block is reported once for each
 medium. FlexKV blocks that begin alike and end differently share their first vLLM blocks: these are
 reported with the first FlexKV block that has them, and removed with the last.
-
-Each report compares the emitted events with the present blocks, so no change can be missed.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from flexkv import KVCache
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Medium
 from flexkv_vllm.compat.events import (
     MEDIA,
     block_removed,
@@ -38,10 +36,15 @@ if TYPE_CHECKING:
 
 _LOCALITY = "LOCAL"
 
+_LOST = 4096
+"""The most descriptions that are kept of blocks that host memory has lost and no lower tier has
+reported: more than the blocks of a failed load whose writes to disk have not ended. Not tuned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The fields of a FlexKV block's event, apart from its medium. Kept while host memory has it.
+    """The fields of a FlexKV block's event, apart from its medium. Kept while host memory has it,
+    and for a while longer if a lower tier may be writing it.
 
     Attributes:
         position: position of the block in its prefix, in FlexKV blocks.
@@ -88,11 +91,14 @@ class BlockEvents:
         self._has_stamps = has_stamps
         self._traits = traits
         self._described: dict[bytes, Description] = {}
-        self._told: dict[Medium, dict[bytes, Sequence[bytes]]] = {m: {} for m in Medium}
-        self._groups: dict[tuple[Medium, bytes], int] = {}
+        # By key, the group and the hashes of each block as its events named them.
+        self._named: dict[Medium, dict[bytes, tuple[int, Sequence[bytes]]]] = {
+            medium: {} for medium in Medium
+        }
         self._shared: dict[Medium, Counter[bytes]] = {m: Counter() for m in Medium}
-        self._again: list[bytes] = []
-        self._leaving: set[bytes] = set()  # left host memory while a lower tier is given them
+        self._again: list[bytes] = []  # described after the event for the disk
+        self._unsure: set[bytes] = set()  # described, and may have no slot in host memory
+        self._lost: dict[bytes, None] = {}  # described, not in host memory, not yet on disk
         self._failed = False
         cache.watch()
 
@@ -104,11 +110,15 @@ class BlockEvents:
             group: group of the blocks.
             blocks: position in the prefix and key of each.
         """
-        for position, key in blocks:
-            if key in self._described or self._cache.missing((key,)):
+        new = [b for b in blocks if b[1] not in self._described or b[1] in self._lost]
+        absent = set(self._cache.missing([key for _, key in new])) if new else ()
+        for place, (position, key) in enumerate(new):
+            if place in absent:
                 continue
             self._described[key] = self._description(request, group, position)
-            if key in self._told[Medium.DISK]:
+            self._lost.pop(key, None)
+            self._unsure.add(key)
+            if key in self._named[Medium.DISK]:
                 self._again.append(key)
 
     @property
@@ -127,44 +137,33 @@ class BlockEvents:
 
     def _take(self) -> list[KVCacheEvent]:
         changes = self._cache.drain_changes()
-        if not (changes or self._again or self._leaving):
-            return []
-        again, self._again = self._again, []
-        on_disk = self._told[Medium.DISK]
-        # Looked at after the changes: one of them may be that it has gone.
-        still_there = (Change(Medium.DISK, key, True) for key in again if key in on_disk)
         removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         stored: list[tuple[int, KVCacheEvent]] = []
-        gone, self._leaving = list(self._leaving), set()
-        for medium, key, loadable in itertools.chain(changes, still_there):
-            told_group = self._groups.pop((medium, key), 0)
-            if not loadable:
-                removed[medium, told_group] += self._remove(medium, key)
-                if medium is Medium.HOST:
-                    gone.append(key)
-                continue
-            description = self._described.get(key)
-            group, hashes = self._known(key, description)
-            self._groups[medium, key] = group
-            if self._told[medium].get(key) == hashes:
-                continue
-            # Told before, but without all that is known now.
-            removed[medium, told_group] += self._remove(medium, key)
-            new = self._add(medium, key, hashes)
-            if hashes:
-                position = -1 if description is None else description.position
-                stored.append((position, self._stored(medium, group, hashes[-new:], description)))
-        for key in gone:
-            if self._cache.missing((key,)):
-                self._forget(key)
+        for each in changes:
+            for key in each.removed:
+                self._remove(each.medium, key, removed)
+            if each.medium is Medium.HOST:
+                self._unsure.update(self._described.keys() & each.removed)
+        again, self._again = self._again, []
+        for key in again:
+            named = self._named[Medium.DISK].get(key)
+            if named is not None and named != self._name(key):
+                self._remove(Medium.DISK, key, removed)
+                self._add(Medium.DISK, key, stored)
+        for each in changes:
+            for key in each.added:
+                self._add(each.medium, key, stored)
+        if self._unsure:
+            self._forget()
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
         return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes] + [
             event for _, event in stored
         ]
 
-    def _known(self, key: bytes, description: Description | None) -> tuple[int, Sequence[bytes]]:
+    def _name(self, key: bytes) -> tuple[int, Sequence[bytes]]:
         """The group of a block and the hashes to report of it."""
+        description = self._described.get(key)
         if description is not None:
             return description.group, description.hashes
         if self._has_stamps:
@@ -172,35 +171,54 @@ class BlockEvents:
         origin = self._keys.origin(key)
         return (0, ()) if origin is None else (origin[0], (origin[1],))
 
-    def _add(self, medium: Medium, key: bytes, hashes: Sequence[bytes]) -> int:
-        """Record a block as reported; returns how many of its last hashes are new."""
-        self._told[medium][key] = hashes
+    def _add(self, medium: Medium, key: bytes, stored: list[tuple[int, KVCacheEvent]]) -> None:
+        """Append the event of a new block to `stored`, after its position in its prefix."""
+        group, hashes = self._named[medium][key] = self._name(key)
         shared = self._shared[medium]
         known = 0
         # The last one is the block's own.
         for each in hashes[:-1]:
             shared[each] += 1
             known += shared[each] > 1
-        return len(hashes) - known
+        description = self._described.get(key)
+        if hashes:
+            position = -1 if description is None else description.position
+            stored.append((position, self._stored(medium, group, hashes[known:], description)))
+        if key in self._lost:
+            del self._lost[key]
+            if medium is not Medium.HOST:
+                del self._described[key]
 
-    def _remove(self, medium: Medium, key: bytes) -> list[bytes]:
-        """Record a block as removed; returns the hashes that no other block has."""
-        hashes = self._told[medium].pop(key, ())
+    def _remove(
+        self, medium: Medium, key: bytes, removed: dict[tuple[Medium, int], list[bytes]]
+    ) -> None:
+        """Add the hashes of a block to `removed`, by medium and group, but those that another block
+        has."""
+        # Unknown if an error has lost the changes of an earlier call.
+        group, hashes = self._named[medium].pop(key, (0, ()))
         shared = self._shared[medium]
-        gone = []
+        gone = removed[medium, group]
         for each in hashes[:-1]:
             shared[each] -= 1
             if not shared[each]:
                 del shared[each]
                 gone.append(each)
-        return gone + list(hashes[-1:])
+        gone += hashes[-1:]
 
-    def _forget(self, key: bytes) -> None:
-        """Host memory has evicted a block: its description is kept until lower tiers have it."""
-        if self._cache.is_demoting(key):
-            self._leaving.add(key)
-            return
-        self._described.pop(key, None)
+    def _forget(self) -> None:
+        """Discard the descriptions of blocks without a slot in host memory, unless a lower tier may
+        be writing them: a failed load removes a block that is being written."""
+        keys, on_disk = list(self._unsure), self._named[Medium.DISK]
+        absent = {keys[i] for i in self._cache.missing(keys)}
+        # A block that is stored has a slot, and may lose it without a change.
+        self._unsure -= absent | self._named[Medium.HOST].keys()
+        for key in absent:
+            if key in on_disk:
+                del self._described[key]
+            else:
+                self._lost[key] = None
+        for key in list(islice(self._lost, max(0, len(self._lost) - _LOST))):
+            del self._lost[key], self._described[key]
 
     def _description(self, request: Request, group: Group, position: int) -> Description:
         size, hash_tokens = group.engine_block_tokens, self._keys.hash_tokens

@@ -26,7 +26,7 @@ from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceLink, Transfer
 from flexkv.transfer.fetch import Fetch
 from flexkv.transfer.tier_stack import TierStack
-from flexkv.types.changes import Change, Medium, take_newest
+from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence, presence_below
 
@@ -322,10 +322,6 @@ class KVCache:
             return self._index.missing(keys)
         return [start + i for i in self._index.missing(keys[start:])]
 
-    def is_demoting(self, key: bytes) -> bool:
-        """Whether the block of `key` is being written to a lower tier."""
-        return self._below.is_demoting(key)
-
     @_sound
     def store(
         self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int] = (0,)
@@ -429,19 +425,20 @@ class KVCache:
     def has_changes(self) -> bool:
         """Whether `drain_changes` may return any."""
         index = self._index
-        is_left = index.changed is not None and bool(index.changed or index.stale_blocks)
+        is_left = index.changes is not None and bool(index.changes or index.stale_blocks)
         return is_left or self._below.has_changes
 
-    def drain_changes(self) -> list[Change]:
-        """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
-        without `watch`. Many changes take several calls, the latest first; see `has_changes`."""
+    def drain_changes(self) -> list[Changes]:
+        """What changed since the last call: blocks that became loadable or ceased to be, each at
+        most once, removals first within a medium. A block that came and left meanwhile is not among
+        them. Many changes take several calls, the oldest first; see `has_changes`. Empty without
+        `watch`."""
+        changes = self._index.changes
+        if changes is None:
+            return []
         self._index.sweep(_CHANGES)
-        changes = [
-            Change(Medium.HOST, key, self._index.lookup((key,)) == 1)
-            for key in take_newest(self._index.changed, _CHANGES)
-        ]
-        changes += self._below.drain_changes(_CHANGES)
-        return changes
+        host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
+        return host + self._below.drain_changes(_CHANGES)
 
     def suspend(self) -> None:
         """Disable lookups, loads and stores until a `clear` succeeds: all blocks may be

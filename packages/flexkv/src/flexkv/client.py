@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.definitions import ResetCause
 from flexkv.figures.meter import Figures
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence
 
@@ -231,9 +231,11 @@ class CacheClient(Protocol):
         """Whether `drain_changes` may return any."""
         ...
 
-    def drain_changes(self) -> list[Change]:
-        """Blocks that have, or may have, become loadable or ceased to be since the last call. Empty
-        without `watch`. Many changes take several calls, the latest first; see `has_changes`."""
+    def drain_changes(self) -> list[Changes]:
+        """What changed since the last call: blocks that became loadable or ceased to be, each at
+        most once, removals first within a medium. A block that came and left meanwhile is not among
+        them. Many changes take several calls, the oldest first; see `has_changes`. Empty without
+        `watch`."""
         ...
 
     def figures(self) -> Figures:

@@ -551,13 +551,35 @@ class ForgetfulPolicy(S3FIFOPolicy):
 def test_stale_blocks_count_as_changed_at_last() -> None:
     index = ready_index(4, [b"a", b"b"])
     index.watch()
-    assert index.changed is not None
-    index.changed.clear()
+    assert index.changes == {b"a": True, b"b": True}
+    index.changes.clear()
     index.clear()
     assert index.sweep(1) == 1
-    assert len(index.changed) == 1
+    assert len(index.changes) == 1
     assert index.sweep(4) == 0
-    assert index.changed.keys() == {b"a", b"b"}
+    assert index.changes == {b"a": False, b"b": False}
+
+
+def test_a_block_that_came_and_left_is_no_change() -> None:
+    index = ready_index(1, [b"a"])
+    index.watch()
+    assert index.changes == {b"a": True}
+    index.changes.clear()
+    add(index, b"b")
+    add(index, b"a")
+    assert index.changes == {}
+    writing = index.reserve(b"c", None)
+    assert writing is not None
+    index.abandon([writing])
+    assert index.changes == {b"a": False}
+
+
+def test_stale_blocks_of_before_the_watch_are_no_changes() -> None:
+    index = ready_index(2, [b"a", b"b"])
+    index.clear()
+    index.watch()
+    index.sweep(2)
+    assert index.changes == {}
 
 
 def test_clear_waits_for_writers_and_readers() -> None:

@@ -14,6 +14,7 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter
 from flexkv.transfer.sources import AskedSource
 from flexkv.types.admission import ADMISSIONS
+from packages.inside import demoting
 from packages.tier_blocks import ready_blocks
 
 
@@ -44,7 +45,7 @@ def test_an_old_write_ends_no_write_since_a_reset() -> None:
         assert node.offer("a") == "aa"
         node.tier.end(node.tier.tasks[0])
         node.poll()
-        assert node.demoter.is_writing(b"a")
+        assert b"a" in demoting(node.demoter)
         assert node.offer("a") == "a"  # no second time
         assert node.offer("b") == "ab"  # its parent is being written
         node.finish()
@@ -113,7 +114,7 @@ def test_blocks_before_one_that_leaves_are_not_offered_again() -> None:
         node.add(names)
         node.fill()
         node.make_room()
-        assert all(map(node.demoter.is_writing, keys(names[-_BLOCKS:])))
+        assert set(demoting(node.demoter)) >= set(keys(names[-_BLOCKS:]))
         node.demoter.offer(keys(names))
         node.demoter.write_waiting(all_blocks=True)
         assert sorted(node.writing()) == sorted(names)
@@ -145,7 +146,7 @@ def test_blocks_whose_beginning_is_too_long_to_be_written_may_be_offered() -> No
             node.make_room()
         assert node.writing() == ""
         assert not any(block.leases for block in ready_blocks(node.index).values())
-        assert not any(map(node.demoter.is_writing, keys(names)))
+        assert set(demoting(node.demoter)).isdisjoint(keys(names))
 
 
 @pytest.mark.parametrize("is_reset", [True, False])

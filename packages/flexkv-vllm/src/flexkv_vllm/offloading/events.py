@@ -6,7 +6,6 @@ from __future__ import annotations
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
 
 from flexkv import KVCache
-from flexkv.types.changes import Medium
 from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
 
@@ -20,7 +19,6 @@ class OffloadedBlocks:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._told: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
         self._failed = False
         cache.watch()
 
@@ -34,22 +32,13 @@ class OffloadedBlocks:
         """The changes since the last call, removals first within each medium. Many changes take
         several calls; see `pending`."""
         self._failed = True
-        came: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
-        left: dict[Medium, list[OffloadKey]] = {medium: [] for medium in Medium}
-        for medium, key, loadable in self._cache.drain_changes():
-            told = self._told[medium]
-            if loadable == (key in told):
-                continue
-            if loadable:
-                told.add(key)
-                came[medium].append(OffloadKey(key))
-            else:
-                told.discard(key)
-                left[medium].append(OffloadKey(key))
+        changes = self._cache.drain_changes()
         self._failed = False
         return [
-            OffloadingEvent(keys, EVENT_MEDIA[medium], removed, Locality.LOCAL)
-            for medium in Medium
-            for keys, removed in ((left[medium], True), (came[medium], False))
+            OffloadingEvent(
+                [OffloadKey(key) for key in keys], EVENT_MEDIA[each.medium], removed, Locality.LOCAL
+            )
+            for each in changes
+            for keys, removed in ((each.removed, True), (each.added, False))
             if keys
         ]

@@ -77,8 +77,9 @@ class BlockIndex(Protocol):
         blocks: all blocks that are ready or being written, by slot.
         evictions: blocks evicted so far.
         pinned_blocks: blocks that are pinned.
-        changed: keys of blocks that became ready, left, or failed since a reader emptied this
-            dictionary; None when not watched.
+        changes: the keys of blocks that became ready (True) or left (False) since a reader took
+            them from this dictionary, the oldest change first. A block that came and left, or left
+            and came back, meanwhile is not in it. None when not watched.
     """
 
     @property
@@ -96,7 +97,7 @@ class BlockIndex(Protocol):
     @property
     def pinned_blocks(self) -> int: ...
     @property
-    def changed(self) -> dict[bytes, None] | None: ...
+    def changes(self) -> dict[bytes, bool] | None: ...
 
     def __len__(self) -> int:
         """Ready blocks."""
@@ -107,7 +108,7 @@ class BlockIndex(Protocol):
         ...
 
     def watch(self) -> None:
-        """Begin to note changes in `changed`, which starts with all ready blocks."""
+        """Begin to note `changes`, which start with all ready blocks."""
         ...
 
     def lookup(self, keys: Iterable[bytes], /) -> int:

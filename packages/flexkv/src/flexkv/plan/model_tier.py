@@ -10,7 +10,7 @@ from flexkv.tiers.base import BlockResult, TierFigures, Traffic
 from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Medium
 
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
@@ -92,10 +92,10 @@ class ModelTier:
 
     @property
     def has_changes(self) -> bool:
-        return False
+        return self._index.has_changes
 
-    def drain_changes(self, limit: int) -> list[Change]:
-        return []
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        return self._index.drain_changes(limit)
 
     def drain(self) -> bool:
         self._results.clear()

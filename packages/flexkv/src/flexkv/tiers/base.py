@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.admission import ADMISSIONS, Admission
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Medium
 
 MAX_KEY_BYTES = 96
 """The longest key of a block. A record of 128 bytes on disk has room for so much. Keys of
@@ -244,9 +244,10 @@ class IndexedTier(LowerTier, Protocol):
         """Whether `drain_changes` may return any."""
         ...
 
-    def drain_changes(self, limit: int) -> list[Change]:
-        """About `limit` blocks that the tier got or lost since `watch`, the latest first, each
-        once. A stall is not a change."""
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        """About `limit` blocks that the tier got or lost since the last call, the oldest change
+        first; for the key of each whether the tier got it. A stall is not a change. Empty without
+        `watch`."""
         ...
 
 

@@ -118,10 +118,6 @@ class Demoter:
         """Whether the tier's ticket is that of a write without a result."""
         return ticket in self._writes
 
-    def is_writing(self, key: bytes) -> bool:
-        """Whether a block of `key` is being written to the tier, or waits for that."""
-        return key in self._held
-
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
         """Whether the arena has one of these blocks and the tier, as far as known, has not."""
         index = self._index

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexkv.eviction import RequestContext
@@ -24,7 +24,7 @@ from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.prefix_accesses import PrefixAccesses
 from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from flexkv.transfer.sources import Source, sources_of
-from flexkv.types.changes import Change, Medium
+from flexkv.types.changes import Changes, Medium, changes_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,6 @@ class TierStack:
             for each in zip(*looks, strict=True)
         ]
 
-    def is_demoting(self, key: bytes) -> bool:
-        """Whether a tier is writing the block of `key`."""
-        return any(demoter.is_writing(key) for demoter in self._demoters)
-
     def reserve(
         self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int]
     ) -> list[Block]:
@@ -230,9 +226,10 @@ class TierStack:
         """See `IndexedTier.has_changes`."""
         return any(tier.has_changes for tier in self._indexed)
 
-    def drain_changes(self, limit: int) -> Iterable[Change]:
+    def drain_changes(self, limit: int) -> list[Changes]:
         """See `IndexedTier.drain_changes`; `limit` is for each tier."""
-        return [change for tier in self._indexed for change in tier.drain_changes(limit)]
+        drained = [changes_of(tier.medium, tier.drain_changes(limit)) for tier in self._indexed]
+        return [changes for each in drained for changes in each]
 
     def renew(self) -> None:
         """End all fetches, and write no block that waits to be written: the arena was cleared. The

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that became loadable, or stopped being loadable, since the last question.
+"""The blocks that became loadable, or ceased to be loadable, since the last drain.
 
-An index notes only the keys of blocks that come and go. The state of a noted block is looked up
-when a reader asks, so the answer is current even if the block changed several times in between.
+An index keeps a dictionary of the changes that no reader has taken, and nothing of those that one
+has taken: what a reader knows of a block differs from the present if and only if the block is in
+that dictionary. So a second change of a block removes the first one instead of following it.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
 
 
 class Medium(enum.Enum):
@@ -29,22 +32,50 @@ BELOW = tuple(medium for medium in Medium if medium is not Medium.HOST)
 """The media of tiers below host memory."""
 
 
-class Change(NamedTuple):
-    """A block that may have become loadable or stopped being loadable.
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed in one medium. A reader that applies all changes knows which blocks are there.
 
     Attributes:
         medium: the medium of the tier.
-        key: the key of the block.
-        loadable: whether the tier has the complete block.
+        removed: keys of blocks that an earlier drain has returned as added, and that cannot be
+            loaded any more. The oldest change comes first.
+        added: keys of blocks that can be loaded and could not at the last drain. The oldest change
+            comes first: in host memory, a block comes after those that it builds on.
     """
 
     medium: Medium
-    key: bytes
-    loadable: bool
+    removed: list[bytes]
+    added: list[bytes]
 
 
-def take_newest(changed: dict[bytes, None] | None, limit: int) -> list[bytes]:
-    """Remove up to `limit` keys from `changed`, the newest first, and return them."""
+def changes_of(medium: Medium, changed: Mapping[bytes, bool]) -> list[Changes]:
+    """The changes of a medium; empty if there are none.
+
+    Args:
+        medium: the medium.
+        changed: for the key of each block that changed, whether it became loadable.
+    """
     if not changed:
         return []
-    return [changed.popitem()[0] for _ in range(min(limit, len(changed)))]
+    removed = [key for key, loadable in changed.items() if not loadable]
+    return [Changes(medium, removed, [key for key, loadable in changed.items() if loadable])]
+
+
+def note(changed: dict[bytes, bool], key: bytes, loadable: bool) -> None:
+    """Note that a block became loadable or ceased to be. If its last change is still in `changed`,
+    the reader need not know of either."""
+    if changed.pop(key, None) is None:
+        changed[key] = loadable
+
+
+def take_oldest(changed: dict[bytes, bool], limit: int) -> dict[bytes, bool]:
+    """Remove up to `limit` changes from `changed`, the oldest first, and return them."""
+    if len(changed) <= limit:
+        taken = changed.copy()
+        changed.clear()
+        return taken
+    taken = dict(islice(changed.items(), limit))
+    for key in taken:
+        del changed[key]
+    return taken

@@ -170,14 +170,45 @@ def test_slots_of_blocks_from_before_a_reset_are_reused_first() -> None:
 
 def test_what_was_ready_at_a_reset_counts_as_changed_at_last() -> None:
     index = filled(4, [b"a", b"b"])
+    assert index.drain_changes(9) == {}, "nobody watches"
     index.watch()
-    assert index.changed is not None
-    index.changed.clear()
+    assert index.drain_changes(9) == {b"a": True, b"b": True}
     index.clear()
-    index.sweep(1)
-    assert index.changed == {b"a": None}
-    index.sweep(4)
-    assert index.changed == {b"a": None, b"b": None}
+    assert index.drain_changes(1) == {b"a": False}
+    assert index.has_changes
+    assert index.drain_changes(9) == {b"b": False}
+    assert not index.has_changes
+
+
+def test_blocks_of_before_the_watch_are_changes_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flexkv.tiers.disk.slot_index._NOTED_SLOTS", 3)
+    index = filled(8, [bytes([i]) for i in range(8)])
+    index.watch()
+    assert list(index.drain_changes(2)) == [b"\0", b"\1"]
+    # These three are ready in slots that no drain has come to.
+    lost = index.lease(b"\6")
+    assert lost is not None
+    index.discard(lost)
+    index.release(lost)
+    for key in (b"\1", b"new"):
+        assert index.has_all([key]) == [key == b"\1"]
+    slot = index.reserve(b"new")
+    assert slot == lost
+    assert index.publish(slot, bytes(16))
+    drained: dict[bytes, bool] = {}
+    while index.has_changes:
+        drained |= index.drain_changes(2)
+    assert drained == dict.fromkeys([b"\2", b"\3", b"\4", b"\5", b"\7", b"new"], True)
+
+
+def test_blocks_of_before_the_watch_that_a_reset_removes_are_no_changes() -> None:
+    index = filled(4, [b"a", b"b"])
+    index.watch()
+    index.clear()
+    assert index.drain_changes(9) == {}
+    assert not index.has_changes
 
 
 def test_resets_may_be_as_many_as_an_engine_lives_to_see() -> None:
@@ -206,7 +237,7 @@ class SlotIndexModel(RuleBasedStateMachine):
         self.leases: Counter[int] = Counter()
         self.evictions = 0
         self.index.watch()
-        self.told: set[bytes] = set()
+        self.reported: set[bytes] = set()
 
     def forget(self, slot: int) -> None:
         for key in [key for key, place in self.order.items() if place == slot]:
@@ -290,14 +321,20 @@ class SlotIndexModel(RuleBasedStateMachine):
         self.index.sweep(limit)
         assert self.index.stale_blocks == left
 
+    @rule(limit=st.integers(1, SLOTS), to_the_end=st.booleans())
+    def drain_changes(self, limit: int, to_the_end: bool) -> None:
+        while self.index.has_changes:
+            for key, ready in self.index.drain_changes(limit).items():
+                assert (key in self.reported) is not ready
+                self.reported ^= {key}
+            if not to_the_end:
+                return
+        assert self.reported == self.ready
+
     @rule()
-    def every_change_is_noted(self) -> None:
-        self.index.sweep(SLOTS)
-        assert self.index.changed is not None
-        for key in self.index.changed:
-            (self.told.add if key in self.index else self.told.discard)(key)
-        self.index.changed.clear()
-        assert self.told == self.ready
+    def watch(self) -> None:
+        self.index.watch()
+        self.reported.clear()
 
     @invariant()
     def the_index_and_the_model_agree(self) -> None:
@@ -308,6 +345,7 @@ class SlotIndexModel(RuleBasedStateMachine):
         for number in range(10):
             key = bytes([number])
             assert (key in self.index) is (key in self.ready)
+            assert self.index.is_reported(key) is (key in self.reported)
             assert self.index.has_all([key]) == [key in self.order]
 
     def teardown(self) -> None:

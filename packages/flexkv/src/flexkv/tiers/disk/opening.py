@@ -71,13 +71,12 @@ class Opening:
 
     Attributes:
         root: the cache directory.
-        watched: whether the drive's changes are recorded once it is open.
         cleared: whether there was a reset, so that the drive must be cleared before it is used.
     """
 
     def __init__(self, spec: DriveSpec, states: States | None) -> None:
         self.root = spec.root
-        self.watched = self.cleared = False
+        self.cleared = False
         self._spec = spec
         self._states = states
         self._lock = threading.Lock()
@@ -224,8 +223,6 @@ class Opening:
                     )
                 if not spec.keep_others:
                     remove_others(spec.root, folder.path, spec.share)
-                if self.watched:
-                    store.index.watch()  # here, because an index may be large
                 drive = _drive_of(store, spec)
                 undo.pop_all()
                 return drive

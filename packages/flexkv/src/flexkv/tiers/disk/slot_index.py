@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
+from flexkv.types.changes import note, take_oldest
 
 _NONE = 0
 """The state of a slot without a block. The other states are odd while the block is written and even
@@ -20,6 +21,10 @@ when it is ready; each reset begins two new ones."""
 
 _LAST_STATE = (1 << 16) - 2
 """The largest even state. A state takes two bytes."""
+
+_NOTED_SLOTS = 8192
+"""Slots that a drain of changes looks at for blocks that were there before `watch`: about 1 ms. Not
+tuned."""
 
 
 class SlotIndex:
@@ -36,15 +41,14 @@ class SlotIndex:
         num_slots: slots of the store.
         stale_blocks: blocks of before a reset that still have a slot.
         evictions: blocks evicted so far.
-        changed: keys of the blocks that became ready or left since a reader emptied it; None when
-            not watched.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.stale_blocks = 0
         self.evictions = 0
-        self.changed: dict[bytes, None] | None = None
+        self._changes: dict[bytes, bool] | None = None  # None when not watched
+        self._noted_slots = 0  # the changes of later slots are noted by `_note_first_blocks`
         self._keys: list[bytes | None] = [None] * num_slots
         self._slots = SlotMap(self._keys)
         self._states = array("H", bytes(2 * num_slots))
@@ -90,8 +94,32 @@ class SlotIndex:
         return self.num_slots - len(self._uses)
 
     def watch(self) -> None:
-        """Record changes in `changed` from now on. All ready blocks count as changes."""
-        self.changed = dict.fromkeys(self._ready_keys())
+        """Record changes for `drain_changes` from now on. All ready blocks count as changes. It
+        takes the same time for any number of blocks."""
+        self._changes = {}
+        self._noted_slots = 0 if self._blocks else self.num_slots
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `drain_changes` may return any."""
+        if self._changes is None:
+            return False
+        return bool(self._changes or self.stale_blocks or self._noted_slots < self.num_slots)
+
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        """Up to `limit` blocks that became ready or left since the last call, the oldest change
+        first; for the key of each whether it became ready. Empty without `watch`."""
+        if self._changes is None:
+            return {}
+        self.sweep(limit)
+        self._note_first_blocks(self._changes, limit)
+        return take_oldest(self._changes, limit)
+
+    def is_reported(self, key: bytes) -> bool:
+        """Whether the block is ready by the changes that `drain_changes` has returned."""
+        slot = self._slots.get(key)
+        is_noted = 0 <= slot < self._noted_slots and self._states[slot] % 2 == 0
+        return is_noted != (key in (self._changes or ()))
 
     def has_all(self, keys: Iterable[bytes]) -> list[bool]:
         """For each key whether its block is ready or being written."""
@@ -194,7 +222,7 @@ class SlotIndex:
         self._ready_blocks += 1
         start = slot * CHECKSUM_BYTES
         self._checksums[start : start + CHECKSUM_BYTES] = checksum
-        self._note(slot)
+        self._note(slot, True)
         self.release(slot)
         return True
 
@@ -294,16 +322,20 @@ class SlotIndex:
         for _ in range(min(limit, self.stale_blocks)):
             self._expel(self._previous[self._ring])
 
-    def _ready_keys(self) -> Iterator[bytes]:
-        states, ready = self._states, self._ready
-        return (
-            key for slot, key in enumerate(self._keys) if key is not None and states[slot] == ready
-        )
-
-    def _note(self, slot: int) -> None:
+    def _note(self, slot: int, ready: bool) -> None:
         key = self._keys[slot]
-        if self.changed is not None and key is not None:
-            self.changed[key] = None
+        if self._changes is not None and slot < self._noted_slots and key is not None:
+            note(self._changes, key, ready)
+
+    def _note_first_blocks(self, changes: dict[bytes, bool], limit: int) -> None:
+        """Note ready blocks that `watch` has found, a part of the slots at a time. Stale blocks
+        leave before: nobody knows of those in later slots."""
+        end = min(self._noted_slots + _NOTED_SLOTS, self.num_slots)
+        while len(changes) < limit and self._noted_slots < end and not self.stale_blocks:
+            slot = self._noted_slots
+            self._noted_slots += 1
+            if self._states[slot] == self._ready:
+                self._note(slot, True)
 
     def _find_ready(self, key: bytes) -> int:
         slot = self._slots.get(key)
@@ -316,7 +348,7 @@ class SlotIndex:
         if state == self._ready:
             self._ready_blocks -= 1
         if state % 2 == 0:
-            self._note(slot)
+            self._note(slot, False)
         self.stale_blocks -= state < self._writing
         self._blocks -= 1
         self._states[slot] = _NONE

@@ -14,7 +14,7 @@ from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.opening import Opening
 from flexkv.tiers.job import Job, Outcome, Priority
-from flexkv.types.changes import Change, Medium, take_newest
+from flexkv.types.changes import Medium, note
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class DiskTier:
         self._queued_blocks = 0
         self._results: list[BlockResult] = []
         self._closing = 0.0
-        self._reported_long_key = False
+        self._reported_long_key = self._watched = False
         self._adopt()
 
     @property
@@ -77,27 +77,24 @@ class DiskTier:
         )
 
     def watch(self) -> None:
-        for opening in self.connecting:
-            opening.watched = True
+        self._watched = True
         for drive in self._drives:
             drive.index.watch()
 
     @property
     def has_changes(self) -> bool:
-        indexes = (drive.index for drive in self._drives)
-        return any(i.changed is not None and bool(i.changed or i.stale_blocks) for i in indexes)
+        return any(drive.index.has_changes for drive in self._drives)
 
-    def drain_changes(self, limit: int) -> list[Change]:
-        keys: dict[bytes, None] = {}
-        for drive in self._drives:
-            if drive.index.changed is not None:
-                drive.index.sweep(limit)
-            keys |= dict.fromkeys(take_newest(drive.index.changed, limit))
-        # Two drives have the same block if a directory was added or removed meanwhile.
-        return [
-            Change(self.medium, key, any(key in drive.index for drive in self._drives))
-            for key in keys
-        ]
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        indexes = [drive.index for drive in self._drives]
+        changed: dict[bytes, bool] = {}
+        for index in indexes:
+            others = [other for other in indexes if other is not index]
+            for key, ready in index.drain_changes(limit).items():
+                # Two drives have the same block if a directory was added or removed meanwhile.
+                if not any(other.is_reported(key) for other in others):
+                    note(changed, key, ready)
+        return changed
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         wanted = list(keys)
@@ -225,7 +222,7 @@ class DiskTier:
                 continue
             if opening.cleared:  # before anyone can find a block of before the reset
                 drive.clear()
-            if opening.watched and drive.index.changed is None:
+            if self._watched:
                 drive.index.watch()
             self.connecting.remove(opening)
             self._drives.append(drive)
