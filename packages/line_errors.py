@@ -35,7 +35,7 @@ class LineErrors:
     Args:
         code: folders and files.
         spared: whether no error is raised at a line of this file in this function.
-        may_fail: whether an error may be raised now.
+        may_fail: whether an error may be raised at a line of this file now.
         spares_now: whether a line that has not failed yet is passed once more. Else each fails when
             it is first executed, where much of what it may lose is still empty.
 
@@ -47,7 +47,7 @@ class LineErrors:
         self,
         code: Iterable[Path],
         spared: Callable[[str, str], bool] = lambda *_: False,
-        may_fail: Callable[[], bool] = lambda: True,
+        may_fail: Callable[[str], bool] = lambda _: True,
         spares_now: Callable[[], bool] = lambda: False,
     ) -> None:
         self._code = tuple(map(str, code))
@@ -77,7 +77,8 @@ class LineErrors:
     def _at(self, frame: FrameType, event: str, _arg: Any) -> Any:
         if event == "line":
             line = frame.f_code.co_filename, frame.f_lineno
-            if line not in self._done and self._may_fail() and line[1] not in _headers(line[0]):
+            may_fail = line not in self._done and self._may_fail(line[0])
+            if may_fail and line[1] not in _headers(line[0]):
                 if not _is_chosen(line):
                     self._done.add(line)
                 elif not self._spares_now():

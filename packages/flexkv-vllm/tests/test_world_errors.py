@@ -61,7 +61,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> LineErrors:
     return LineErrors(
         SOURCES,
         lambda file, _: file.endswith(SPARED),
-        lambda: depth[0] > 0,
+        lambda _: depth[0] > 0,
         lambda: rng.random() < SPARED_NOW,
     )
 

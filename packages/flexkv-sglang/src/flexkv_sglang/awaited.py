@@ -75,9 +75,10 @@ class AwaitedPrefixes:
 
     def end(self, rid: str) -> None:
         """End the request's fetch and release its blocks. Idempotent."""
-        fetch, _ = self._fetches.pop(rid, (None, 0))
+        fetch, _ = self._fetches.get(rid, (None, 0))
         if fetch is not None:
             self._cache.end_fetch(fetch)
+            del self._fetches[rid]  # not before: an error would lose the fetch
             self._chooser.fetched(fetch)
 
     def end_all(self) -> None:

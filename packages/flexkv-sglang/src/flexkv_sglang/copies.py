@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexkv import KVCache
 from flexkv.engine.orders import CopyOrder
@@ -18,13 +17,13 @@ class QueuedLoad:
     """A load that begins with the next batch.
 
     Attributes:
-        order: the copy, the same on all ranks.
+        order: the copy, the same on all ranks once they have agreed on it.
         transfer: the load with its leases; None on all ranks but the first, which decides.
         fetched: how many of its pages lower tiers gave; 0 on all ranks but the first.
     """
 
     order: CopyOrder
-    transfer: Transfer | None
+    transfer: Transfer | None = None
     fetched: int = 0
 
 
@@ -33,19 +32,22 @@ class Offload:
     """A store that SGLang has ordered. SGLang asks for the ends of stores in its calls' order.
 
     Attributes:
-        transfer: the store under way; None if nothing is copied, and on all ranks but the first.
-        stored: whether the cache has all pages of the store, once `transfer` ends without failure.
+        transfer: the store under way; None once it has ended, if nothing is copied, and on all
+            ranks but the first.
+        slots: for each page its slot, or -1 if it is not copied; empty if nothing is.
+        stored: whether the cache has all pages of the store, if `transfer` is None or succeeds.
     """
 
-    transfer: Transfer | None
-    stored: bool
+    transfer: Transfer | None = None
+    slots: list[int] = field(default_factory=list)
+    stored: bool = False
 
 
 def reserve(
     cache: KVCache, before: PackedKeys, keys: PackedKeys, missing: Sequence[int]
 ) -> tuple[Transfer | None, list[int]]:
     """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
-    that block at least as long as them. After an error, nothing is under way.
+    that block at least as long as them.
 
     Args:
         cache: of the engine.
@@ -62,11 +64,7 @@ def reserve(
         transfer = cache.store(keys, missing)
     if transfer is None:
         return None, []
-    with contextlib.ExitStack() as undo:
-        undo.callback(cache.cancel, transfer)
-        slots = _slots_of(transfer, keys, missing)
-        undo.pop_all()
-    return transfer, slots
+    return transfer, _slots_of(transfer, keys, missing)
 
 
 def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int]) -> CopyOrder:

@@ -146,10 +146,11 @@ def _schedule_ready(
             *(each for each in queue if id(each) in waiting or id(each) in left),
             *(each for each in scheduler.waiting_queue if id(each) not in known),
         ]
-    batch, running = made
-    idle = batch is None and running.is_empty() and scheduler.last_batch is None
-    if idle and not side.looks_ahead:
-        time.sleep(_REST_SECONDS)
+    with side.boundary.guard("resting", "SGLang's loop goes on at once", loses=False):
+        batch, running = made
+        idle = batch is None and running.is_empty() and scheduler.last_batch is None
+        if idle and not side.looks_ahead:
+            time.sleep(_REST_SECONDS)
     return made
 
 

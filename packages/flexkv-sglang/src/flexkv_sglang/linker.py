@@ -37,6 +37,8 @@ from flexkv_sglang.support import check_cache, check_settings
 
 logger = logging.getLogger("flexkv.sglang")
 
+_READING = "reading SGLang's page numbers"
+
 FLUSH_SECONDS = 2.5
 """How long blocks may still be written to lower tiers when SGLang ends on its own. Not tuned."""
 
@@ -91,14 +93,13 @@ class FlexKVLinker(UnifiedCacheLinker):
         hooks.serve(self.side)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        with self.side.boundary.guard("lookup", "it is a miss"):
+        with self.side.boundary.guard("lookup", "it is a miss", loses=False):
             return self.side.lookup(rid, _of_kv(transfers).keys)
         # The other ranks wait for the exchange that follows.
         return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        transfer = _of_kv(transfers)
-        return self.side.load(rid, transfer.keys, self._pages(transfer.device_indices))
+        return self.side.load(rid, self._hashes(transfers), self._pages(transfers))
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.side.cancel(rid)
@@ -110,9 +111,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         return self.side.finish_batch()
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        transfer = _of_kv(transfers)
-        pages_of = partial(self._pages, transfer.device_indices)
-        self.side.offload(transfer.keys, pages_of, self._after_forward)
+        pages_of = partial(self._pages, transfers)
+        self.side.offload(self._hashes(transfers), pages_of, self._after_forward)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -132,11 +132,19 @@ class FlexKVLinker(UnifiedCacheLinker):
         hooks.leave(self.side)
         self.side.close(FLUSH_SECONDS)
 
-    def _pages(self, slots: torch.Tensor) -> list[int] | None:
-        """Page numbers of token slots (a 1-D integer tensor); None after an error, or if these are
-        not whole pages. All ranks get the same pages, because their allocators run in step."""
-        with self.side.boundary.guard("reading SGLang's page numbers", "neither load nor store"):
-            size = self._page_size
+    def _hashes(self, transfers: list[PoolTransfer]) -> list[str]:
+        """Hashes of the pages of a transfer; none after an error."""
+        with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
+            hashes: list[str] = _of_kv(transfers).keys
+            return hashes
+        return []
+
+    def _pages(self, transfers: list[PoolTransfer]) -> list[int] | None:
+        """Page numbers of the token slots of a transfer (a 1-D integer tensor); None after an
+        error, or if these are not whole pages. All ranks get the same pages, because their
+        allocators run in step."""
+        with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
+            size, slots = self._page_size, _of_kv(transfers).device_indices
             rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
             steps = torch.arange(size, device=slots.device)
             if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):

@@ -118,7 +118,10 @@ class LookAhead:
         while self._looks:
             rid, look = next(iter(self._looks.items()))
             goes_on = False
-            with self._boundary.guard("looking ahead", "lower tiers read no more for the request"):
+            # An error of SGLang's hashes loses no fetch of any other request.
+            with self._boundary.guard(
+                "looking ahead", "lower tiers read no more for the request", loses=bool(look.keys)
+            ):
                 goes_on = self._look(rid, look)
             if not goes_on:
                 del self._looks[rid]

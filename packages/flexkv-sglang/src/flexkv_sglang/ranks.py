@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from flexkv.engine.boundary import ErrorBoundary
 
 
 class Ranks(Protocol):
@@ -36,6 +38,56 @@ class Ranks(Protocol):
     def all(self, holds: bool) -> bool:
         """Whether `holds` is true on all ranks. Waits until all ranks have called."""
         ...
+
+
+class Exchanges:
+    """The exchanges of a rank, each of which it reaches whatever fails before.
+
+    A rank that left one out would make the others wait, or read its next message in place of this
+    one. What a rank contributes is therefore made within the exchange, and an error becomes a
+    value.
+
+    Args:
+        ranks: of the engine; borrowed.
+        boundary: where errors end.
+    """
+
+    def __init__(self, ranks: Ranks, boundary: ErrorBoundary) -> None:
+        self.ranks = ranks
+        self._boundary = boundary
+
+    def decide(
+        self, place: str, consequence: str, make: Callable[[], Sequence[int]], count: int
+    ) -> list[int]:
+        """What rank 0 decides, on all ranks; zeros after an error.
+
+        Args:
+            place: see `ErrorBoundary.guard`.
+            consequence: likewise.
+            make: returns `count` 64-bit integers; called on rank 0 only.
+            count: the same on all ranks.
+        """
+        numbers: Sequence[int] = [0] * count
+        if self.ranks.rank == 0:
+            with self._boundary.guard(place, consequence):
+                made = make()
+                if len(made) != count:
+                    raise ValueError(f"{len(made)} numbers for the other ranks, not {count}")
+                numbers = made
+        return self.ranks.agree(numbers, count)
+
+    def all(self, place: str, consequence: str, holds: Callable[[], bool]) -> bool:
+        """Whether `holds` returns true on all ranks. An error counts as false.
+
+        Args:
+            place: see `ErrorBoundary.guard`.
+            consequence: likewise.
+            holds: called on this rank.
+        """
+        held = False
+        with self._boundary.guard(place, consequence):
+            held = holds()
+        return self.ranks.all(held)
 
 
 class OneRank:

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from flexkv import KVCache
@@ -24,20 +25,22 @@ from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
 from flexkv.index.packed_keys import PackedKeys
-from flexkv.transfer.copies import Transfer
-from flexkv.types.mover import Status
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
+from flexkv_sglang.ordered_transfers import OrderedTransfers
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.queries import Queries
-from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.tier_events import TierEvents
 
 logger = logging.getLogger("flexkv.sglang")
+
+_NOTHING = 0, 0, 0
+"""In place of a transfer's number, its cell and the number of its slots: no transfer."""
 
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
@@ -94,7 +97,7 @@ class RankSide:
         self.events: TierEvents | None = None
         self.page_keys = PageKeys()
         self._worker = worker
-        self._ranks = ranks
+        self._exchanges = Exchanges(ranks, boundary)
         self._cache = cache
         self._page_size = page_size
         self._chooser = chooser
@@ -102,18 +105,21 @@ class RankSide:
         self._before: str | None = None
         self._closed = False
         self._failed_polls = 0
-        self._waited = True
+        self._batch_failed = False
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
         self._seen: set[str] = set()
         self._batch = _NO_BATCH
         self._step = 0
+        self._ordered: OrderedTransfers | None = None
         self._awaited: AwaitedPrefixes | None = None
         self._ahead: LookAhead | None = None
         self._followed: FollowedRequests | None = None
         self._figures: CacheFigures | None = None
         self._queries: Queries | None = None
         if cache is not None:
+            self._ordered = OrderedTransfers(cache)
+            boundary.after_error = self._ordered.lose
             self._awaited = AwaitedPrefixes(cache, chooser, page_size)
             self._ahead = LookAhead(cache, self._awaited, self.keys_of, boundary)
             followed = FollowedRequests(cache, page_size, self.keys_of, recorder, options)
@@ -163,7 +169,7 @@ class RankSide:
         """
         if self._cache is None:
             return []
-        with self._boundary.guard("lookup", "it is a miss"):
+        with self._boundary.guard("lookup", "it is a miss", loses=False):
             keys = self.keys_of(hashes)
             found = self._cache.lookup(keys)
             if self._followed is not None:
@@ -175,7 +181,9 @@ class RankSide:
     def agree_on_length(self, lengths: Sequence[int]) -> int:
         """The length of a prefix that all ranks load: what the rank that decides has returned from
         `lookup`."""
-        (length,) = self._ranks.agree([max(lengths, default=0)], 1)
+        (length,) = self._exchanges.decide(
+            "lookup", "it is a miss", lambda: [max(lengths, default=0)], 1
+        )
         return length
 
     def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int] | None) -> bool:
@@ -189,20 +197,19 @@ class RankSide:
         Returns:
             False if the blocks have left host memory since the lookup, or a rank has no `pages`.
         """
-        if not self._ranks.all(pages is not None) or pages is None:
+        if not self._exchanges.ranks.all(pages is not None) or pages is None:
             return False
-        transfer, fetched = None, 0
-        if self._cache is not None:
-            with self._boundary.guard("ordering a load", "it is a miss"):
-                transfer, fetched = self._lease(rid, hashes)
-        slots = [] if transfer is None else transfer.slots
-        number, cell, slots = self._agree(transfer, slots, len(pages))
+        queued = QueuedLoad(CopyOrder(0, 0, [], []))
+        number, cell, count = self._decide(
+            "ordering a load", "it is a miss", partial(self._lease, queued, hashes, len(pages))
+        )
         if not number:
             return False
-        order = CopyOrder(number, cell, list(pages), slots)
-        self._queued[rid] = QueuedLoad(order, transfer, fetched)
-        if self._followed is not None:
-            self._followed.loads(rid, len(pages))
+        slots = self._exchanges.ranks.agree([*queued.order.slots], count)
+        queued.order = CopyOrder(number, cell, list(pages), slots)
+        self._queued[rid] = queued
+        with self._boundary.guard("counting a hit", "it is not counted"):
+            self._note_load(rid, queued, hashes)
         return True
 
     def fetched_tokens(self, rid: str) -> int:
@@ -214,11 +221,13 @@ class RankSide:
     def cancel(self, rid: str) -> bool:
         """Drop a queued load. Returns False if the request has none."""
         queued = self._queued.pop(rid, None)
-        if self._cache is not None and queued is not None and queued.transfer is not None:
-            with self._boundary.guard("cancelling a load", "its blocks stay in host memory"):
+        if queued is not None and self._ordered is not None:
+            self._ordered.offloads.pop(queued.order.transfer_id, None)
+        with self._boundary.guard("cancelling a load", "the next poll cancels it"):
+            if self._cache is not None and queued is not None and queued.transfer is not None:
                 self._cache.cancel(queued.transfer)
-        if self._followed is not None:
-            self._followed.cancelled(rid)
+            if self._followed is not None:
+                self._followed.cancelled(rid)
         return queued is not None
 
     def is_new(self, rid: str) -> bool:
@@ -245,14 +254,14 @@ class RankSide:
         Args:
             rids: ids of all waiting requests. Fetches for any other request are ended.
         """
-        self._seen.intersection_update(rids)
-        held = [False] * len(rids)
-        if self._awaited is not None:
-            with self._boundary.guard("waiting for a disk", "what has come is all"):
-                held = self._held(rids)
-        if not rids:
-            return []  # as often as an idle engine looks for requests
-        return list(map(bool, self._ranks.agree(list(map(int, held)), len(rids))))
+        place, consequence = "waiting for a disk", "what has come is all"
+        if rids:
+            held = partial(self._held, rids)
+            return list(map(bool, self._exchanges.decide(place, consequence, held, len(rids))))
+        # Without an exchange, as often as an idle engine looks for requests.
+        with self._boundary.guard(place, consequence):
+            self._held(rids)
+        return []
 
     # The batch that needs them.
 
@@ -279,13 +288,16 @@ class RankSide:
         """Begin all queued loads. Returns the number of the batch, or -1 if nothing is queued."""
         if not self._queued:
             return _NO_BATCH
-        orders = StepOrders(layerwise=[each.order for each in self._queued.values()])
-        self._queued.clear()
         self._batch += 1
-        with self._boundary.guard("starting loads", "they count as failed"), behind():
-            self._worker.start_loads(orders)
+        queued, self._queued = self._queued, {}
+        with self._boundary.guard("starting loads", "they count as failed"):
+            orders = StepOrders(layerwise=[each.order for each in queued.values()])
+            with behind():
+                self._worker.start_loads(orders)
             return self._batch
-        self._worker.fail_loads(orders)
+        self._batch_failed = True
+        with self._boundary.guard("failing loads", "their blocks stay in host memory"):
+            self._worker.fail_loads(StepOrders(layerwise=[each.order for each in queued.values()]))
         return self._batch
 
     def wait_for_layer(self, layer: int) -> None:
@@ -294,19 +306,19 @@ class RankSide:
         with self._boundary.guard("waiting for a layer", "the loads of the batch count as failed"):
             self._worker.wait_for_layer(str(layer))
             return
-        self._waited = False
+        self._batch_failed = True
 
     def finish_batch(self) -> bool:
         """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
-        orders = StepOrders(has_forward=True)
-        waited, self._waited = self._waited, True
+        batch_failed, self._batch_failed = self._batch_failed, False
         with self._boundary.guard("ending loads", "copies end, now and for good"):
+            orders = StepOrders(has_forward=True)
             self._worker.finished(orders)
             failed = self._worker.take_bad_blocks()
             self._note_loads(orders)
-            return waited and not failed
+            return not (batch_failed or failed)
         # Not guarded: if the copies do not end, they write to pages that SGLang gives to others.
-        self._worker.poll_later(orders)
+        self._worker.poll_later(StepOrders(has_forward=True))
         self._worker.take_bad_blocks()
         return False
 
@@ -330,31 +342,32 @@ class RankSide:
                 offload. Not called if all pages are stored already.
             behind: the copies follow the work that SGLang has queued so far.
         """
-        transfer, stored = None, False
-        slots: list[int] = []
-        if self._cache is not None:
-            with self._boundary.guard("storing blocks", "they are not cached"):
-                before, self._before = self._before, None
-                keys = self.keys_of(hashes)
-                missing = self._cache.missing(keys)
-                if missing:
-                    parent = self.keys_of([before] if before else [])
-                    # With its slots: blocks of a store that copies nothing would be found.
-                    transfer, slots = reserve(self._cache, parent, keys, missing)
-                taken = 0 if transfer is None else len(transfer.blocks)
-                stored = taken == len(missing)
-        number, cell, slots = self._agree(transfer, slots, len(hashes))
-        pages = pages_of() if number else None
-        if number and pages is None:
+        offload = Offload()
+        self._pending.append(offload)
+        number, cell, count = self._decide(
+            "storing blocks", "they are not cached", partial(self._reserve, offload, hashes)
+        )
+        if not number:
+            if offload.transfer is not None:  # after an error; the next poll cancels it
+                offload.transfer, offload.stored = None, False
+            return
+        slots = self._exchanges.ranks.agree([*offload.slots], count)
+        if self._ordered is not None:
+            self._ordered.offloads[number] = offload
+        with self._boundary.guard("starting stores", "the blocks are not cached"):
+            pages = pages_of()
+            if pages is not None:
+                order = order_of(number, cell, pages, slots)
+                with behind():
+                    self._worker.start_stores(StepOrders(stores=[order]))
+                return
+        with self._boundary.guard("failing stores", "the blocks are not cached"):
             self._worker.fail_stores(StepOrders(stores=[CopyOrder(number, cell, [], [])]))
-        elif number and pages is not None:
-            self._store(order_of(number, cell, pages, slots), behind)
-        self._pending.append(Offload(transfer, stored))
 
     def ended_offloads(self) -> int:
         """How many of the oldest offloads have ended. SGLang takes the least number of all ranks.
         Ranks that do not decide therefore count all."""
-        with self._boundary.guard("measuring a step", "its time is not measured"):
+        with self._boundary.guard("measuring a step", "its time is not measured", loses=False):
             step, self._step = self._step, 0
             self._chooser.timer.ended(step)
         self._failed_polls = 0 if self._polled() else self._failed_polls + 1
@@ -362,7 +375,7 @@ class RankSide:
             return len(self._pending)
         ended = 0
         for offload in self._pending:
-            if offload.transfer is not None and offload.transfer.status is Status.PENDING:
+            if offload.transfer is not None:
                 break
             ended += 1
         return ended
@@ -370,17 +383,14 @@ class RankSide:
     def take_offload(self) -> bool:
         """Remove the oldest offload, which must have ended. Returns whether it is stored."""
         offload = self._pending.popleft()
-        failed = offload.transfer is not None and offload.transfer.status is not Status.DONE
-        return self._cache is None or (offload.stored and not failed)
+        return not self.leads or (offload.stored and offload.transfer is None)
 
     # The engine.
 
     def reset(self) -> None:
         """SGLang frees all pages. Waits until no copy reads or writes them. Stored blocks stay, and
         those of copies that end here too, unless the epoch is mixed."""
-        if self.page_keys.flushed():
-            self._renew(mixed=False)
-        self.delayed.clear()
+        self._change_keys(self._flushed)
         for rid in list(self._queued):
             self.cancel(rid)
         self._pending.clear()
@@ -394,7 +404,7 @@ class RankSide:
         if self._failed_polls >= _FAILED_POLLS:
             return False
         with self._boundary.guard(
-            "clearing the cache", "nothing is loaded or stored until it succeeds"
+            "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
             self._cache.suspend()
             if self._awaited is not None:
@@ -416,7 +426,21 @@ class RankSide:
     def weights_changed(self, *, flushed: bool) -> None:
         """The weights in memory differ from the model's files now; see `KeyEpoch.renew`. `flushed`:
         whether SGLang has flushed its own cache since the change."""
-        self._renew(mixed=not flushed)
+        self._change_keys(partial(self._renew, mixed=not flushed))
+
+    def _change_keys(self, change: Callable[[], None]) -> None:
+        with self._boundary.guard(
+            "changing the keys", "nothing is loaded or stored until the cache is cleared"
+        ):
+            change()
+            return
+        if self._cache is not None:
+            self._cache.suspend()
+
+    def _flushed(self) -> None:
+        self.delayed.clear()
+        if self.page_keys.flushed():
+            self._renew(mixed=False)
 
     def _renew(self, *, mixed: bool) -> None:
         self.page_keys.renew(mixed=mixed)
@@ -477,48 +501,68 @@ class RankSide:
             self._queries.asked(rid, asked, left, found - blocks)
         return blocks
 
-    def _lease(self, rid: str, hashes: Sequence[str]) -> tuple[Transfer | None, int]:
-        """Begin a load; None if host memory lacks one of the blocks. Also returns how many of the
-        blocks lower tiers gave."""
+    def _lease(self, queued: QueuedLoad, hashes: Sequence[str], pages: int) -> tuple[int, int, int]:
+        """Begin a load of `pages` pages, unless host memory lacks one of the blocks. Returns its
+        number, its cell and how many slots it has."""
         assert self._cache is not None
-        assert self._awaited is not None
         keys = self.keys_of(hashes)
-        transfer, fetched = self._cache.load(keys), 0
-        # By itself: a lease that is not handed on would never end.
-        with self._boundary.guard("counting a hit", "it is not counted"):
-            if transfer is not None and self._queries is not None:
-                by_medium = self._awaited.count(rid, keys)
-                fetched = by_medium.total()
-                self._queries.loaded(rid, len(keys), by_medium)
-            self._awaited.end(rid)
-        return transfer, fetched
+        transfer = queued.transfer = self._cache.load(keys) if len(keys) == pages else None
+        if transfer is None:
+            return _NOTHING
+        queued.order.slots = transfer.slots
+        return transfer.id, transfer.cell, pages
+
+    def _note_load(self, rid: str, queued: QueuedLoad, hashes: Sequence[str]) -> None:
+        if self._awaited is None or self._queries is None or self._followed is None:
+            return
+        by_medium = self._awaited.count(rid, self.keys_of(hashes))
+        queued.fetched = by_medium.total()
+        self._queries.loaded(rid, len(hashes), by_medium)
+        self._followed.loads(rid, len(hashes))
+        self._awaited.end(rid)
+
+    def _reserve(self, offload: Offload, hashes: Sequence[str]) -> tuple[int, int, int]:
+        """Begin a store. Returns its number, its cell and the number of pages."""
+        assert self._cache is not None
+        before, self._before = self._before, None
+        keys = self.keys_of(hashes)
+        missing = self._cache.missing(keys)
+        if not missing:
+            offload.stored = True
+            return _NOTHING
+        parent = self.keys_of([before] if before else [])
+        transfer, offload.slots = reserve(self._cache, parent, keys, missing)
+        if transfer is None:
+            return _NOTHING
+        offload.transfer = transfer
+        offload.stored = len(transfer.blocks) == len(missing)
+        return transfer.id, transfer.cell, len(keys)
 
     def _held(self, rids: Sequence[str]) -> list[bool]:
         assert self._ahead is not None
         assert self._awaited is not None
+        self._seen.intersection_update(rids)
         self._ahead.keep(rids)
         # Those that no step has had time for yet, too. `hooks` looks at them in this order.
         looking = {rid for rid in rids[:WINDOW] if rid not in self._seen or rid in self._ahead}
         waits = self._awaited.held(rids)
         return [rid in looking or each for rid, each in zip(rids, waits, strict=True)]
 
-    def _agree(
-        self, transfer: Transfer | None, slots: Sequence[int], pages: int
-    ) -> tuple[int, int, list[int]]:
-        """The transfer of rank 0: its id, its cell, and a slot for each of the pages. Id and cell
-        are 0, and there are no slots, if rank 0 made none."""
-        ids = [0, 0] if transfer is None else [transfer.id, transfer.cell]
-        is_full = self._cache is not None and not self._cache.free_slots
-        number, cell, full = self._ranks.agree([*ids, int(is_full)], 3)
-        self.delays = bool(full) and not self.may_wait
-        return number, cell, self._ranks.agree(slots, pages) if number else []
+    def _decide(
+        self, place: str, consequence: str, make: Callable[[], tuple[int, int, int]]
+    ) -> tuple[int, int, int]:
+        """A transfer of rank 0: its number, its cell and how many slots follow; zeros if there is
+        none. Ranks that know it report its end."""
 
-    def _store(self, order: CopyOrder, behind: Behind) -> None:
-        orders = StepOrders(stores=[order])
-        with self._boundary.guard("starting stores", "the blocks are not cached"), behind():
-            self._worker.start_stores(orders)
-            return
-        self._worker.fail_stores(orders)
+        def decision() -> Sequence[int]:
+            assert self._cache is not None
+            return [*make(), int(not self._cache.free_slots)]
+
+        number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
+        self.delays = bool(full) and not self.may_wait
+        if number and self._ordered is not None:
+            self._ordered.offloads[number] = None
+        return number, cell, count
 
     def _note_loads(self, orders: StepOrders) -> None:
         with self._boundary.guard("noting ended loads", "the next step notes them"):
@@ -543,7 +587,7 @@ class RankSide:
                 "copies end, SGLang gets their pages back, loads and stores are disabled; restart "
                 "the engine to use the cache again",
                 _FAILED_POLLS,
-                self._ranks.rank,
+                self._exchanges.ranks.rank,
             )
         with self._boundary.guard("disabling the cache", "the next step tries again"):
             self._worker.stop_copying()
@@ -555,9 +599,8 @@ class RankSide:
     def _disable(self, cache: KVCache) -> None:
         running = [each.transfer for each in self._pending if each.transfer is not None]
         for transfer in running:
-            if transfer.status is Status.PENDING:
-                # Another rank may copy on, out of pages that SGLang gives to others.
-                cache.discard(transfer.blocks)
+            # Another rank may copy on, out of pages that SGLang gives to others.
+            cache.discard(transfer.blocks)
         cache.suspend()
         if self._figures is not None:
             self._figures.note_activity()
@@ -565,8 +608,5 @@ class RankSide:
             self._awaited.end_all()
 
     def _poll(self) -> None:
-        if self._cache is None or not self._cache.busy:
-            return
-        self._cache.poll()
-        if self._figures is not None:
+        if self._ordered is not None and self._ordered.poll() and self._figures is not None:
             self._figures.note_activity()

@@ -137,8 +137,9 @@ class DeviceLink:
 
     def blocks_in_use(self, direction: Direction) -> list[Block]:
         """The blocks of the loads or the stores that have not been finished, after an error that
-        may have lost some; frees the cells of all others."""
+        may have lost some; frees the cells of all others, and counts anew."""
         self._board.keep({each.cell for each in self._pending.values()})
+        self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
         transfers = [*self._pending.values(), *self._ending]
         return [block for t in transfers if t.direction is direction for block in t.blocks]
 

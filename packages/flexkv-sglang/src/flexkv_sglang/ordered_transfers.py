@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads and stores that all ranks know, until each has ended; an error loses none."""
+
+from __future__ import annotations
+
+from flexkv import KVCache
+from flexkv.engine.scheduler.ended import EndedTransfers
+from flexkv.types.mover import Status
+from flexkv_sglang.copies import Offload
+
+
+class OrderedTransfers:
+    """The transfers of one engine, on the rank that decides. Single-threaded.
+
+    Args:
+        cache: the engine's cache; polled.
+
+    Attributes:
+        offloads: the transfers by their numbers; None for a load. The caller adds those that all
+            ranks have agreed on, and removes those that it cancels.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._ended = EndedTransfers(cache)
+        self.offloads: dict[int, Offload | None] = {}
+        self._lost_some = False
+
+    def lose(self) -> None:
+        """After an error that may have lost a lease or a transfer: the next `poll` cancels the
+        transfers that the ranks do not know, and ends those whose end was not seen."""
+        self._cache.recover()
+        self._lost_some = True
+
+    def poll(self) -> bool:
+        """Note the transfers that have ended. Returns whether anything was under way."""
+        if not self._ended.busy:
+            return False
+        if self._lost_some:
+            self._ended.end_lost(self.offloads.keys(), self.offloads.keys())
+            self._lost_some = False
+        for transfer in self._ended.take():
+            offload = self.offloads.get(transfer.id)
+            if offload is not None:
+                offload.stored &= transfer.status is Status.DONE
+                offload.transfer = None
+            self.offloads.pop(transfer.id, None)
+        return True

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error before each line that FlexKV executes for a rank of SGLang: none reaches SGLang, no page
+gets a wrong byte, and afterwards no lease, copy, fetch, request or offload waits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
+
+import flexkv
+import flexkv_sglang
+from flexkv.engine.boundary import Guard
+from flexkv.host.board import CELLS
+from flexkv_sglang import hooks
+from flexkv_sglang.side import RankSide
+from packages.inside import (
+    assert_no_fetch,
+    assert_no_lease,
+    assert_no_write,
+    board_of,
+    free_cells,
+    index_of,
+)
+from packages.line_errors import SHARE, LineErrors
+from packages.tier_blocks import assert_no_slot_is_lost
+
+SOURCES = [Path(package.__path__[0]) for package in (flexkv, flexkv_sglang)]
+
+SPARED = ("boundary.py", "disk/slot_index.py", "disk/slot_map.py")
+"""Files whose lines are spared: the guard's own, and those that only write elements of arrays,
+which cannot fail."""
+
+ENTRIES = ("hooks.py", "side.py", "linker.py", "ranks.py")
+"""Files with the calls of SGLang and the exchanges of ranks. Statements between their guards are
+spared, and must call nothing of other files: lines of those fail everywhere."""
+
+PAGES = 3
+ROUNDS = 12
+ENGINES = math.inf if SHARE == 1 else 3
+"""The most engines of a test."""
+
+SPARED_NOW = 0.6
+"""Share of a line's executions that pass before it fails, so that much is under way then."""
+
+
+class Engine:
+    """What SGLang does with a rank: it stores prompts of three pages and loads some of them.
+
+    Args:
+        rank: with little host memory, over a disk.
+        errors: of its calls.
+        rng: chooses the prompts.
+    """
+
+    def __init__(self, rank: Rank, errors: LineErrors, rng: random.Random) -> None:
+        self.rank = rank
+        self.side: RankSide = rank.side
+        self._errors = errors
+        self._rng = rng
+        self._prompts: list[list[torch.Tensor]] = []
+        self._epoch = 0
+        self._tree = SimpleNamespace(get_prefix_hash_values=lambda _: [])
+
+    def round(self) -> None:
+        """Store another prompt, and load one of those stored so far as far as it is found."""
+        number = len(self._prompts)
+        self._store(number)
+        for rid in (f"{number} a", f"{number} b"):
+            wanted = self._rng.randrange(number + 1)
+            self._serve(rid, self._hashes(wanted), self._prompts[wanted], cancels=number % 4 == 1)
+        if number % 6 == 3:
+            self._call(self.side.reset)
+        if number % 6 == 5:
+            self._call(self.side.weights_changed, flushed=True)
+            self._epoch += 1
+
+    def settle(self) -> None:
+        """SGLang has nothing more to do: it steps until nothing is under way."""
+        cache: Any = self.side._cache
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while cache.busy or self.side.ended_offloads() != len(self.side._pending):
+            assert time.monotonic() < deadline, "something is under way"
+            self.side.held([])
+            self.side.ended_offloads()
+        while self.side._pending:
+            self.side.take_offload()
+        assert self.side._queued == {}
+        assert sorted(free_cells(board_of(cache))) == list(range(CELLS))
+        assert_no_lease(cache)
+        assert_no_fetch(cache)
+        assert_no_write(cache)
+        assert_no_slot_is_lost(index_of(cache))
+
+    def close(self) -> None:
+        self._call(self.rank.close)
+
+    def _hashes(self, number: int) -> list[str]:
+        return hashes_of(f"prompt {number} of {self._epoch}", PAGES)
+
+    def _store(self, number: int) -> None:
+        self._prompts.append(self.rank.fill([1, 2, 3], seed=number))
+        hashes = self._hashes(number)
+        self._call(
+            hooks.offload,
+            lambda *_: self.side.offload(hashes, lambda: [1, 2, 3]),
+            SimpleNamespace(cache=self._tree),
+            object(),
+            None,
+        )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self._call(self.side.ended_offloads):
+            assert time.monotonic() < deadline
+        self._call(self.side.take_offload)
+        self._call(self._report)
+        if self.side.events is not None:
+            self._call(hooks.take_events, lambda _: [], SimpleNamespace(page_size=4))
+
+    def _serve(
+        self, rid: str, hashes: list[str], wanted: list[torch.Tensor], *, cancels: bool
+    ) -> None:
+        request = SimpleNamespace(
+            rid=rid,
+            hashes=hashes,
+            origin_input_ids=list(range(4 * PAGES + 1)),
+            output_ids=[7],
+            session=None,
+            session_id=None,
+            extra_key=None,
+            cache_salt=None,
+            sampling_params=SimpleNamespace(custom_params=None),
+            prefix_len=0,
+            extend_end=4,
+            is_retracted=False,
+            finished=lambda: True,
+        )
+        scheduler = SimpleNamespace(
+            waiting_queue=[request], tree_cache=self._tree, device="cpu", last_batch=None
+        )
+
+        def take_all(scheduler: Any) -> tuple[Any, Any]:
+            taken, scheduler.waiting_queue = scheduler.waiting_queue, []
+            batch = SimpleNamespace(reqs=taken) if taken else None
+            return batch, SimpleNamespace(is_empty=lambda: True)
+
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._call(hooks.schedule, take_all, scheduler)[0] is None:
+            assert time.monotonic() < deadline
+            self._call(self.side.ended_offloads)
+        lengths = self._call(self.side.lookup, rid, hashes)
+        found = self._call(hooks.agree_on_prefix, None, None, lengths)
+        if not found:
+            return
+        pages, hashes = [7, 8, 9][:found], hashes[:found]
+        if cancels and self._call(self.side.load, rid, hashes, pages):
+            self._call(self.side.cancel, rid)
+        self.rank.fill(pages, seed=-1 - len(self._prompts))
+        if self._call(self.rank.load, rid, hashes, pages):
+            assert same(self.rank.read(pages), [tensor[:found] for tensor in wanted])
+
+    def _report(self) -> None:
+        with self.side.boundary.guard("counting", "the counts are lost"):  # as `Metrics` does
+            if self.side.has_samples:
+                self.side.take_samples()
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `method`, which may raise nothing, while an error is to come."""
+        self._errors.arm()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._errors.disarm()
+
+
+def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many guards the calling thread is in, kept up to date."""
+    depth = [0]
+    leave = Guard.__exit__
+
+    def enter(_: Guard) -> None:
+        depth[0] += 1
+
+    def exit_(guard: Guard, *error: object) -> bool:
+        depth[0] -= 1
+        return leave(guard, *error)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Guard, "__enter__", enter)
+    monkeypatch.setattr(Guard, "__exit__", exit_)
+    return depth
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_an_error_before_any_line_loses_nothing(
+    make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    rng = random.Random(1)
+    depth = count_guards(monkeypatch)
+    errors = LineErrors(
+        SOURCES,
+        lambda file, _: file.endswith(SPARED),
+        lambda file: depth[0] > 0 or not file.endswith(ENTRIES),
+        lambda: rng.random() < SPARED_NOW,
+    )
+    monkeypatch.setattr(hooks, "missing_pages", lambda tree, request: HashedPrompt(request.hashes))
+    monkeypatch.setattr(hooks, "follow", lambda events, ours, size: [*events, *ours.take()])
+    made = itertools.count()
+    new = 1
+    while new and next(made) < ENGINES:
+        before = len(errors.hit)
+        rank = make_rank(
+            settings={
+                "always_load": True,
+                "cpu_cache_gb": 20 * 4096 / (1 << 30),
+                "ssd_cache_gb": 1 / 64,
+                "ssd_cache_dir": (str(tmp_path / "disk"),),
+                "ssd_timeout_seconds": PATIENCE_SECONDS,
+                "eviction_policy": policy,
+                "trace": str(tmp_path / "trace"),
+            }
+        )
+        rank.side.watch()
+        monkeypatch.setattr(hooks, "_sides", [rank.side])
+        engine = Engine(rank, errors, rng)
+        try:
+            hits = -1
+            while hits < len(errors.hit):
+                hits = len(errors.hit)
+                for _ in range(ROUNDS):
+                    engine.round()
+                engine.settle()
+            engine.close()
+        except BaseException as error:
+            error.add_note(f"after errors before {named(errors, before)}")
+            raise
+        new = len(errors.hit) - before
+    assert len(errors.hit) > 40
+
+
+def named(errors: LineErrors, start: int) -> list[str]:
+    return [f"{Path(file).name}:{line}" for file, line in errors.hit[start:]]
