@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and their adapters reach a cache through `flexkv.client` alone.
+
+The lists below may only shrink: remove a name once nothing needs it any more.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from docs.import_graph import ROOT, SOURCES
+
+ABOVE = ("flexkv.engine", "flexkv_sglang", "flexkv_vllm")
+BELOW = ("flexkv.cache", "flexkv.index", "flexkv.tiers", "flexkv.transfer")
+
+STARTERS = {
+    "flexkv.engine.open_tiers",
+    "flexkv.engine.start",
+    "flexkv_sglang.hicache.stores",
+}
+"""The modules that start a cache or its tiers, so they import what they start."""
+
+LEFT: dict[str, set[str]] = {
+    "flexkv.engine.choice.load_choice": {"flexkv.transfer.fetch"},
+    "flexkv.engine.choice.wait_choice": {"flexkv.transfer.fetch"},
+    "flexkv.engine.recorder": {"flexkv.tiers.disk.files", "flexkv.tiers.retries"},
+    "flexkv.engine.scheduler.availability": {"flexkv.cache"},
+    "flexkv.engine.scheduler.ended": {"flexkv.cache", "flexkv.transfer.copies"},
+    "flexkv.engine.scheduler.engine_cache": {"flexkv.cache"},
+    "flexkv.engine.scheduler.fetches": {
+        "flexkv.cache",
+        "flexkv.tiers.job",
+        "flexkv.transfer.fetch",
+    },
+    "flexkv.engine.scheduler.hit_reports": {"flexkv.cache"},
+    "flexkv.engine.scheduler.hit_sources": {"flexkv.transfer.fetch"},
+    "flexkv.engine.scheduler.load_in_parts": {"flexkv.cache"},
+    "flexkv.engine.scheduler.loading": {"flexkv.transfer.copies"},
+    "flexkv.engine.scheduler.matching": {"flexkv.transfer.fetch"},
+    "flexkv.engine.scheduler.prefix_loads": {"flexkv.transfer.copies"},
+    "flexkv.engine.scheduler.request": {"flexkv.cache", "flexkv.transfer.fetch"},
+    "flexkv.engine.scheduler.storing": {"flexkv.index.block_index", "flexkv.transfer.copies"},
+    "flexkv.engine.side_figures": {"flexkv.cache"},
+    "flexkv_sglang.awaited": {"flexkv.cache", "flexkv.transfer.fetch"},
+    "flexkv_sglang.copies": {"flexkv.cache", "flexkv.index.packed_keys", "flexkv.transfer.copies"},
+    "flexkv_sglang.following": {"flexkv.cache", "flexkv.index.packed_keys"},
+    "flexkv_sglang.look_ahead": {"flexkv.cache"},
+    "flexkv_sglang.ordered_transfers": {"flexkv.cache"},
+    "flexkv_sglang.page_keys": {"flexkv.index.packed_keys"},
+    "flexkv_sglang.side": {"flexkv.cache", "flexkv.index.packed_keys"},
+    "flexkv_sglang.start": {"flexkv.cache"},
+    "flexkv_sglang.tier_events": {"flexkv.cache"},
+    "flexkv_vllm.events": {"flexkv.cache"},
+    "flexkv_vllm.offloading.events": {"flexkv.cache"},
+    "flexkv_vllm.offloading.held": {"flexkv.cache", "flexkv.transfer.copies"},
+    "flexkv_vllm.offloading.manager": {"flexkv.cache", "flexkv.transfer.copies"},
+    "flexkv_vllm.offloading.requests": {"flexkv.cache", "flexkv.transfer.fetch"},
+}
+"""All other modules above the door that import modules below it."""
+
+PUBLIC = {"KVCache": "flexkv.cache"}
+"""Names of the package `flexkv` itself that are below the door, and their modules."""
+
+
+def reaches(root: Path) -> dict[str, set[str]]:
+    """For each module above the door the modules below it that it imports, also for types, in a
+    function, or from the package `flexkv`."""
+    found: dict[str, set[str]] = {}
+    for source in SOURCES:
+        for file in root.joinpath(source).rglob("*.py"):
+            parts = file.relative_to(root / source).with_suffix("").parts
+            name = ".".join(parts).removesuffix(".__init__")
+            if _is_in(name, ABOVE):
+                modules = {each for each in _imported(file) if _is_in(each, BELOW)}
+                if modules:
+                    found[name] = modules
+    return found
+
+
+def _imported(file: Path) -> Iterable[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ImportFrom(module="flexkv", names=names):
+                yield from (PUBLIC.get(each.name, f"flexkv.{each.name}") for each in names)
+            case ast.ImportFrom(module=str(module)):
+                yield module
+            case ast.Import(names=names):
+                yield from (each.name for each in names)
+
+
+def _is_in(module: str, packages: Iterable[str]) -> bool:
+    return any(module == each or module.startswith(each + ".") for each in packages)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[str]]:
+    return reaches(ROOT)
+
+
+def test_only_modules_that_start_a_cache_import_what_is_below_the_door(
+    found: dict[str, set[str]],
+) -> None:
+    new = {
+        module: imported - LEFT.get(module, set())
+        for module, imported in found.items()
+        if module not in STARTERS and imported - LEFT.get(module, set())
+    }
+    assert new == {}, "use flexkv.client"
+
+
+def test_what_imports_nothing_below_the_door_any_more_is_on_no_list(
+    found: dict[str, set[str]],
+) -> None:
+    stale = {
+        module: imported - found.get(module, set())
+        for module, imported in LEFT.items()
+        if imported - found.get(module, set())
+    }
+    assert stale == {}, "remove it from LEFT"
+    assert found.keys() >= STARTERS, "remove it from STARTERS"
+
+
+@pytest.mark.parametrize(
+    ("code", "imported"),
+    [
+        ("from flexkv import KVCache, load_config", {"flexkv.cache"}),
+        ("from flexkv.transfer.fetch import Fetch", {"flexkv.transfer.fetch"}),
+        ("if TYPE_CHECKING:\n    import flexkv.index.pins", {"flexkv.index.pins"}),
+        ("def f():\n    from flexkv import tiers", {"flexkv.tiers"}),
+        ("from flexkv.client import CacheClient", None),
+        ("from flexkv.cachet import A", None),
+    ],
+)
+def test_a_reach_is_found(tmp_path: Path, code: str, imported: set[str] | None) -> None:
+    file = tmp_path / "packages/flexkv/src/flexkv/engine/scheduler/a.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(code)
+    file.parent.parent.with_name("cache.py").write_text("import flexkv.index.pins")
+    expected = {} if imported is None else {"flexkv.engine.scheduler.a": imported}
+    assert reaches(tmp_path) == expected
