@@ -9,10 +9,30 @@ requests come back. It evicts the block with the fewest hits to expect per secon
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flexkv.eviction import EvictionPolicy
 from flexkv_kernels._library import LIBRARY
+
+
+class GuardState(NamedTuple):
+    """What the guard has seen since the start. It compares the policy with LRU.
+
+    Attributes:
+        trusts_hazard: whether the policy's own order rules, and not LRU's.
+        credit: blocks that the policy may still lose to LRU before LRU's order rules.
+        immune_blocks: of the blocks used last, how many the policy's own order must not evict.
+        hits: blocks that requests found.
+        lru_hits: blocks that they would have found with LRU.
+        switches: times that LRU's order took over.
+    """
+
+    trusts_hazard: bool
+    credit: float
+    immune_blocks: int
+    hits: int
+    lru_hits: int
+    switches: int
 
 
 class _HazardPolicy(EvictionPolicy, Protocol):
@@ -21,6 +41,10 @@ class _HazardPolicy(EvictionPolicy, Protocol):
     A call raises KeyError for a key whose block the policy lacks, and TypeError for a value that is
     no key.
     """
+
+    def guard_state(self) -> GuardState:
+        """The state of the guard."""
+        ...
 
     def size_in_bytes(self) -> tuple[int, int]:
         """Bytes of memory: first those in proportion to the number of blocks in the tier, then

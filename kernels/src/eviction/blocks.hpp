@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "numbers.hpp"
+
 namespace flexkv::eviction {
 
 // The bytes of a key, and the object that owns them. Equal keys have equal hashes in every process.
@@ -29,13 +31,6 @@ struct Key {
   static constexpr std::uint64_t kMix = 0x9e3779b97f4a7c15;
 };
 
-inline constexpr std::uint32_t kNone = ~std::uint32_t{0};
-
-// `value` of 2^32, scaled to 0 .. size - 1.
-inline std::size_t scaled(std::uint32_t value, std::size_t size) noexcept {
-  return static_cast<std::size_t>((static_cast<std::uint64_t>(value) * size) >> 32);
-}
-
 inline constexpr std::uint32_t kMostForks = 31;
 
 // One block. While it is a leaf, `previous` and `next` are others of its segment, in a ring.
@@ -50,8 +45,7 @@ struct Block {
 };
 static_assert(sizeof(Block) == 24);
 
-// Open addressing with linear probing over the numbers of blocks. Keys are told apart by all their
-// bytes.
+// Keys are told apart by all their bytes.
 class BlockTable {
  public:
   using BytesOf = std::string_view (*)(void*);
@@ -66,6 +60,9 @@ class BlockTable {
   // The number of the block, or kNone.
   std::uint32_t find(const Key& key) const noexcept;
 
+  // Reads the memory that `find` will need.
+  void prefetch(const Key& key) const noexcept { numbers_.prefetch(key.high()); }
+
   // A new block with this key, which the table does not have. Needs room.
   std::uint32_t add(const Key& key, std::uint32_t segment, std::uint32_t forks) noexcept;
 
@@ -74,35 +71,20 @@ class BlockTable {
   // Calls `drop` with each key's object, and is empty then.
   template <typename Drop>
   void clear(Drop drop) {
-    for (std::uint32_t& slot : slots_) {
-      if (slot != 0) {
-        drop(blocks_[block_of(slot)].key);
-        slot = 0;
-      }
-    }
+    numbers_.clear([&](std::uint32_t block) { drop(blocks_[block].key); });
     free_all();
   }
 
   std::size_t bytes() const noexcept {
-    return blocks_.capacity() * sizeof(Block) + slots_.capacity() * sizeof(std::uint32_t);
+    return blocks_.capacity() * sizeof(Block) + numbers_.bytes();
   }
 
  private:
   void free_all() noexcept;
-  std::uint32_t tagged(std::uint32_t block) const noexcept {
-    return (blocks_[block].digest << number_bits_) | (block + 1);
-  }
-  std::uint32_t block_of(std::uint32_t slot) const noexcept { return (slot & number_mask_) - 1; }
-  std::size_t home(std::uint32_t digest) const noexcept { return scaled(digest, slots_.size()); }
-  std::size_t after(std::size_t slot) const noexcept {
-    return slot + 1 == slots_.size() ? 0 : slot + 1;
-  }
 
   BytesOf bytes_of_;
-  std::uint32_t number_bits_;
-  std::uint32_t number_mask_;
   std::vector<Block> blocks_;
-  std::vector<std::uint32_t> slots_;  // 0 where none is; else low bits of the digest, and number + 1
+  NumberTable numbers_;
   std::uint32_t free_ = kNone;
   std::uint32_t size_ = 0;
 };

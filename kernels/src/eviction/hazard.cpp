@@ -13,8 +13,8 @@ namespace flexkv::eviction {
 namespace {
 
 // For each block that the tier has room for: keys of absent blocks, segments, and segments with
-// blocks in the tier. With 30 bytes for finding the block itself this is 63.6 bytes a block, where
-// the goal is 64. Chosen on the first half of Mooncake's conversation trace, where memory without
+// blocks in the tier. With 30 bytes for finding the block itself this is 63.6 bytes a block; the guard
+// takes 30 more. Chosen on the first half of Mooncake's conversation trace, where memory without
 // bounds (400 bytes a block) finds no more: segments of eight blocks on average are followed until
 // six times as many blocks have come as the tier holds.
 constexpr double kGhostShare = 1.2;
@@ -44,11 +44,15 @@ Hazard::Hazard(std::uint32_t capacity, BlockTable::BytesOf bytes_of)
       blocks_(capacity, bytes_of),
       ghosts_(scaled_capacity(capacity, kGhostShare)),
       segments_(rates_, scaled_capacity(capacity, kSegmentShare),
-                std::min(capacity, scaled_capacity(capacity, kLiveShare))) {}
+                std::min(capacity, scaled_capacity(capacity, kLiveShare))),
+      recency_(capacity),
+      guard_(capacity) {}
 
 void Hazard::forget_all() {
   ghosts_.clear();
   segments_.clear();
+  recency_.clear();
+  guard_.clear();
   running_.clear();
   sessions_.clear();
   session_ring_.clear();
@@ -57,9 +61,10 @@ void Hazard::forget_all() {
 
 void Hazard::advance(double now) {
   if (start_ < 0) {
-    start_ = now;
+    start_ = now_ = now;
   }
-  const double ticks = std::max(0.0, (now - start_) * static_cast<double>(Segments::kTicksOfSecond));
+  now_ = std::max(now_, now);  // ages would wrap if the time fell
+  const double ticks = (now_ - start_) * static_cast<double>(Segments::kTicksOfSecond);
   segments_.advance(static_cast<std::uint32_t>(static_cast<std::uint64_t>(ticks)));
 }
 
@@ -94,7 +99,7 @@ void Hazard::leave(std::uint32_t id) {
   segments_.bury(id);
 }
 
-bool Hazard::inserted(const Key& key, const Key* after) {
+bool Hazard::inserted(const Key& key, const Key* after, bool fetched) {
   if (blocks_.full() || blocks_.find(key) != kNone) {
     return false;
   }
@@ -105,12 +110,10 @@ bool Hazard::inserted(const Key& key, const Key* after) {
     forks = id == kNone ? 0 : ghost->forks;
     GhostTable::drop(*ghost);
   }
-  if (id == kNone && after != nullptr) {
-    const std::uint32_t before = blocks_.find(*after);
-    if (before != kNone) {
-      id = blocks_[before].segment;  // of an answer, or of another group of layers
-      segments_[id].length = clipped(segments_[id].length + 1U);
-    }
+  const std::uint32_t before = after == nullptr ? kNone : blocks_.find(*after);
+  if (id == kNone && before != kNone) {
+    id = blocks_[before].segment;  // of an answer, or of another group of layers
+    segments_[id].length = clipped(segments_[id].length + 1U);
   }
   if (id == kNone || (segments_[id].live == kNone && !segments_.can_live())) {
     id = segments_.can_live() ? adopt() : segments_.newest();
@@ -119,7 +122,12 @@ bool Hazard::inserted(const Key& key, const Key* after) {
     segments_.enliven(id);
   }
   ++segments_.live_of(id).cached;
-  blocks_.add(key, id, forks);
+  const std::uint32_t block = blocks_.add(key, id, forks);
+  recency_.add(block, before, fetched);
+  end_immunity();
+  if (!fetched) {
+    guard_.stored(key, after);
+  }
   return true;
 }
 
@@ -138,6 +146,7 @@ bool Hazard::held(const Key& key) {
   if (block == kNone) {
     return false;
   }
+  recency_.set_may_leave(block, false);
   if (blocks_[block].leaf) {
     remove_leaf(block);
   }
@@ -149,13 +158,14 @@ bool Hazard::released(const Key& key) {
   if (block == kNone) {
     return false;
   }
-  if (!blocks_[block].leaf) {
+  recency_.set_may_leave(block, true);
+  if (!blocks_[block].leaf && !recency_.is_recent(block)) {
     add_leaf(block);
   }
   return true;
 }
 
-void* Hazard::evicted(const Key& key) {
+void* Hazard::evicted(const Key& key, bool lost) {
   const std::uint32_t block = blocks_.find(key);
   if (block == kNone) {
     return nullptr;
@@ -167,7 +177,11 @@ void* Hazard::evicted(const Key& key) {
   const std::uint32_t id = one.segment;
   const std::uint32_t forks = one.forks;
   void* const object = one.key;
+  recency_.remove(block);
   blocks_.remove(block);
+  if (lost) {
+    guard_.lost(key);
+  }
   const std::uint32_t cached = segments_.cached(id);
   const bool end = cached == segments_[id].length || cached == 1;
   if (end || forks > 0 || is_sampled(key)) {
@@ -179,18 +193,23 @@ void* Hazard::evicted(const Key& key) {
   return object;
 }
 
-void* Hazard::victim(const Key* newcomer) {
-  const std::uint32_t id = segments_.lowest();
-  if (id == kNone) {
-    return nullptr;
-  }
-  if (newcomer != nullptr) {
-    const std::uint32_t own = owner_of(ghosts_.find(*newcomer));
-    if (own != kNone && segments_.worth(own) < segments_.worth(id)) {
-      return nullptr;
+void* Hazard::victim() {
+  if (guard_.trusts_hazard()) {
+    if (const std::uint32_t id = segments_.lowest(); id != kNone) {
+      return blocks_[segments_.live_of(id).leaves].key;
     }
   }
-  return blocks_[segments_.live_of(id).leaves].key;
+  const std::uint32_t block = recency_.oldest();
+  return block == kNone ? nullptr : blocks_[block].key;
+}
+
+// Hazard's order may evict the blocks again that are not among the most recent ones any more.
+void Hazard::end_immunity() {
+  recency_.keep_recent(guard_.immune(), [&](std::uint32_t block) {
+    if (recency_.may_leave(block)) {
+      add_leaf(block);
+    }
+  });
 }
 
 void Hazard::add_leaf(std::uint32_t block) {
@@ -234,7 +253,7 @@ Ghost& Hazard::put_ghost(const Key& key, std::uint32_t id) {
 }
 
 std::size_t Hazard::bytes() const noexcept {
-  return blocks_.bytes() + ghosts_.bytes() + segments_.bytes();
+  return blocks_.bytes() + ghosts_.bytes() + segments_.bytes() + recency_.bytes() + guard_.bytes();
 }
 
 }  // namespace flexkv::eviction

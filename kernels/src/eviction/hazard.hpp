@@ -10,7 +10,8 @@
 // The blocks of a prompt are split into segments: pieces of a trunk, each up to a block where prompts
 // of others go on differently; the rest of what was known before; and what is new. A block belongs to
 // the last request that used it. If a later request uses only the beginning of a segment, the rest is
-// superseded. A block that is worth less than all others is not admitted.
+// superseded. No block is refused: the blocks of a request compete once they are stored. A guard keeps
+// the policy from finding less than LRU would; see `guard.hpp`.
 //
 // Amortised O(1) a block. Deterministic: the time is passed in. Not thread-safe.
 #pragma once
@@ -26,7 +27,9 @@
 
 #include "blocks.hpp"
 #include "ghosts.hpp"
+#include "guard.hpp"
 #include "rates.hpp"
+#include "recency.hpp"
 #include "segments.hpp"
 
 namespace flexkv::eviction {
@@ -45,22 +48,27 @@ class Hazard {
   // For a tier of `capacity` blocks. Throws std::bad_alloc.
   Hazard(std::uint32_t capacity, BlockTable::BytesOf bytes_of);
 
-  // See flexkv.eviction.EvictionPolicy. Each throws std::bad_alloc; `now` is in seconds.
+  // See flexkv.eviction.EvictionPolicy. Each throws std::bad_alloc; `now` is in seconds. A time before
+  // an earlier one counts as that.
   void began(std::span<const Key> keys, const Request& request, double now);
   void ended(std::string_view id, std::uint32_t output_tokens, double now);
 
-  // False if the block is there, or the tier has no room for it.
-  bool inserted(const Key& key, const Key* after);
+  // False if the block is there, or the tier has no room for it. A block that was `fetched` came from a
+  // lower tier: the next request that finds it does not count as a hit.
+  bool inserted(const Key& key, const Key* after, bool fetched);
 
   // False if the block is not there.
   bool held(const Key& key);
   bool released(const Key& key);
 
-  // The object that the block's key came with; null if the block is not there.
-  void* evicted(const Key& key);
+  // The object that the block's key came with; null if the block is not there. A block is `lost` if it
+  // leaves for another reason than its order.
+  void* evicted(const Key& key, bool lost);
 
   // The object of the next one to leave, or null.
-  void* victim(const Key* newcomer);
+  void* victim();
+
+  const Guard& guard() const noexcept { return guard_; }
 
   template <typename Drop>
   void clear(Drop drop) {
@@ -92,6 +100,8 @@ class Hazard {
   std::uint32_t owner_of(const Ghost* ghost) noexcept;
   std::uint32_t owner_of(const Key& key) noexcept;
   std::uint32_t forks_of(const Key& key) noexcept;
+  void find_all(std::span<const Key> keys) noexcept;
+  void count_hits(std::span<const Key> keys);
   std::uint32_t known_blocks(std::span<const Key> keys) noexcept;
   Shape shape_of(std::span<const Key> keys, std::uint32_t known, const Request& request);
   std::uint8_t next_turn(std::string_view session, std::uint8_t turn);
@@ -104,6 +114,7 @@ class Hazard {
   std::uint32_t adopt();
   void add_leaf(std::uint32_t block);
   void remove_leaf(std::uint32_t block);
+  void end_immunity();
   Ghost& put_ghost(const Key& key, std::uint32_t id);
   void leave(std::uint32_t id);
   void forget_all();
@@ -112,6 +123,9 @@ class Hazard {
   BlockTable blocks_;
   GhostTable ghosts_;
   Segments segments_;
+  Recency recency_;
+  Guard guard_;
+  std::vector<std::uint32_t> found_;  // of the keys of a request, the blocks in the tier
   std::unordered_map<std::string, std::vector<Name>> running_;
   std::unordered_map<std::uint64_t, std::uint8_t> sessions_;  // turns, by hash
   std::vector<std::uint64_t> session_ring_;
@@ -119,6 +133,7 @@ class Hazard {
   std::vector<Piece> pieces_;
   std::vector<Name> taken_;
   double start_ = -1;
+  double now_ = 0;
   std::uint32_t requests_ = 0;
   std::uint32_t learned_at_ = 0;
 };

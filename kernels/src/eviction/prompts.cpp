@@ -21,6 +21,9 @@ constexpr std::uint32_t kLearnMost = 1000;
 constexpr std::size_t kMostRunning = 1 << 16;
 constexpr std::size_t kMostSessions = 1 << 16;
 
+// Keys that are found at a time, so that the processor reads the memory of all of them at once.
+constexpr std::size_t kAtOnce = 32;
+
 }  // namespace
 
 struct Hazard::Shape {
@@ -29,9 +32,42 @@ struct Hazard::Shape {
   Factors factors;  // those that all its segments share
 };
 
+void Hazard::find_all(std::span<const Key> keys) noexcept {
+  found_.resize(keys.size());
+  for (std::size_t start = 0; start < keys.size(); start += kAtOnce) {
+    const std::size_t stop = std::min(start + kAtOnce, keys.size());
+    for (std::size_t i = start; i < stop; ++i) {
+      blocks_.prefetch(keys[i]);
+    }
+    for (std::size_t i = start; i < stop; ++i) {
+      found_[i] = blocks_.find(keys[i]);
+    }
+  }
+}
+
+// The guard counts what the request found, and its blocks become the ones used last.
+void Hazard::count_hits(std::span<const Key> keys) {
+  std::size_t hits = 0;
+  while (hits < keys.size() && found_[hits] != kNone && !recency_.fetched(found_[hits])) {
+    ++hits;
+  }
+  guard_.began(keys, hits, [&](std::size_t i) { return found_[i] != kNone; });
+  for (std::size_t i = keys.size(); i-- > 0;) {
+    const std::uint32_t block = found_[i];
+    if (block != kNone) {
+      if (blocks_[block].leaf) {
+        remove_leaf(block);
+      }
+      recency_.set_used(block);
+      recency_.use(block);
+      end_immunity();
+    }
+  }
+}
+
 std::uint32_t Hazard::known_blocks(std::span<const Key> keys) noexcept {
   std::size_t count = keys.size();
-  while (count > 0 && owner_of(keys[count - 1]) == kNone) {
+  while (count > 0 && found_[count - 1] == kNone && owner_of(ghosts_.find(keys[count - 1])) == kNone) {
     --count;
   }
   return static_cast<std::uint32_t>(count);
@@ -43,6 +79,7 @@ void Hazard::began(std::span<const Key> keys, const Request& request, double now
     return;  // the latter was preempted
   }
   advance(now);
+  find_all(keys);
   const Shape shape = shape_of(keys, known_blocks(keys), request);
   take_over(keys, shape);
   std::vector<Name> made;
@@ -51,6 +88,7 @@ void Hazard::began(std::span<const Key> keys, const Request& request, double now
     made.push_back({segment, segments_[segment].generation});
   }
   end_takes();
+  count_hits(keys);
   if (!id.empty()) {
     if (running_.size() == kMostRunning) {
       running_.clear();
@@ -200,7 +238,7 @@ std::uint32_t Hazard::own(const Piece& piece, std::span<const Key> keys, const S
   factors[6] = piece.part;
   segments_.place(id, rates_.class_of(factors));
   for (std::uint32_t i = piece.start; i < piece.stop; ++i) {
-    const std::uint32_t block = i < shape.known ? blocks_.find(keys[i]) : kNone;
+    const std::uint32_t block = found_[i];
     if (block != kNone) {
       move_block(block, id);
     } else {

@@ -22,6 +22,7 @@ using flexkv::eviction::Key;
 using flexkv::eviction::Request;
 
 PyTypeObject* hazard_type = nullptr;
+PyTypeObject* state_type = nullptr;
 
 struct Policy {
   PyObject_HEAD
@@ -156,12 +157,16 @@ PyObject* ended(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* inserted(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Key key;
   Key after;
-  if (!has_arguments(count, 2, 2) || !read_key(args[0], key) ||
+  if (!has_arguments(count, 2, 3) || !read_key(args[0], key) ||
       (args[1] != Py_None && !read_key(args[1], after))) {
     return nullptr;
   }
+  const int fetched = count == 3 ? PyObject_IsTrue(args[2]) : 0;
+  if (fetched < 0) {
+    return nullptr;
+  }
   try {
-    if (!of(self).inserted(key, args[1] == Py_None ? nullptr : &after)) {
+    if (!of(self).inserted(key, args[1] == Py_None ? nullptr : &after, fetched != 0)) {
       PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
       return nullptr;
     }
@@ -195,7 +200,7 @@ PyObject* evicted(PyObject* self, PyObject* key) {
   if (!read_key(key, read)) {
     return nullptr;
   }
-  auto* const object = static_cast<PyObject*>(of(self).evicted(read));
+  auto* const object = static_cast<PyObject*>(of(self).evicted(read, false));
   if (object == nullptr) {
     return unknown_block(key);
   }
@@ -203,16 +208,8 @@ PyObject* evicted(PyObject* self, PyObject* key) {
   return none();
 }
 
-PyObject* victim(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Key newcomer;
-  if (!has_arguments(count, 0, 1)) {
-    return nullptr;
-  }
-  const bool is_for_one = count == 1 && args[0] != Py_None;
-  if (is_for_one && !read_key(args[0], newcomer)) {
-    return nullptr;
-  }
-  auto* const object = static_cast<PyObject*>(of(self).victim(is_for_one ? &newcomer : nullptr));
+PyObject* victim(PyObject* self, PyObject*) {
+  auto* const object = static_cast<PyObject*>(of(self).victim());
   if (object == nullptr) {
     return none();
   }
@@ -225,6 +222,26 @@ void drop_key(void* object) { Py_DECREF(static_cast<PyObject*>(object)); }
 PyObject* clear(PyObject* self, PyObject*) {
   of(self).clear(drop_key);
   return none();
+}
+
+// See GuardState in Python.
+PyObject* guard_state(PyObject* self, PyObject*) {
+  const flexkv::eviction::Guard& guard = of(self).guard();
+  const flexkv::eviction::GuardCounts& counts = guard.counts();
+  Reference state(PyStructSequence_New(state_type));
+  if (!state) {
+    return nullptr;
+  }
+  PyObject* const values[] = {PyBool_FromLong(guard.trusts_hazard() ? 1 : 0),
+                              PyFloat_FromDouble(guard.credit()),
+                              PyLong_FromUnsignedLong(guard.immune()),
+                              PyLong_FromUnsignedLongLong(counts.hits),
+                              PyLong_FromUnsignedLongLong(counts.lru_hits),
+                              PyLong_FromUnsignedLongLong(counts.switches)};
+  for (std::size_t i = 0; i < std::size(values); ++i) {
+    PyStructSequence_SetItem(state.get(), static_cast<Py_ssize_t>(i), values[i]);
+  }
+  return PyErr_Occurred() == nullptr ? state.release() : nullptr;
 }
 
 PyObject* size_in_bytes(PyObject* self, PyObject*) {
@@ -281,8 +298,9 @@ PyMethodDef methods[] = {
     {"held", held, METH_O, nullptr},
     {"released", erased(released), METH_FASTCALL, nullptr},
     {"evicted", evicted, METH_O, nullptr},
-    {"victim", erased(victim), METH_FASTCALL, nullptr},
+    {"victim", victim, METH_NOARGS, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
+    {"guard_state", guard_state, METH_NOARGS, nullptr},
     {"size_in_bytes", size_in_bytes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -297,11 +315,23 @@ PyType_Slot slots[] = {
 PyType_Spec spec = {"flexkv_kernels.hazard.HazardPolicy", sizeof(Policy), 0, Py_TPFLAGS_DEFAULT,
                     slots};
 
+PyStructSequence_Field state_fields[] = {
+    {"trusts_hazard", nullptr}, {"credit", nullptr},   {"immune_blocks", nullptr},
+    {"hits", nullptr},          {"lru_hits", nullptr}, {"switches", nullptr},
+    {nullptr, nullptr},
+};
+
+PyStructSequence_Desc state_description = {"flexkv_kernels.hazard.GuardState", nullptr, state_fields,
+                                           static_cast<int>(std::size(state_fields)) - 1};
+
 }  // namespace
 
 // A new reference to the type; null, with an exception set, if it cannot be made.
 PyObject* fkv_hazard_policy_type(void) {
-  PyObject* const type = PyType_FromSpec(&spec);
+  if (state_type == nullptr) {
+    state_type = PyStructSequence_NewType(&state_description);
+  }
+  PyObject* const type = state_type == nullptr ? nullptr : PyType_FromSpec(&spec);
   hazard_type = reinterpret_cast<PyTypeObject*>(type);
   return type;
 }

@@ -22,6 +22,7 @@ struct Block {
   bool leaving;   // whether `lease_victim` leased it
   bool was_used;  // whether it was used since then
   Epoch epoch;    // of the index when it entered
+  bool fetched;   // whether a lower tier gives it
   int slot;
   Block* parent;  // owned; the block that it builds on, or null
   Py_hash_t hash;
@@ -40,7 +41,10 @@ struct Block {
   bool attached() const noexcept { return !leaving || children > 0 || pins > 0; }
 
   // Whether a reset has dropped the block, and the index has not yet noticed.
-  bool is_stale() const noexcept { return state != State::dropped && epoch != *now; }
+  bool is_stale() const noexcept { return state != State::dropped && is_of_reset(); }
+
+  // Whether it entered before the last reset.
+  bool is_of_reset() const noexcept { return epoch != *now; }
 
   State state_now() const noexcept { return is_stale() ? State::dropped : state; }
 

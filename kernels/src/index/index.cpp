@@ -81,7 +81,7 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool must) {
+Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool fetched) {
   const KeyView view = keys[i];
   const Py_hash_t hash = hash_of(view);
   if (Block* const known = table_.find_any(view, hash); known != nullptr) {
@@ -101,10 +101,11 @@ Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* 
   const Reference key = keys.object(i);
   const Reference made(object_of(make_block(type_, key.get(), hash, parent, table_.epoch())));
   auto* const block = reinterpret_cast<Block*>(made.get());
+  block->fetched = fetched;
   // Held from now on: the parent must not be evicted to make room for its child.
   attach(block);
   try {
-    block->slot = take_slot(must ? nullptr : key.get());
+    block->slot = take_slot();
   } catch (const PythonError&) {
     PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
     PyErr_Fetch(&kind, &error, &trace);  // the policy is called without an error set
@@ -199,14 +200,14 @@ void Index::unpin(Block* block) {
 
 bool Index::has_room() {
   sweep_for_room();
-  return !free_.empty() || policy_->victim(nullptr) != nullptr;
+  return !free_.empty() || policy_->victim() != nullptr;
 }
 
 Block* Index::lease_victim() {
   if (stale_ > 0) {
     return nullptr;  // their slots become free first
   }
-  Block* const block = policy_->victim(nullptr);
+  Block* const block = policy_->victim();
   if (block != nullptr) {
     hold(block);
     ++block->leases;
@@ -393,16 +394,15 @@ void Index::end_lease(Block* block) {
   }
 }
 
-// A slot for the block of this key, or of any if null: a free one, or that of a victim; -1 if there
-// is none.
-int Index::take_slot(PyObject* newcomer) {
+// A free slot, or that of a victim; -1 if there is none.
+int Index::take_slot() {
   sweep_for_room();
   if (!free_.empty()) {
     const int slot = free_.back();
     free_.pop_back();
     return slot;
   }
-  Block* const block = policy_->victim(newcomer);
+  Block* const block = policy_->victim();
   if (block == nullptr) {
     return -1;
   }

@@ -59,9 +59,8 @@ class Index {
 
   // A new reference to a block in state writing for key `i`, or null: see BlockIndex.reserve. It
   // builds on the block of key `before`, or on none if that is -1. `near` is a block in the index,
-  // which may be that of `before`, or null. If `must`, the policy does not compare the block with
-  // those that could make room for it.
-  Block* reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool must);
+  // which may be that of `before`, or null. It is `fetched` if a lower tier will give its bytes.
+  Block* reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool fetched);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
@@ -93,7 +92,7 @@ class Index {
   void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);
   void end_lease(Block* block);
-  int take_slot(PyObject* newcomer);
+  int take_slot();
   void attach(Block* block);
   void detach(Block* block);
   void remove(Block* block);

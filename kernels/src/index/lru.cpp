@@ -42,7 +42,7 @@ class Lru final : public Policy {
     }
   }
 
-  Block* victim(PyObject*) override {
+  Block* victim() override {
     while (has_beside_ || !entries_.empty()) {
       const bool is_beside =
           has_beside_ && (entries_.empty() || !is_later(beside_, entries_.front()));

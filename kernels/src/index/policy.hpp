@@ -24,8 +24,8 @@ class Policy {
   virtual void held(Block* block) = 0;
   virtual void released(Block* block) = 0;
   virtual void evicted(Block* block) = 0;
-  // The block to evict next, or null. `newcomer` is a key, or null.
-  virtual Block* victim(PyObject* newcomer) = 0;
+  // The block to evict next, or null.
+  virtual Block* victim() = 0;
   // Whether `began` looks at anything.
   virtual bool follows_requests() const noexcept = 0;
   // Forgets all blocks.

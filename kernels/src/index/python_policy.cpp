@@ -33,7 +33,8 @@ class PythonPolicy : public Policy {
   }
 
   void inserted(Block* block) override {
-    call(inserted_, block->key, block->parent == nullptr ? Py_None : block->parent->key);
+    call(inserted_, block->key, block->parent == nullptr ? Py_None : block->parent->key,
+         block->fetched ? Py_True : Py_False);
   }
 
   void hit(Block* block, PyObject* context) override {
@@ -48,8 +49,8 @@ class PythonPolicy : public Policy {
 
   void evicted(Block* block) override { call(evicted_, block->key); }
 
-  Block* victim(PyObject* newcomer) override {
-    const Reference key = newcomer == nullptr ? call(victim_) : call(victim_, newcomer);
+  Block* victim() override {
+    const Reference key = call(victim_);
     return key.get() == Py_None ? nullptr : evictable_of(key.get());
   }
 
@@ -105,7 +106,8 @@ class HazardPolicy final : public PythonPolicy {
 
   void inserted(Block* block) override {
     const eviction::Key after = block->parent == nullptr ? eviction::Key() : key_of(block->parent);
-    if (!hazard_.inserted(key_of(block), block->parent == nullptr ? nullptr : &after)) {
+    if (!hazard_.inserted(key_of(block), block->parent == nullptr ? nullptr : &after,
+                          block->fetched)) {
       PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
       throw PythonError{};
     }
@@ -129,17 +131,15 @@ class HazardPolicy final : public PythonPolicy {
   }
 
   void evicted(Block* block) override {
-    auto* const object = static_cast<PyObject*>(hazard_.evicted(key_of(block)));
+    auto* const object = static_cast<PyObject*>(hazard_.evicted(key_of(block), block->is_of_reset()));
     if (object == nullptr) {
       unknown(block->key);
     }
     Py_DECREF(object);
   }
 
-  Block* victim(PyObject* newcomer) override {
-    const eviction::Key key = newcomer == nullptr ? eviction::Key() : key_of(newcomer);
-    auto* const object =
-        static_cast<PyObject*>(hazard_.victim(newcomer == nullptr ? nullptr : &key));
+  Block* victim() override {
+    auto* const object = static_cast<PyObject*>(hazard_.victim());
     return object == nullptr ? nullptr : evictable_of(object);
   }
 

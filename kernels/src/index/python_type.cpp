@@ -131,7 +131,7 @@ PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     need_arguments(count, 2);
     const bool is_first = args[1] == Py_None;
     const Reference pair = own(PyTuple_Pack(2, args[0], args[1]));
-    Block* const block = of(self).reserve(Keys(pair.get()), 0, is_first ? -1 : 1, nullptr, true);
+    Block* const block = of(self).reserve(Keys(pair.get()), 0, is_first ? -1 : 1, nullptr, false);
     return block == nullptr ? none() : own(object_of(block));
   });
 }
@@ -139,7 +139,7 @@ PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 3, 1);
-    const bool must = count == 4 && args[3] == Py_True;
+    const bool is_fetch = count == 4 && args[3] == Py_True;
     const Keys keys(args[0]);
     const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
     std::vector<Py_ssize_t> begins = numbers_of(args[2]);
@@ -160,7 +160,7 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         throw PythonError{};
       }
       const Py_ssize_t before = is_first ? -1 : position - 1;
-      Block* const block = of(self).reserve(keys, position, before, last, must);
+      Block* const block = of(self).reserve(keys, position, before, last, is_fetch);
       if (block != nullptr) {
         const Reference kept = own(object_of(block));
         if (PyList_Append(made.get(), kept.get()) != 0) {

@@ -39,11 +39,11 @@ class CheckedPolicy:
         self.answers[request_id] = output_tokens
         self.policy.ended(request_id, output_tokens, now)
 
-    def inserted(self, key: bytes, after: bytes | None) -> None:
+    def inserted(self, key: bytes, after: bytes | None, fetched: bool = False) -> None:
         assert key not in self.hits
         self.hits[key] = []
         self.held_blocks.add(key)
-        self.policy.inserted(key, after)
+        self.policy.inserted(key, after, fetched)
 
     def hit(self, key: bytes, used: int, context: RequestContext) -> None:
         self.hits[key].append(context)
@@ -73,9 +73,9 @@ class CheckedPolicy:
         self.evictable.pop(key, None)
         self.policy.evicted(key)
 
-    def victim(self, newcomer: bytes | None = None) -> bytes | None:
-        key = self.policy.victim(newcomer)
-        assert newcomer is not None or (key is None) is (not self.evictable)
+    def victim(self) -> bytes | None:
+        key = self.policy.victim()
+        assert (key is None) is (not self.evictable)
         assert key is None or key in self.evictable
         return key
 

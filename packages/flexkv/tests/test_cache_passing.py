@@ -12,8 +12,6 @@ import pytest
 from tiered_engine import Engine, keys
 
 from flexkv.eviction import RequestContext
-from packages.inside import below_of, index_of
-from packages.tier_blocks import assert_no_slot_is_lost
 
 OLD = "abcdefgh"
 """Two prompts that fill host memory."""
@@ -73,35 +71,6 @@ def test_what_only_passes_through_makes_room_first(make: Callable[..., Engine]) 
         assert request(engine, prompt, returns=False) == 4
         assert there(engine, OLD) == kept
     assert all(engine.disk.contains(keys(*"pqrsijklmnop")))
-
-
-def test_blocks_that_no_disk_takes_displace_none(make: Callable[..., Engine]) -> None:
-    engine = make(admission="second_hit")
-    assert request(engine, "wxyz", returns=False) == 0
-    assert there(engine, OLD) == OLD
-    assert engine.cache.counters.refused_blocks == 4
-
-
-def test_an_error_of_a_tier_loses_no_slot(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some blocks of the prompt have got a slot, and a tier is asked about the others."""
-    engine = make()
-    engine.cache.clear()
-    assert request(engine, OLD[:4], None) == 4
-    (source,) = below_of(engine.cache)._sources
-    with monkeypatch.context() as patch:
-        patch.setattr(type(source), "look", raising)
-        engine.cache.record((), RequestContext(request_id="r", returns=False), keys(*"uvwxyz"))
-        with pytest.raises(RuntimeError, match="look"):
-            engine.cache.store(keys(*"uvwxyz"), range(6))
-    assert_no_slot_is_lost(index_of(engine.cache))
-    engine.settle()
-    assert request(engine, "pqrs", returns=False) == 4
-
-
-def raising(*_: object) -> None:
-    raise RuntimeError("look")
 
 
 def test_what_is_not_expected_back_is_fetched_all_the_same(make: Callable[..., Engine]) -> None:

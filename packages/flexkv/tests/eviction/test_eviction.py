@@ -98,13 +98,6 @@ class PolicyModel(RuleBasedStateMachine):
     def end(self, request_id: str, tokens: int) -> None:
         self.policy.ended(request_id, tokens, self.use() * 1.5)
 
-    @rule(newcomer=KEYS)
-    def evict_for(self, newcomer: bytes) -> None:
-        if newcomer not in self.policy.hits:
-            victim = self.policy.victim(newcomer)
-            if victim is not None:
-                self.policy.evicted(victim)
-
     @invariant()
     def a_victim_stays_until_it_is_evicted(self) -> None:
         victim = self.policy.victim()

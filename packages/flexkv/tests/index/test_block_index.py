@@ -234,10 +234,10 @@ def test_an_error_of_the_policy_holds_no_block() -> None:
     errors = [MemoryError()]
 
     class Failing(S3FIFOPolicy):
-        def victim(self, newcomer: bytes | None = None) -> bytes | None:
+        def victim(self) -> bytes | None:
             if errors:
                 raise errors.pop()
-            return super().victim(newcomer)
+            return super().victim()
 
     index = block_index(1, Failing())
     add(index, b"a")
@@ -448,12 +448,12 @@ class FailingPolicy(S3FIFOPolicy):
     named: bytes | None = None
     broken: bytes | None = None
 
-    def inserted(self, key: bytes, after: bytes | None) -> None:
+    def inserted(self, key: bytes, after: bytes | None, fetched: bool = False) -> None:
         if key == self.broken:
             raise RuntimeError("broken by the test")
-        super().inserted(key, after)
+        super().inserted(key, after, fetched)
 
-    def victim(self, newcomer: bytes | None = None) -> bytes | None:
+    def victim(self) -> bytes | None:
         if self.named is None:
             raise RuntimeError("broken by the test")
         return self.named

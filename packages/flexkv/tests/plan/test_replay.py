@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.eviction import POLICIES, S3FIFOPolicy
+from flexkv.eviction import POLICIES
 from flexkv.plan.replay import Setup, replay
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
@@ -51,25 +51,6 @@ def test_admissions_write_what_they_say() -> None:
     }
     assert written == {"write_through": 6, "second_hit": 2, "on_evict": 0}
     assert replay(trace, Setup(4, disk_blocks=100, admission="on_evict")).written_blocks > 0
-
-
-@pytest.mark.parametrize(
-    ("admission", "hits", "written"), [("write_through", 4, 12), ("second_hit", 0, 0)]
-)
-def test_blocks_that_memory_refuses_pass_through_to_a_disk_that_takes_them(
-    monkeypatch: pytest.MonkeyPatch, admission: str, hits: int, written: int
-) -> None:
-    class Refusing(S3FIFOPolicy):
-        def victim(self, newcomer: bytes | None = None) -> bytes | None:
-            return super().victim() if newcomer is None else None
-
-    monkeypatch.setitem(POLICIES, "hazard", lambda slots: Refusing())
-    setup = Setup(8, "hazard", disk_blocks=20, admission=admission)
-    outcome = replay(make_trace(["abcdefgh", "wxyz", "wxyz"]), setup)
-    assert outcome.written_blocks == written
-    assert outcome.hit_tokens == hits * SIZE
-    # What a disk gives is not refused.
-    assert replay(make_trace(["abcdefgh", "wxyz", "abcdefgh"]), setup).hit_tokens == 8 * SIZE
 
 
 def test_a_full_disk_evicts_what_was_used_longest_ago() -> None:

@@ -25,30 +25,6 @@ def test_what_is_there_or_on_its_way_is_not_written_again() -> None:
         assert node.counters.demoted_blocks == 3
 
 
-def test_what_passes_through_ends_with_the_last_block_that_the_tier_lacks() -> None:
-    with arena() as node:
-        for has, passing in (("", 4), ("d", 3), ("ab", 4), ("bcd", 1), ("abcd", 0)):
-            node.tier.blocks = dict.fromkeys(keys(has), b"")
-            assert node.demoter.count_passing(keys("-abcd"), range(1, 5)) == passing
-
-
-def test_what_passes_through_waits_in_half_of_the_arena() -> None:
-    with arena(8) as node:
-        node.add("abc")
-        node.offer("abc")
-        assert node.demoter.count_passing(keys("wxyz"), range(4)) == 1
-        node.finish()
-        assert node.demoter.count_passing(keys("wxyz"), range(4)) == 4
-
-
-def test_nothing_passes_through_to_a_tier_that_drops_blocks() -> None:
-    with arena() as node:
-        node.add("a")
-        node.offer("a")
-        node.finish(Outcome.DROPPED)
-        assert node.demoter.count_passing(keys("wx"), range(2)) == 0
-
-
 def test_a_block_is_not_written_without_the_one_before_it() -> None:
     with arena() as node:
         node.add("ab")

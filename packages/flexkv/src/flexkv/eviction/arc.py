@@ -47,7 +47,7 @@ class ARCPolicy(EvictionPolicy):
         self._capacity = 0  # the most blocks of the tier so far
         self._goal = 0.0  # the wanted number of blocks in `_once`
 
-    def inserted(self, key: bytes, after: bytes | None) -> None:
+    def inserted(self, key: bytes, after: bytes | None, fetched: bool = False) -> None:
         once, again = self._once, self._again
         found = once
         if key in once.ghosts:
@@ -98,7 +98,7 @@ class ARCPolicy(EvictionPolicy):
         elif len(self._list) + len(once.ghosts) + len(again.ghosts) > 2 * self._capacity:
             (again if again.ghosts else once).ghosts.popitem(last=False)
 
-    def victim(self, newcomer: bytes | None = None) -> bytes | None:
+    def victim(self) -> bytes | None:
         once, again = self._once, self._again
         while once.order or again.order:
             from_once = once.order and (once.blocks > self._goal or not again.order)

@@ -56,7 +56,7 @@ class EvictionPolicy(Protocol):
             keys: keys of its prompt's blocks, in the tier or not, first block first.
             ready: how many of these blocks, from the first on, are in the tier.
             context: what is known of the request.
-            now: the time in seconds since any start; it never decreases from call to call.
+            now: the time in seconds since any start. A time before an earlier one counts as that.
         """
         return
 
@@ -65,9 +65,14 @@ class EvictionPolicy(Protocol):
         tokens; `now` as in `began`."""
         return
 
-    def inserted(self, key: bytes, after: bytes | None) -> None:
-        """The block of `key` is complete, and held. It builds on the block of `after`; None if it
-        is the first of its prefix. The policy does not have it."""
+    def inserted(self, key: bytes, after: bytes | None, fetched: bool = False) -> None:
+        """The block of `key` is complete, and held. The policy does not have it.
+
+        Args:
+            key: the block's key.
+            after: key of the block that it builds on; None if it is the first of its prefix.
+            fetched: whether a lower tier gave the block for a request that has not begun.
+        """
         ...
 
     def hit(self, key: bytes, used: int, context: RequestContext) -> None:
@@ -92,16 +97,9 @@ class EvictionPolicy(Protocol):
         """The block, held or not, has left the tier: as a victim, or because it was unreadable."""
         ...
 
-    def victim(self, newcomer: bytes | None = None) -> bytes | None:
-        """Choose the block to evict next. It stays in the tier until `evicted`.
-
-        Args:
-            newcomer: key of the block that needs the slot; None if there is none yet.
-
-        Returns:
-            Key of the chosen block; None if all blocks are held, or the newcomer is worth less than
-            all others.
-        """
+    def victim(self) -> bytes | None:
+        """Choose the block to evict next. It stays in the tier until `evicted`. None if all blocks
+        are held."""
         ...
 
     def clear(self) -> None:

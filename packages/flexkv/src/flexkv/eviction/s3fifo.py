@@ -75,7 +75,7 @@ class S3FIFOPolicy(EvictionPolicy):
         self._small = _Queue()
         self._main = _Queue()
 
-    def inserted(self, key: bytes, after: bytes | None) -> None:
+    def inserted(self, key: bytes, after: bytes | None, fetched: bool = False) -> None:
         queue = self._small
         if key in self._ghosts:
             del self._ghosts[key]
@@ -107,7 +107,7 @@ class S3FIFOPolicy(EvictionPolicy):
             if len(self._ghosts) > self._capacity - self._capacity // _SMALL_SHARE:
                 self._ghosts.popitem(last=False)
 
-    def victim(self, newcomer: bytes | None = None) -> bytes | None:
+    def victim(self) -> bytes | None:
         while (queue := self._next_queue()) is not None:
             key, block = next(iter(queue.order.items()))
             if queue is self._small and block.hits >= _PROMOTING_HITS:

@@ -143,8 +143,7 @@ class BlockIndex(Protocol):
         ...
 
     def reserve(self, key: bytes, after: bytes | None, /) -> Block | None:
-        """Give `key` a slot to write, and evict a block if no slot is free, whatever the new block
-        is worth.
+        """Give `key` a slot to write, and evict a block if no slot is free.
 
         Args:
             key: key of the new block.
@@ -161,7 +160,7 @@ class BlockIndex(Protocol):
         keys: Sequence[bytes],
         positions: Iterable[int],
         begins: Iterable[int],
-        must: bool = False,
+        fetched: bool = False,
         /,
     ) -> list[Block]:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row.
@@ -170,8 +169,7 @@ class BlockIndex(Protocol):
             keys: keys of blocks, each of which builds on the one before.
             positions: positions in `keys` of the blocks that need a slot.
             begins: positions of the first blocks of prefixes.
-            must: whether blocks are evicted whatever the new ones are worth; else the policy may
-                refuse new blocks.
+            fetched: whether a lower tier will give the bytes, for a request that has not begun.
 
         Returns:
             The blocks that got a slot.

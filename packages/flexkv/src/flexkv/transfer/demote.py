@@ -26,10 +26,6 @@ _CHAIN_SHARE = 2
 """The predecessors of blocks that leave are written, too, up to half of the arena. The other half
 holds the blocks that are stored and fetched meanwhile. Not tuned."""
 
-_PASSING_SHARE = 2
-"""Blocks that only pass through the arena on their way to a tier are admitted until half of the
-arena waits for the tier, as long as its queue may become. Not tuned."""
-
 _BLOCKS = 16
 """The least number of waiting blocks that one poll begins to write. To begin one takes about
 0.01 ms with a disk."""
@@ -125,16 +121,6 @@ class Demoter:
             not has and index.lookup((key,))
             for key, has in zip(keys, self.source.look(keys), strict=True)
         )
-
-    def count_passing(self, keys: Sequence[bytes], positions: Sequence[int]) -> int:
-        """How many of the blocks at `positions`, from the first on, should pass through the arena
-        to the tier: up to the last that the tier lacks, as far as writes under way leave room."""
-        if self.paused:
-            return 0
-        room = self._index.num_slots // _PASSING_SHARE - len(self._held)
-        passing = positions[: max(0, room)]
-        has = self.source.look([keys[i] for i in passing])
-        return max((i + 1 for i, each in enumerate(has) if not each), default=0)
 
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prefix that are ready in the arena. `write_waiting` then writes the

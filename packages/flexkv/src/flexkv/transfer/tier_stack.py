@@ -142,10 +142,6 @@ class TierStack:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
         blocks give theirs up that wait to be written to a shared store.
 
-        If the arena's policy refuses a block that a tier would write once it is stored, the block
-        passes through the arena: it gets a slot all the same. Its worth is the least, so that it is
-        evicted first once it is written.
-
         Args:
             keys: keys of blocks; see `BlockIndex.reserve_all`.
             positions: positions in `keys` of the blocks to store, ascending.
@@ -166,9 +162,6 @@ class TierStack:
             while refused and self._reclaimer.make_for_store():
                 blocks += index.reserve_all(keys, refused, begins)
                 refused = [i for i in refused if keys[i] not in index]
-            passing = max((each.count_passing(keys, refused) for each in self._on_store), default=0)
-            if passing:
-                blocks += index.reserve_all(keys, refused[:passing], begins, True)
             undo.pop_all()
         if len(blocks) == made:
             return blocks
