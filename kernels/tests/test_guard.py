@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def test_it_falls_back_to_the_order_of_use_and_returns() -> None:
             assert node.state.credit < 0.05 * 100
     assert orders[0]
     assert {True, False} == set(orders)
-    switches = sum(before and not after for before, after in zip(orders, orders[1:], strict=False))
+    switches = sum(before and not after for before, after in itertools.pairwise(orders))
     assert node.state.switches == switches
 
 
