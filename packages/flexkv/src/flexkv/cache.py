@@ -85,7 +85,6 @@ class KVCache:
 
     Attributes:
         policy_name: as given.
-        meter: counts of this engine that are no attributes of `counters`, and those of its adapter.
     """
 
     def __init__(
@@ -104,10 +103,10 @@ class KVCache:
         self._pin_seconds = pin_seconds
         self._counters = Counters()
         self.policy_name = policy_name
-        self.meter = Meter()
+        self._meter = Meter()
         self._off = self._stopped = self._recovering = False
-        self._device = DeviceLink(arena.board, self.meter)
-        self._below = TierStack(self._index, arena.slot_view, tiers, self.meter)
+        self._device = DeviceLink(arena.board, self._meter)
+        self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
@@ -171,7 +170,7 @@ class KVCache:
             self.transfers_under_way,
             self.policy_name,
         )
-        return self.meter.read(host, self.tier_figures)
+        return self._meter.read(host, self.tier_figures)
 
     @property
     def has_lower_tiers(self) -> bool:

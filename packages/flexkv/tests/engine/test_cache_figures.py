@@ -158,3 +158,14 @@ def test_every_sample_is_of_a_defined_metric(engine: Engine) -> None:
     samples = figures.take()
     assert set(samples) <= known
     assert values(samples, "load_seconds")[0] == 1
+
+
+def test_counts_of_one_reader_are_no_figures_of_the_cache(engine: Engine) -> None:
+    """Another engine of the cache reports the cache's figures and its own requests."""
+    one, other = figures_of(engine, [None]), figures_of(engine, [None])
+    engine.store("a", "b")
+    one.asked(64, 32, {})
+    for figures, tokens in ((one, 32), (other, 0)):
+        samples = figures.take()
+        assert samples.get(sample("hit_tokens", "host"), 0) == tokens
+        assert samples[sample("stored_blocks", "host")] == 2

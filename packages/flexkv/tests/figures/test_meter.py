@@ -64,7 +64,7 @@ def test_drained_samples_travel_as_json_and_add_up_to_the_totals() -> None:
 
 def test_gauges_come_with_a_change_and_all_at_once(engine: Engine) -> None:
     reader = Reader()
-    own, shared = engine.cache.figures()
+    own, shared, _ = engine.cache.figures()
     samples = reader.drain(own | shared)
     assert samples["pinned_blocks"] == 0
     assert set(samples) <= GAUGES
@@ -78,7 +78,7 @@ def test_counts_of_the_engine_and_of_shared_tiers_are_apart(engine: Engine) -> N
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
     assert engine.fetched("a", "b") == 2
-    own, shared = engine.cache.figures()
+    own, shared, _ = engine.cache.figures()
     assert not own.keys() & shared.keys()
     assert own[sample("stored_blocks", "host")] == engine.cache.counters.stored_blocks
     assert own[bucket("store_seconds", 0)[0]] >= 1

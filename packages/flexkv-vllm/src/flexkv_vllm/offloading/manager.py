@@ -4,7 +4,6 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from flexkv import CacheConfig, KVCache
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
-from flexkv.engine.side_figures import CacheFigures
+from flexkv.engine.side_figures import CacheFigures, log_totals
 from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 ChooseReset = Callable[[Callable[[], bool], Callable[[str], bool]], bool]
 """See `WeightWatch.reset`."""
 
-logger = logging.getLogger("flexkv.vllm")
 
 _POLLING = "polling the cache"
 
@@ -255,9 +253,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._closed = True
         with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
             unused = self._cache.close()
-            counts = self._cache.counters.as_dict() | dict(self._boundary.failures)
-            text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-            logger.info("FlexKV ends: %s", text or "never used")
+            log_totals(self._cache, self._boundary)
             if unused:
                 self._unmap()
 

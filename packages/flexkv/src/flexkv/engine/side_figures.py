@@ -142,6 +142,13 @@ _BUSY_SECONDS = 0.1
 nobody reads the figures more often."""
 
 
+def log_totals(cache: KVCache, boundary: ErrorBoundary) -> None:
+    """Log what a cache has done, and the errors of the process, as FlexKV's last line."""
+    counts = {**cache.figures().counts, **boundary.failures}
+    text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    logger.info("FlexKV ends: %s", text or "never used")
+
+
 class CacheFigures:
     """The scheduler side's: requests, and all that the cache itself counts.
 
@@ -166,8 +173,8 @@ class CacheFigures:
         self._boundary = boundary
         self._ignored_parameters = ignored_parameters
         self._prefill = prefill
-        self._meter, self._reader = cache.meter, Reader()
-        self._hit_blocks = cache.meter.histogram(HIT_BLOCKS)
+        self._meter, self._reader = Meter(), Reader()
+        self._hit_blocks = self._meter.histogram(HIT_BLOCKS)
         self._names = [
             (
                 medium,
@@ -234,8 +241,8 @@ class CacheFigures:
         self._price()
         self._meter.put(IGNORED_PARAMETERS, self._ignored_parameters())
         _put_errors(self._meter, self._boundary)
-        own, shared = self._cache.figures()
-        samples = self._reader.drain(own | shared)
+        figures = self._cache.figures()
+        samples = self._reader.drain(self._meter.values | figures.own | figures.shared)
         # A rank may report a copy one step after its end was seen here.
         self.active = bool(samples)
         return samples

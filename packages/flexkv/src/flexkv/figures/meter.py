@@ -34,10 +34,12 @@ class Figures(NamedTuple):
     Attributes:
         own: values of one engine.
         shared: values of host memory and lower tiers. All engines that use these have the same.
+        counts: all `Counters` by name, for a log line.
     """
 
     own: Samples
     shared: Samples
+    counts: Mapping[str, int]
 
 
 class Histogram:
@@ -88,16 +90,16 @@ class Meter:
         shared = {name: read(host) for name, read in _SHARED.items()}
         for tier in tiers:
             shared |= {name: read(tier) for name, read in _OF_TIER[tier.medium].items()}
-        return Figures(own, shared)
+        return Figures(own, shared, host.counters.as_dict())
 
 
 class Reader:
     """One reader of values that others may read, too. Each gets every count once."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_reported",)
 
     def __init__(self) -> None:
-        self._told: Mapping[str, float] = {}
+        self._reported: Mapping[str, float] = {}
 
     def drain(self, values: Mapping[str, float]) -> Samples:
         """The growth of the totals since the last call, and all gauges; empty if nothing is new.
@@ -105,14 +107,14 @@ class Reader:
         Args:
             values: all totals and gauges now.
         """
-        told, self._told = self._told, dict(values)
+        reported, self._reported = self._reported, dict(values)
         samples: Samples = {}
         gauges: Samples = {}
         changed = False
         for name, value in values.items():
             if name in GAUGES:
                 gauges[name] = value
-                changed = changed or value != told.get(name)
-            elif value > (before := told.get(name, 0)):
+                changed = changed or value != reported.get(name)
+            elif value > (before := reported.get(name, 0)):
                 samples[name] = value - before
         return samples | gauges if samples or changed else {}

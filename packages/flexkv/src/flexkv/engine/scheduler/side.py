@@ -7,7 +7,6 @@ Nothing here waits for anything.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -24,9 +23,7 @@ from flexkv.engine.scheduler.promises import Promises
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep, Tables
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
-from flexkv.engine.side_figures import CacheFigures
-
-logger = logging.getLogger(__name__)
+from flexkv.engine.side_figures import CacheFigures, log_totals
 
 _POLLING = "polling the cache"
 
@@ -293,9 +290,7 @@ class RequestSide(Generic[Orders]):
             # Nothing keeps the engine's steps from the blocks that stores under way read.
             self._cache.stop()
         self._engine.close(flush_seconds)
-        counts = self._cache.counters.as_dict() | dict(self._boundary.failures)
-        text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-        logger.info("FlexKV ends: %s", text or "never used")
+        log_totals(self._cache, self._boundary)
 
     # Behind the guards, and after an error in them.
 
