@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv.plan.curve import LRUCurve
-from flexkv.plan.prefill import PrefillCost
 from flexkv.plan.replay import Setup, replay
+from flexkv.plan.saving import LoadCost, PrefillCost, Savings
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 SIZE = 4
-COST = PrefillCost(0.5, 0.25, "test")
+SAVINGS = Savings(PrefillCost(0.5, 0.25, "test"), LoadCost(3.0, 5.0), SIZE, 50)
+"""The first block takes 4 s to compute, the second 8 s: the first one is not worth a disk."""
 
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 2), max_size=8), st.integers(0, 3)), min_size=1, max_size=40
@@ -39,8 +40,8 @@ def test_one_pass_hits_what_an_index_of_each_size_hits(
     prompts: list[tuple[list[int], int]], blocks: int
 ) -> None:
     trace = make_trace(prompts)
-    point = LRUCurve(trace, COST).at(blocks)
-    outcome = replay(trace, Setup(blocks), COST)
+    point = LRUCurve(trace, SAVINGS).at(blocks)
+    outcome = replay(trace, Setup(blocks), SAVINGS)
     assert point.hit_tokens == outcome.hit_tokens
     assert point.hit_rate == outcome.hit_rate
     assert point.saved_seconds == pytest.approx(outcome.saved_seconds)
@@ -110,7 +111,15 @@ def test_the_knee_is_where_the_curve_bends() -> None:
     assert curve.smallest_with(1.0) == 20
 
 
+def test_hits_in_proportion_to_the_size_have_no_knee() -> None:
+    prefixes = Prefixes()
+    chain = prefixes.follow(range(200))
+    again = [TracedRequest(float(i), chain, (), 200 * SIZE + 1, 0) for i in range(20)]
+    curve = LRUCurve(Trace("test", "test", SIZE, again, len(prefixes)), None)
+    assert (curve.knee, curve.useful_blocks, curve.smallest_with(0.99)) == (0, 200, 198)
+
+
 def test_a_trace_without_a_second_use_has_no_knee() -> None:
     trace = make_trace([([0, 1], 0), ([1, 1], 0)])
-    curve = LRUCurve(trace, COST)
+    curve = LRUCurve(trace, SAVINGS)
     assert (curve.knee, curve.useful_blocks, curve.at(99).hit_tokens) == (0, 0, 0)

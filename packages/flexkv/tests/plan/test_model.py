@@ -121,6 +121,37 @@ def test_layers_without_attention_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        # Weights of a layer by those of its attention scores: 218,103,808 by 32 x 2 x 128.
+        (LLAMA_8B | {"intermediate_size": 14336}, 26624),
+        (LLAMA_8B, (41943040 + 8 * 4096**2) / 8192),
+        (
+            LLAMA_8B | {"moe_intermediate_size": 1024, "num_experts_per_tok": 8},
+            (41943040 + 24 * 4096 * 1024) / 8192,
+        ),
+        (DEEPSEEK_V3 | {"q_lora_rank": 1536, "intermediate_size": 18432}, None),
+        (LLAMA_8B | {"hidden_size": None, "head_dim": 128}, None),
+        (QWEN3_NEXT | {"intermediate_size": 5120}, None),
+    ],
+)
+def test_the_position_where_attention_costs_as_much_as_all_else(
+    tmp_path: Path, config: dict[str, object], tokens: float | None
+) -> None:
+    found = read_model(str(model_file(tmp_path, config))).attention_tokens
+    if tokens is not None:
+        assert found == tokens
+    elif config.get("hidden_size") is None:
+        assert found is None
+    elif "kv_lora_rank" in config:
+        attention = (7168 + 128 * 192) * 1536 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+        assert found == (attention + 3 * 7168 * 18432) / (128 * 320)
+    else:  # one layer of four has attention
+        weights = 4096 * 256 * (32 + 4) + 32 * 256 * 4096 + 3 * 4096 * 5120
+        assert found == 4 * weights / (32 * 512)
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ([], "holds no object"),

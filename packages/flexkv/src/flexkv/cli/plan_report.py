@@ -3,21 +3,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv.cli.common import printable, size
 from flexkv.eviction import AUTO, FOLLOWING
-from flexkv.plan.curve import LRUCurve, Point, a_day
+from flexkv.plan.curve import LRUCurve, Point
 from flexkv.plan.model import ModelCache
 from flexkv.plan.plot import Curves
-from flexkv.plan.prefill import PrefillCost
 from flexkv.plan.read import TraceFile
 from flexkv.plan.replay import Outcome
-from flexkv.plan.sizing import GIB, Sizing
+from flexkv.plan.saving import PrefillCost
+from flexkv.plan.sizing import DAY_SECONDS, GIB, LEAST_SECONDS, LRU, Row, Sizing
 
-_BAR = 24
+_BAR = 16
 """Characters of the longest bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_LEAST_WRITES_GIB = 0.001
+"""The least limit of writes to name."""
+
+
+def setting_gib(blocks: int, block_bytes: float) -> float:
+    """The least GiB to set so that `blocks` blocks fit: whole GiB, tenths or thousandths."""
+    gib = blocks * block_bytes / GIB
+    step = 1.0 if gib >= 10 else 0.1 if gib >= 1 else 0.001
+    return round(math.ceil(gib / step - 1e-6) * step, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,7 @@ class Report:
         sizing: the advice, from the curve and from replays.
         most_memory: the most memory to name, in GiB; None for no limit.
         most_disk: the most disk to name, in GiB; None for no limit.
+        drive_writes: how many times a day the disk may be written as a whole.
     """
 
     read: TraceFile
@@ -43,14 +55,30 @@ class Report:
     sizing: Sizing
     most_memory: float | None
     most_disk: float | None
+    drive_writes: float
 
     def gib(self, blocks: int) -> float:
         """GiB of `blocks` blocks over all ranks."""
         return blocks * self.block_bytes / GIB
 
-    def written_a_day(self, blocks: int, seconds: float) -> float | None:
-        """GiB a day if `blocks` blocks are written in `seconds`; None if the trace took no time."""
-        return a_day(self.gib(blocks), seconds)
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first request to the last."""
+        return self.read.trace.seconds
+
+    @property
+    def scales(self) -> bool:
+        """Whether the trace is long enough to scale its writes to a day."""
+        return self.seconds >= LEAST_SECONDS
+
+    def written_a_day(self, blocks: int) -> float | None:
+        """GiB a day if `blocks` blocks are written during the trace; None if it is too short."""
+        return self.gib(blocks) * DAY_SECONDS / self.seconds if self.scales else None
+
+    def drive_writes_a_day(self, blocks: int, disk_blocks: int) -> float | None:
+        """How many times a day a disk is written, if `blocks` blocks are written during the trace;
+        None if the trace is too short."""
+        return blocks / disk_blocks * DAY_SECONDS / self.seconds if self.scales else None
 
     @property
     def prefill_seconds(self) -> float | None:
@@ -61,46 +89,47 @@ class Report:
         return sum(cost.of_range(0, each.prompt_tokens) for each in self.read.trace.requests)
 
     @property
-    def replayed_seconds(self) -> float:
-        """Seconds from the first request to the last of those that policies and admissions were
-        replayed on."""
-        requests = self.read.trace.requests[: self.sizing.replayed]
-        return requests[-1].seconds - requests[0].seconds
-
-    @property
     def settings(self) -> dict[str, float | str]:
         """The settings to use, by the names of `CacheConfig`; empty if no prefix comes back. Sizes
         are in GiB."""
         sizing = self.sizing
         if not sizing.memory_blocks:
             return {}
-        memory = _up(self.gib(sizing.memory_blocks), self.most_memory)
-        found: dict[str, float | str] = {"cpu_cache_gb": memory}
-        if sizing.policy is not None:
-            found["eviction_policy"] = AUTO if sizing.policy == FOLLOWING else sizing.policy
-        if sizing.disk_blocks:
-            found["ssd_cache_gb"] = _up(self.gib(sizing.disk_blocks), self.most_disk)
-        if sizing.admission is not None:
-            found["ssd_admission"] = sizing.admission
+        memory = self._setting(sizing.memory_blocks, self.most_memory)
+        policy = AUTO if sizing.policy == FOLLOWING else sizing.policy
+        found: dict[str, float | str] = {"cpu_cache_gb": memory, "eviction_policy": policy}
+        best = sizing.best_admission
+        if sizing.disk_blocks and best is not None:
+            disk = self._setting(sizing.disk_blocks, self.most_disk)
+            found["ssd_cache_gb"] = disk
+            found["ssd_admission"] = best.setup.admission
+            found["ssd_write_gb_per_day"] = max(
+                _LEAST_WRITES_GIB, round(self.drive_writes * disk, 3)
+            )
         return found
+
+    def _setting(self, blocks: int, most: float | None) -> float:
+        gib = setting_gib(blocks, self.block_bytes)
+        return gib if most is None else min(gib, most)
 
     @property
     def curves(self) -> Curves:
         """The curves to draw; see `flexkv.plan.plot`."""
-        points = [point for point in self.sizing.points if point.blocks]
-        seconds = self.read.trace.seconds
-        written = [self.written_a_day(point.written_blocks, seconds) for point in points]
+        points = [row.point for row in self.sizing.rows if row.point.blocks]
+        written = [self.written_a_day(point.written_blocks) for point in points]
         saved = [point.saved_seconds for point in points]
+        knee = self.sizing.knee
         return Curves(
             self.read.trace.name,
             [self.gib(point.blocks) for point in points],
             [100 * point.hit_rate for point in points],
             [each for each in saved if each is not None] if self.cost is not None else None,
-            [each for each in written if each is not None] if seconds > 0 else None,
-            self.gib(self.sizing.knee.blocks),
+            [each for each in written if each is not None] if self.scales else None,
+            None if knee is None else self.gib(knee.blocks),
             [
                 (each.setup.policy, self.gib(each.setup.memory_blocks), 100 * each.hit_rate)
-                for each in self.sizing.policies
+                for row in self.sizing.rows
+                for each in row.outcomes
             ],
         )
 
@@ -123,6 +152,7 @@ def print_report(report: Report) -> None:
 def as_json(report: Report) -> dict[str, object]:
     """All figures as values of JSON: sizes in bytes, times in seconds, hit rates from 0 to 1."""
     trace, sizing, measured = report.read.trace, report.sizing, report.read.measured
+    advised = sizing.advised
     return {
         "trace": {
             "name": trace.name,
@@ -145,30 +175,31 @@ def as_json(report: Report) -> dict[str, object]:
             "engine_hit_rate": _share(measured.engine_tokens, measured.prompt_tokens),
             "hit_rate": _share(measured.hit_tokens, measured.prompt_tokens),
         },
-        "sizes": [_point_json(report, point) for point in sizing.points],
-        "knee": _point_json(report, sizing.knee),
+        "sizes": [
+            _point_json(report, row.point)
+            | {"policies": [_outcome_json(report, each) for each in row.outcomes]}
+            for row in sizing.rows
+        ],
+        "knee": None if sizing.knee is None else _point_json(report, sizing.knee),
         "most": _point_json(report, sizing.most),
-        "replayed_requests": sizing.replayed,
         "policies": [_outcome_json(report, each) for each in sizing.policies],
         "admissions": [_outcome_json(report, each) for each in sizing.admissions],
         "settings": report.settings,
+        "advised": None if advised is None else _outcome_json(report, advised),
     }
 
 
 def _point_json(report: Report, point: Point) -> dict[str, object]:
-    written = report.written_a_day(point.written_blocks, report.read.trace.seconds)
     return {
         "bytes": round(point.blocks * report.block_bytes),
         "blocks": point.blocks,
         "hit_rate": point.hit_rate,
         "saved_seconds": point.saved_seconds,
-        "written_bytes_day": None if written is None else round(written * GIB),
-    }
+    } | _written_json(report, point.written_blocks)
 
 
 def _outcome_json(report: Report, outcome: Outcome) -> dict[str, object]:
     setup = outcome.setup
-    written = report.written_a_day(outcome.written_blocks, report.replayed_seconds)
     return {
         "policy": setup.policy,
         "memory_bytes": round(setup.memory_blocks * report.block_bytes),
@@ -177,7 +208,16 @@ def _outcome_json(report: Report, outcome: Outcome) -> dict[str, object]:
         "hit_rate": outcome.hit_rate,
         "disk_hit_tokens": outcome.disk_tokens,
         "saved_seconds": outcome.saved_seconds,
-        "written_bytes_day": None if written is None else round(written * GIB),
+        "replayed_share": outcome.share,
+        "refused_bytes": round(outcome.refused_blocks * report.block_bytes),
+    } | _written_json(report, outcome.written_blocks)
+
+
+def _written_json(report: Report, blocks: int) -> dict[str, object]:
+    a_day = report.written_a_day(blocks)
+    return {
+        "written_bytes": round(blocks * report.block_bytes),
+        "written_bytes_day": None if a_day is None else round(a_day * GIB),
     }
 
 
@@ -209,46 +249,71 @@ def _print_trace(report: Report) -> None:
 
 def _print_sizes(report: Report) -> None:
     sizing = report.sizing
-    seconds = report.read.trace.seconds
-    print("\nLRU, from one pass: a cache of this size in memory, or on a disk that takes all")
-    print(f"{'GiB':>10} {'hit rate':>9}  {'':{_BAR}} {'saved':>9} {'disk writes':>15}")
-    for point in sizing.points:
-        bar = _bar(point.hit_rate / sizing.most.hit_rate)
-        mark = "  knee" if point.blocks == sizing.knee.blocks else ""
-        written = _written(report.written_a_day(point.written_blocks, seconds))
+    names = [LRU, *(each.setup.policy for each in sizing.rows[0].outcomes)]
+    heads = " ".join(f"{name:>9}" for name in names)
+    print("\nMemory of each size: hit rates, and what the best policy saves")
+    print("Disk writes: those of a disk of this size that takes all blocks")
+    print(f"{'GiB':>10} {heads}  {'':{_BAR}} {'saved':>9} {'disk writes':>15}")
+    most = max(_best(row).hit_rate for row in sizing.rows)
+    for row in sizing.rows:
+        point, best = row.point, _best(row)
+        mark = ""
+        if sizing.knee is not None and point.blocks == sizing.knee.blocks:
+            mark = "  knee"
+        rates = [_percent(point.hit_rate), *map(_rate, row.outcomes)]
+        written = _written(report, point.written_blocks)
         print(
-            f"{_gib(report.gib(point.blocks)):>10} {_percent(point.hit_rate):>9}  {bar:{_BAR}} "
-            f"{_saved(point.saved_seconds):>9} {written:>15}{mark}"
+            f"{_gib(report.gib(point.blocks)):>10} {' '.join(f'{each:>9}' for each in rates)}  "
+            f"{_bar(_share(best.hit_rate, most)):{_BAR}} {_saved(best.saved_seconds):>9} "
+            f"{written:>15}{mark}"
         )
+    if not report.scales:
+        print(f"  (writes of the whole trace: {_time(report.seconds)} are too short to scale)")
+    elif report.seconds < DAY_SECONDS:
+        print(f"  (writes are those of {_time(report.seconds)}, scaled to a day)")
+    _print_sampled([each for row in sizing.rows for each in row.outcomes])
+
+
+def _best(row: Row) -> Point | Outcome:
+    found: list[Point | Outcome] = [row.point, *row.outcomes]
+    return max(found, key=lambda each: each.hit_rate)
 
 
 def _print_policies(report: Report) -> None:
     sizing = report.sizing
     if not sizing.policies:
         return
-    print(f"\nPolicies, memory of {_gib(report.gib(sizing.memory_blocks))} GiB{_part(report)}")
+    print(f"\nPolicies, memory of {_gib(report.gib(sizing.memory_blocks))} GiB")
     print(f"{'':>15} {'hit rate':>9} {'saved':>9}")
     for each in sizing.policies:
-        mark = "  auto" if each.setup.policy == FOLLOWING else ""
-        print(
-            f"{each.setup.policy:>15} {_percent(each.hit_rate):>9} "
-            f"{_saved(each.saved_seconds):>9}{mark}"
-        )
+        mark = f"  {AUTO}" if each.setup.policy == FOLLOWING else ""
+        print(f"{each.setup.policy:>15} {_rate(each):>9} {_saved(each.saved_seconds):>9}{mark}")
+    _print_sampled(sizing.policies)
 
 
 def _print_admissions(report: Report) -> None:
     sizing = report.sizing
     if not sizing.admissions:
         return
-    memory, disk = (_gib(report.gib(n)) for n in (sizing.memory_blocks, sizing.disk_blocks))
-    print(f"\nAdmissions, memory of {memory} GiB and a disk of {disk} GiB{_part(report)}")
+    memory, disk = (_gib(report.gib(n)) for n in (sizing.memory_blocks, sizing.tried_disk))
+    print(f"\nAdmissions, memory of {memory} GiB and a disk of {disk} GiB")
+    if sizing.write_blocks is not None:
+        most = _gib(report.drive_writes * report.gib(sizing.tried_disk))
+        print(f"At most {report.drive_writes:g} drive writes a day: {most} GiB")
     print(f"{'':>15} {'hit rate':>9} {'saved':>9} {'disk writes':>15}")
     for each in sizing.admissions:
-        written = _written(report.written_a_day(each.written_blocks, report.replayed_seconds))
+        mark = "  limited" if each.refused_blocks else ""
         print(
-            f"{each.setup.admission:>15} {_percent(each.hit_rate):>9} "
-            f"{_saved(each.saved_seconds):>9} {written:>15}"
+            f"{each.setup.admission:>15} {_rate(each):>9} {_saved(each.saved_seconds):>9} "
+            f"{_written(report, each.written_blocks):>15}{mark}"
         )
+    _print_sampled(sizing.admissions)
+
+
+def _print_sampled(outcomes: Sequence[Outcome]) -> None:
+    shares = [each.share for each in outcomes if each.share < 1]
+    if shares:
+        print(f"  (~ estimated by conversations with {_percent(min(shares))} of the tokens)")
 
 
 def _print_settings(report: Report) -> None:
@@ -256,20 +321,51 @@ def _print_settings(report: Report) -> None:
     print("\nSettings to use")
     for name, value in report.settings.items():
         print(f"  {name}: {value}")
+    _print_advised(report)
     if sizing.policy == FOLLOWING:
-        print(f"  (auto is {FOLLOWING} under vLLM's connector and SGLang's linker, else lru)")
-    if sizing.memory_blocks < sizing.knee.blocks:
+        print(f"  ({AUTO} is {FOLLOWING} under vLLM's connector and SGLang's linker, else {LRU})")
+    if sizing.knee is None:
+        print("  (no knee: hits grow with the memory up to the size that hits nearly all)")
+    elif sizing.memory_blocks < sizing.knee.blocks:
         print(f"  (the knee is at {_gib(report.gib(sizing.knee.blocks))} GiB of memory)")
-    if not sizing.disk_blocks:
-        gain = sizing.most.hit_rate - report.curve.at(sizing.memory_blocks).hit_rate
-        print(f"  (a disk would add at most {100 * gain:.1f} points, and survive restarts)")
+    if sizing.disk_blocks:
+        return
+    if sizing.tried_disk:
+        _print_refused_disk(report)
+        return
+    best = max(
+        (each.hit_rate for each in sizing.policies),
+        default=report.curve.at(sizing.memory_blocks).hit_rate,
+    )
+    gain = max(0.0, sizing.most.hit_rate - best)
+    print(f"  (a disk would add at most {100 * gain:.1f} points, and survive restarts)")
 
 
-def _part(report: Report) -> str:
-    requests = len(report.read.trace.requests)
-    if report.sizing.replayed == requests:
-        return ""
-    return f", the first {report.sizing.replayed:,} of {requests:,} requests"
+def _print_advised(report: Report) -> None:
+    advised = report.sizing.advised
+    if advised is None:
+        point = report.curve.at(report.sizing.memory_blocks)
+        print(f"  These hit {_percent(point.hit_rate)} in the pass for {LRU}")
+        return
+    text = f"  Replayed with them, the trace has {_rate(advised)} hits"
+    if advised.saved_seconds is not None:
+        text += f", which save {_time(advised.saved_seconds)}"
+    if advised.setup.disk_blocks:
+        text += f"; {_written(report, advised.written_blocks)} are written"
+    print(text)
+
+
+def _print_refused_disk(report: Report) -> None:
+    sizing = report.sizing
+    disk = _gib(report.gib(sizing.tried_disk))
+    print(f"  (no disk: one of {disk} GiB added {100 * sizing.disk_gain:.1f} points in its replay)")
+    point = sizing.disk_most
+    writes = report.drive_writes_a_day(point.written_blocks, sizing.tried_disk)
+    if writes is not None and any(each.refused_blocks for each in sizing.admissions):
+        print(
+            f"  (without a limit of writes, {_percent(point.hit_rate)} and {writes:.1f} drive "
+            "writes a day; see --drive-writes-per-day)"
+        )
 
 
 def _line(name: str, text: str) -> None:
@@ -297,8 +393,13 @@ def _saved(seconds: float | None) -> str:
     return "" if seconds is None else _time(seconds)
 
 
-def _written(gib: float | None) -> str:
-    return "" if gib is None else f"{_gib(gib)} GiB/day"
+def _rate(outcome: Outcome) -> str:
+    return f"{'~' if outcome.share < 1 else ''}{_percent(outcome.hit_rate)}"
+
+
+def _written(report: Report, blocks: int) -> str:
+    a_day = report.written_a_day(blocks)
+    return f"{_gib(report.gib(blocks))} GiB" if a_day is None else f"{_gib(a_day)} GiB/day"
 
 
 def _time(seconds: float) -> str:
@@ -307,10 +408,3 @@ def _time(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def _up(gib: float, most: float | None) -> float:
-    """A little more, so that as many blocks fit: whole GiB, or two digits; at most `most`."""
-    step = 1.0 if gib >= 10 else 0.1 if gib >= 1 else 0.001
-    rounded = round((int(gib / step) + 1) * step, 3)
-    return rounded if most is None else min(rounded, most)

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexkv.plan.distances import UNSEEN, lru_distances
-from flexkv.plan.prefill import PrefillCost
+from flexkv.plan.saving import Savings
 from flexkv.plan.trace import Trace
 
-_DAY_SECONDS = 86400.0
+_KNEE = 0.1
+"""A knee is at least this share of all hits above the straight line. Curves of sizes that hit in
+proportion, such as that of one long prompt again and again, have noise there. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Point:
         blocks: the number of blocks that the cache holds.
         hit_tokens: prompt tokens that are loaded instead of computed.
         hit_rate: `hit_tokens` as a share of all prompt tokens.
-        saved_seconds: seconds of computing that hits save; None if the cost is unknown.
+        saved_seconds: seconds that hits from memory save; None if the cost is unknown.
         written_blocks: blocks written to the cache, if it is a disk that stores all blocks it
             lacks.
     """
@@ -41,16 +43,18 @@ class LRUCurve:
 
     Args:
         trace: the trace, replayed once.
-        cost: cost of computing; None if unknown.
+        savings: what hits save; None if unknown.
         engine_blocks: blocks that the engine's own prefix cache holds. Its hits do not count here.
 
     Attributes:
+        distances: every use of a block.
         useful_blocks: blocks of the smallest cache with all possible hits.
         engine_tokens: prompt tokens that the engine's own cache hits.
     """
 
-    def __init__(self, trace: Trace, cost: PrefillCost | None, engine_blocks: int = 0) -> None:
+    def __init__(self, trace: Trace, savings: Savings | None, engine_blocks: int = 0) -> None:
         found = lru_distances(trace)
+        self.distances = found
         self._block_tokens = trace.block_tokens
         self._prompt_tokens = trace.prompt_tokens
         seen = found.distance != UNSEEN
@@ -61,8 +65,8 @@ class LRUCurve:
         order = np.argsort(found.distance[useful], kind="stable")
         self._depths = found.distance[useful][order]
         self._saved: npt.NDArray[np.float64] | None = None
-        if cost is not None:
-            seconds = cost.of_blocks(found.position[useful][order], trace.block_tokens)
+        if savings is not None:
+            seconds = savings.of_memory[found.position[useful][order]]
             self._saved = np.concatenate(([0.0], np.cumsum(seconds)))
         self._uses = len(found.distance)
         self._all_depths = np.sort(found.distance[seen])
@@ -84,14 +88,17 @@ class LRUCurve:
     @property
     def knee(self) -> int:
         """The number of blocks beyond which more blocks add few hits: where the curve is farthest
-        above the straight line from 0 to `useful_blocks`. 0 if no block can be hit.
+        above the straight line from 0 to `useful_blocks`. 0 if the curve has no knee: it stays
+        within a tenth of that line, or below it.
 
         Satopaa et al.: Finding a "Kneedle" in a Haystack. ICDCSW 2011.
         """
         if not len(self._depths):
             return 0
         hits = np.arange(1, len(self._depths) + 1) / len(self._depths)
-        return int(self._depths[np.argmax(hits - self._depths / self.useful_blocks)])
+        above = hits - self._depths / self.useful_blocks
+        best = int(np.argmax(above))
+        return int(self._depths[best]) if above[best] >= _KNEE else 0
 
     def smallest_with(self, share: float) -> int:
         """Blocks of the smallest cache with this share of all possible hits."""
@@ -99,11 +106,6 @@ class LRUCurve:
             return 0
         hits = max(1, int(np.ceil(share * len(self._depths))))
         return int(self._depths[hits - 1])
-
-
-def a_day(amount: float, seconds: float) -> float | None:
-    """`amount` in `seconds`, scaled to 24 hours; None if the trace took no time."""
-    return amount * _DAY_SECONDS / seconds if seconds > 0 else None
 
 
 def round_sizes(least: int, most: int, count: int) -> Sequence[int]:

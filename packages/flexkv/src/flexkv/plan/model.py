@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -41,6 +41,8 @@ class ModelCache:
         window_bytes: bytes of a token in the layers with a sliding window.
         window_tokens: tokens of the widest window; 0 if there is none.
         stateful_layers: the number of layers with a recurrent state, whose bytes are not counted.
+        attention_tokens: position in a prompt at which attention takes as many operations as all
+            else; None if the configuration does not say enough.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelCache:
     window_bytes: int
     window_tokens: int
     stateful_layers: int
+    attention_tokens: float | None = None
 
     def token_bytes(self, new_tokens: float) -> float:
         """The average bytes of a stored token.
@@ -146,7 +149,41 @@ class _Model:
             of_kind["window"],
             window if of_kind["window"] else 0,
             kinds.count("state"),
+            self._attention_tokens(kinds),
         )
+
+    def _attention_tokens(self, kinds: Sequence[str]) -> float | None:
+        """See `ModelCache.attention_tokens`. Windows count as all else: their cost is bounded."""
+        hidden, heads = self._known(*_HIDDEN), self._known(*_HEADS)
+        if not hidden or not heads or "full" not in kinds:
+            return None
+        rank, rotated = self._known("kv_lora_rank"), self._known("qk_rope_head_dim")
+        if rank:
+            plain, values = self._known("qk_nope_head_dim"), self._known("v_head_dim")
+            keys = plain + rotated
+            queries = self._known("q_lora_rank")
+            weights = (hidden + heads * keys) * queries if queries else hidden * heads * keys
+            weights += hidden * (rank + rotated) + rank * heads * (plain + values)
+        else:
+            keys = self._known("head_dim", "kv_channels") or hidden // heads
+            values = keys
+            weights = hidden * keys * (heads + 2 * (self._known(*_KV_HEADS) or heads))
+        weights += heads * values * hidden + self._feed_forward(hidden)
+        return len(kinds) * weights / (kinds.count("full") * heads * (keys + values))
+
+    def _feed_forward(self, hidden: int) -> int:
+        """Weights of a layer's feed-forward network that one token uses."""
+        width = self._known("intermediate_size", "ffn_hidden_size")
+        experts = self._known("num_experts_per_tok", "moe_topk")
+        if experts:
+            width = self._known("moe_intermediate_size") or width
+            width *= experts + self._known("n_shared_experts")
+        return 3 * hidden * width if width else 2 * hidden * 4 * hidden
+
+    def _known(self, *names: str) -> int:
+        """The value of the first of these fields that has a whole number; 0 if none has."""
+        values = (self._config.get(name) for name in names)
+        return next((each for each in values if _is_natural(each)), 0)
 
     def _kinds(self, layers: int) -> tuple[list[str], int]:
         """The kind of each layer (full, window or state), and the tokens of a window."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
@@ -15,17 +16,51 @@ from flexkv.types.changes import Medium
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
+class WriteBudget:
+    """The most blocks to write in any period of a length.
+
+    Args:
+        blocks: the most blocks in a period.
+        seconds: length of a period.
+
+    Attributes:
+        now: the time in seconds, set by the caller.
+        refused: the number of blocks beyond the limit so far.
+    """
+
+    def __init__(self, blocks: int, seconds: float) -> None:
+        self._blocks = blocks
+        self._seconds = seconds
+        self._written: deque[tuple[float, int]] = deque()
+        self._sum = 0
+        self.now = 0.0
+        self.refused = 0
+
+    def take(self, wanted: int) -> int:
+        """Spend up to `wanted` blocks. Returns how many may be written."""
+        while self._written and self._written[0][0] < self.now - self._seconds:
+            self._sum -= self._written.popleft()[1]
+        taken = max(0, min(wanted, self._blocks - self._sum))
+        if taken:
+            self._written.append((self.now, taken))
+            self._sum += taken
+        self.refused += wanted - taken
+        return taken
+
+
 class ModelTier:
     """An `IndexedTier` with the index of a disk tier; each read and write ends at once. Buffers are
     neither read nor written.
 
     Args:
         slots: the number of blocks that it holds.
+        budget: limit of its writes; None for none.
     """
 
     medium = Medium.DISK
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, budget: WriteBudget | None = None) -> None:
+        self._budget = budget
         self._index = SlotIndex(slots)
         self._tickets = itertools.count(1)
         self._results: list[BlockResult] = []
@@ -56,8 +91,9 @@ class ModelTier:
         ticket = next(self._tickets)
         index = self._index
         fresh = [key for key, has in zip(keys, index.has_all(keys), strict=True) if not has]
+        allowed = len(fresh) if self._budget is None else self._budget.take(len(fresh))
         # As in a disk tier, a prefix counts as used from its end to its beginning.
-        slots = index.reserve_all(fresh)
+        slots = index.reserve_all(fresh[:allowed])
         dropped = set(fresh[len(slots) :])
         for position, key in enumerate(keys):
             outcome = Outcome.DROPPED if key in dropped else Outcome.DONE

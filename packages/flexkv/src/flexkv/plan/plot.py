@@ -24,8 +24,8 @@ class Curves:
         hit_rates: hit rates in percent of prompt tokens.
         saved: seconds of computing that hits save; None if unknown.
         written: GiB written a day, to a disk of that size; None if unknown.
-        knee: a size to mark, in GiB.
-        others: name, size in GiB and hit rate in percent of other caches to mark.
+        knee: a size to mark, in GiB; None for none.
+        others: policy, size in GiB and hit rate in percent of other caches.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Curves:
     hit_rates: Sequence[float]
     saved: Sequence[float] | None
     written: Sequence[float] | None
-    knee: float
+    knee: float | None
     others: Sequence[tuple[str, float, float]]
 
 
@@ -75,16 +75,19 @@ def draw(path: str, curves: Curves) -> None:
     figure.suptitle(curves.title)
     axes = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
     for place, (axis, (label, values)) in enumerate(zip(axes, known, strict=True)):
-        axis.plot(curves.gib, values, marker=".")
-        axis.axvline(curves.knee, linestyle=":", color="gray")
+        axis.plot(curves.gib, values, marker=".", label="lru")
+        if curves.knee is not None:
+            axis.axvline(curves.knee, linestyle=":", color="gray")
         axis.set_xscale("log")
         axis.set_ylim(bottom=0)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         if place == 0:
-            for name, size, rate in curves.others:
-                axis.plot([size], [rate], marker="x", linestyle="", label=name)
-            axis.annotate("knee", (curves.knee, 0), xytext=(3, 3), textcoords="offset points")
+            for name in dict.fromkeys(name for name, _, _ in curves.others):
+                marks = [(size, rate) for other, size, rate in curves.others if other == name]
+                axis.plot(*zip(*marks, strict=True), marker="x", label=name)
+            if curves.knee is not None:
+                axis.annotate("knee", (curves.knee, 0), xytext=(3, 3), textcoords="offset points")
             if curves.others:
                 axis.legend()
     axes[-1].set_xlabel("cache (GiB)")

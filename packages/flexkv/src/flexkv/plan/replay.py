@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import block_index
-from flexkv.plan.model_tier import ModelTier
-from flexkv.plan.prefill import PrefillCost
+from flexkv.plan.model_tier import ModelTier, WriteBudget
+from flexkv.plan.saving import Savings
 from flexkv.plan.trace import Trace, TracedRequest
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
@@ -36,6 +36,8 @@ class Setup:
         admission: name of the disk's admission.
         engine_blocks: the number of blocks that the engine's own LRU cache holds. Its hits do not
             count here.
+        write_blocks: the most blocks to write to disk in any `write_seconds`; None for no limit.
+        write_seconds: see `write_blocks`.
     """
 
     memory_blocks: int
@@ -43,19 +45,23 @@ class Setup:
     disk_blocks: int = 0
     admission: str = "write_through"
     engine_blocks: int = 0
+    write_blocks: int | None = None
+    write_seconds: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a cache on a trace.
+    """The results of a cache on a trace. Those of a sample are estimates for the whole trace.
 
     Attributes:
         setup: the cache.
         hit_tokens: prompt tokens that were loaded from host memory or disk.
         disk_tokens: prompt tokens that were loaded from disk.
         hit_rate: `hit_tokens` as a share of all prompt tokens.
-        saved_seconds: seconds of computing that hits saved; None if the cost is unknown.
+        saved_seconds: seconds that hits saved; None if the cost is unknown.
         written_blocks: the number of blocks written to disk.
+        refused_blocks: the number of blocks not written, because of `Setup.write_blocks`.
+        share: prompt tokens that were replayed as a share of all; 1 for the whole trace.
     """
 
     setup: Setup
@@ -64,15 +70,17 @@ class Outcome:
     hit_rate: float
     saved_seconds: float | None
     written_blocks: int
+    refused_blocks: int = 0
+    share: float = 1.0
 
 
-def replay(trace: Trace, setup: Setup, cost: PrefillCost | None = None) -> Outcome:
+def replay(trace: Trace, setup: Setup, savings: Savings | None = None) -> Outcome:
     """Replay all requests of `trace` on the cache that `setup` describes.
 
     Args:
         trace: the trace, whose blocks are looked up and stored.
         setup: the cache, which begins empty.
-        cost: cost of computing; None if unknown.
+        savings: what hits save; None if unknown.
     """
     size = trace.block_tokens
     cache = _Cache(setup, size)
@@ -92,15 +100,16 @@ def replay(trace: Trace, setup: Setup, cost: PrefillCost | None = None) -> Outco
         hits, disk = cache.run(_Prefix(prompt, chain, most, own), context, request)
         hit_tokens += hits * size
         disk_tokens += disk * size
-        if cost is not None:
-            saved += cost.of_range(own * size, (own + hits) * size)
+        if savings is not None:
+            saved += savings.of_hit(own, own + hits, disk)
     return Outcome(
         setup,
         hit_tokens,
         disk_tokens,
         hit_tokens / trace.prompt_tokens if trace.prompt_tokens else 0.0,
-        saved if cost is not None else None,
+        saved if savings is not None else None,
         cache.written_blocks,
+        cache.refused_blocks,
     )
 
 
@@ -127,7 +136,10 @@ class _Cache:
     def __init__(self, setup: Setup, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._index = block_index(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
-        self._disk = ModelTier(setup.disk_blocks) if setup.disk_blocks else None
+        self._budget: WriteBudget | None = None
+        if setup.write_blocks is not None:
+            self._budget = WriteBudget(setup.write_blocks, setup.write_seconds)
+        self._disk = ModelTier(setup.disk_blocks, self._budget) if setup.disk_blocks else None
         self._below: TierStack | None = None
         if self._disk is not None:
             tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
@@ -136,6 +148,10 @@ class _Cache:
     @property
     def written_blocks(self) -> int:
         return 0 if self._disk is None else self._disk.figures.written_blocks
+
+    @property
+    def refused_blocks(self) -> int:
+        return 0 if self._budget is None else self._budget.refused
 
     def run(
         self, prefix: _Prefix, context: RequestContext, request: TracedRequest
@@ -151,6 +167,8 @@ class _Cache:
             The number of blocks that were loaded, and how many of them came from disk.
         """
         index = self._index
+        if self._budget is not None:
+            self._budget.now = request.seconds
         wanted = prefix.prompt[prefix.own : prefix.most]
         in_memory = index.lookup(wanted)
         hits = max(in_memory, self._fetch(wanted))

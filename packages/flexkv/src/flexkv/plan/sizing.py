@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the settings to use for a trace."""
+"""Chooses the settings to use for a trace, and replays them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from flexkv.plan.curve import LRUCurve, Point, round_sizes
-from flexkv.plan.prefill import PrefillCost
-from flexkv.plan.replay import Outcome, Setup, replay
+from flexkv.plan.replay import Outcome, Setup
+from flexkv.plan.replayer import Replayer
+from flexkv.plan.saving import Savings
 from flexkv.plan.trace import Trace
 
 GIB = 1 << 30
+LRU = "lru"
+DAY_SECONDS = 86400.0
+LEAST_SECONDS = 600.0
+"""Rates of a shorter trace are not scaled to a day, and its writes are not limited, because ten
+minutes say little about a day. Not tuned."""
+
 _SIZES = 12
 """Rows of the table, in addition to the sizes that the user names."""
 _SMALLEST_SHARE = 64
@@ -20,9 +26,10 @@ _SMALLEST_SHARE = 64
 
 _DISK_POINTS = 0.01
 """A disk is advised if it adds one point of hit rate. Not tuned."""
-_DISK_SHARE = 0.99
+_MOST_SHARE = 0.99
 """The advised disk gives 99 % of all possible hits, because the last percent often needs much more.
-On Mooncake's conversation trace, 99 % need 0.74 of the blocks that 100 % need."""
+On Mooncake's conversation trace, 99 % need 0.74 of the blocks that 100 % need. Memory of a curve
+without a knee is as large."""
 
 _SAME_POLICY = 0.002
 """If two policies differ by at most 0.2 points, their order may be chance, and the simpler one is
@@ -30,14 +37,38 @@ advised. Not tuned."""
 _SAME_ADMISSION = 0.01
 """Among the admissions within one point of the best, the one that writes least is advised. Not
 tuned."""
+_WHOLE_MORE = 8
+"""Policies are compared at the advised memory on the whole trace up to this many times the uses of
+other replays. A replay without a disk takes about a microsecond a use, one with a disk 3 to
+17."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The room of the machine, in blocks; None for no limit."""
+    """The room of the machine, in blocks; None for no limit.
+
+    Attributes:
+        memory_blocks: host memory.
+        disk_blocks: disk.
+        drive_writes: how many times a day the advised disk may be written as a whole.
+    """
 
     memory_blocks: int | None = None
     disk_blocks: int | None = None
+    drive_writes: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The results of memory of one size.
+
+    Attributes:
+        point: LRU's results.
+        outcomes: results of the other policies, in the order of their names given.
+    """
+
+    point: Point
+    outcomes: Sequence[Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,56 +76,81 @@ class Sizing:
     """The advice for a trace.
 
     Attributes:
-        points: the LRU curve at some sizes, the smallest first.
-        knee: the point beyond which more memory adds few hits.
+        rows: results at some sizes, the smallest first.
+        knee: the point beyond which more memory adds few hits; None if the curve has no knee.
         most: the smallest size with all possible hits.
         memory_blocks: host memory to use, in blocks.
-        disk_blocks: disk to use, in blocks; 0 if no disk is advised.
+        tried_disk: disk that was replayed, in blocks; 0 if none was, or it could not add a point.
+        write_blocks: blocks that it may write in `write_seconds`; None for no limit.
+        write_seconds: see `write_blocks`.
         policies: outcome of each policy at `memory_blocks`, the best first.
         admissions: outcome of each admission with the best policy, memory and disk; the one that
             writes least first.
-        replayed: the number of requests on which policies and admissions were replayed.
+        without_disk: the advised policy and memory, replayed as the admissions were; None without
+            such replays.
+        disk_most: LRU's results with a disk of this size that takes all blocks.
     """
 
-    points: Sequence[Point]
-    knee: Point
+    rows: Sequence[Row]
+    knee: Point | None
     most: Point
     memory_blocks: int
-    disk_blocks: int
+    tried_disk: int
+    write_blocks: int | None
+    write_seconds: float
     policies: Sequence[Outcome]
     admissions: Sequence[Outcome]
-    replayed: int
+    without_disk: Outcome | None
+    disk_most: Point
 
     @property
-    def policy(self) -> str | None:
-        """The policy to use: the best, or LRU if it is about as good; None without memory."""
-        if not self.policies:
-            return None
-        best = self.policies[0]
+    def policy(self) -> str:
+        """The policy to use: the best, or LRU if it is about as good or none was compared."""
+        best = max((each.hit_rate for each in self.policies), default=0.0)
         for each in self.policies:
-            if each.setup.policy == "lru" and best.hit_rate - each.hit_rate <= _SAME_POLICY:
-                return "lru"
-        return best.setup.policy
+            if each.setup.policy == LRU and best - each.hit_rate <= _SAME_POLICY:
+                return LRU
+        return self.policies[0].setup.policy if self.policies else LRU
 
     @property
-    def admission(self) -> str | None:
-        """The admission to use; None without a disk."""
+    def best_admission(self) -> Outcome | None:
+        """The outcome of the admission that writes least among the best; None without replays."""
         best = max((each.hit_rate for each in self.admissions), default=0.0)
         good = (each for each in self.admissions if best - each.hit_rate <= _SAME_ADMISSION)
-        return next((each.setup.admission for each in good), None)
+        return next(good, None)
+
+    @property
+    def disk_gain(self) -> float:
+        """Hit rate that the disk added in the replays."""
+        if self.best_admission is None or self.without_disk is None:
+            return 0.0
+        return self.best_admission.hit_rate - self.without_disk.hit_rate
+
+    @property
+    def disk_blocks(self) -> int:
+        """Disk to use, in blocks; 0 if its replay added less than a point, or there was none."""
+        return self.tried_disk if self.disk_gain >= _DISK_POINTS else 0
+
+    @property
+    def advised(self) -> Outcome | None:
+        """The replay of the advice; None if no policies were compared, and no disk is advised."""
+        if self.disk_blocks:
+            return self.best_admission
+        return next((each for each in self.policies if each.setup.policy == self.policy), None)
 
 
 def size_up(
     trace: Trace,
     curve: LRUCurve,
-    cost: PrefillCost | None,
+    savings: Savings | None,
     *,
     limits: Limits,
     sizes: Sequence[int],
     engine_blocks: int,
     policies: Sequence[str],
     admissions: Sequence[str],
-    most_replayed: int,
+    most_uses: int,
+    settable: Callable[[int, int | None], int],
     progress: Callable[[str, float], None],
 ) -> Sizing:
     """Choose sizes from the curve, then replay policies and admissions at these sizes.
@@ -102,60 +158,77 @@ def size_up(
     Args:
         trace: a trace with at least one complete block.
         curve: the curve of the trace.
-        cost: cost of computing; None if unknown.
+        savings: what hits save; None if unknown.
         limits: room of the machine.
         sizes: further sizes for the table, in blocks.
         engine_blocks: blocks of the engine's own cache.
         policies: names of policies to compare.
         admissions: names of admissions to compare, if a disk is advised.
-        most_replayed: the most complete blocks of the requests that are replayed.
-        progress: called with the name of the next policy or admission, and the finished share.
+        most_uses: the most uses of blocks in a replay; beyond it, a sample is replayed.
+        settable: the blocks of the next greater size that a setting can name, up to a limit.
+        progress: called with the name of the next replay, and the finished share.
     """
-    knee, most = curve.at(curve.knee), curve.at(curve.useful_blocks)
-    memory = _within(knee.blocks, limits.memory_blocks)
-    disk = _disk(curve, memory, most, limits)
+    knee = curve.at(settable(curve.knee, None)) if curve.knee else None
+    most = curve.at(curve.useful_blocks)
+    memory = curve.smallest_with(_MOST_SHARE) if knee is None else knee.blocks
+    memory = settable(memory, limits.memory_blocks)
+    disk = settable(curve.smallest_with(_MOST_SHARE), limits.disk_blocks)
     largest = max(1, most.blocks)
     wanted = {*round_sizes(max(1, largest // _SMALLEST_SHARE), largest, _SIZES), *sizes}
-    wanted |= {each for each in (knee.blocks, memory, disk) if each}
-    part = first_blocks(trace, most_replayed)
-    setup = Setup(max(1, memory), engine_blocks=engine_blocks)
-    setups = [replace(setup, policy=each) for each in policies] if memory else []
-    steps = len(setups) + (len(admissions) if disk else 0)
+    wanted |= {each for each in (memory, disk, 0 if knee is None else knee.blocks) if each}
+    others = [each for each in policies if each != LRU]
+    steps = len(wanted) * len(others) + len(policies) + len(admissions) + 1
+    done = 0
+    most_whole = most_uses * _WHOLE_MORE
+    whole = Replayer(trace, curve, savings, engine_blocks, most_whole)
+    if trace.uses <= most_uses:
+        quick = whole
+    else:
+        quick = Replayer(trace, curve, savings, engine_blocks, most_uses)
 
-    def outcome_of(number: int, setup: Setup) -> Outcome:
-        progress(setup.admission if setup.disk_blocks else setup.policy, number / steps)
-        return replay(part, setup, cost)
+    def outcome_of(replayer: Replayer, setup: Setup, name: str) -> Outcome:
+        nonlocal done
+        progress(name, done / steps)
+        done += 1
+        return replayer.outcome(setup)
 
-    compared = [outcome_of(i, each) for i, each in enumerate(setups)]
+    compared = [outcome_of(whole, Setup(memory, each), each) for each in policies if memory]
+    known = {each.setup.policy: each for each in compared}
     compared.sort(key=lambda each: -each.hit_rate)
-    points = [curve.at(each) for each in sorted(wanted)]
-    replayed = len(part.requests)
-    found = Sizing(points, knee, most, memory, disk, compared, (), replayed)
-    if not disk:
+    rows = []
+    for blocks in sorted(wanted) if most.blocks else ():
+        outcomes = [
+            known[each] if blocks == memory else outcome_of(quick, Setup(blocks, each), each)
+            for each in others
+        ]
+        rows.append(Row(curve.at(blocks), outcomes))
+    found = Sizing(
+        rows, knee, most, memory, 0, None, DAY_SECONDS, compared, (), None, curve.at(disk)
+    )
+    best = compared[0].hit_rate if compared else curve.at(memory).hit_rate
+    if not disk or not admissions or found.disk_most.hit_rate - best < _DISK_POINTS:
         return found
-    setup = replace(setup, policy=found.policy or "lru", disk_blocks=disk)
-    others = [replace(setup, admission=each) for each in admissions]
-    by_writes = [outcome_of(i, each) for i, each in enumerate(others, len(compared))]
+    found = _with_writes(replace(found, tried_disk=disk), trace, limits)
+    setup = Setup(memory, found.policy)
+    without = known.get(setup.policy)
+    if without is None or quick is not whole:
+        without = outcome_of(quick, setup, setup.policy)
+    setup = replace(
+        setup,
+        disk_blocks=disk,
+        write_blocks=found.write_blocks,
+        write_seconds=found.write_seconds,
+    )
+    by_writes = [outcome_of(quick, replace(setup, admission=each), each) for each in admissions]
     by_writes.sort(key=lambda each: each.written_blocks)
-    return replace(found, admissions=by_writes)
+    return replace(found, admissions=by_writes, without_disk=without)
 
 
-def first_blocks(trace: Trace, most: int) -> Trace:
-    """The first requests of a trace, which together have at most `most` complete blocks. At least
-    one request stays."""
-    sums = accumulate(len(request.blocks) + len(request.answer) for request in trace.requests)
-    count = sum(1 for each in sums if each <= most)
-    if count == len(trace.requests):
-        return trace
-    return replace(trace, requests=trace.requests[: max(1, count)])
-
-
-def _within(blocks: int, limit: int | None) -> int:
-    return blocks if limit is None else min(blocks, limit)
-
-
-def _disk(curve: LRUCurve, memory: int, most: Point, limits: Limits) -> int:
-    """Blocks of the advised disk; 0 if no disk is advised."""
-    blocks = _within(curve.smallest_with(_DISK_SHARE), limits.disk_blocks)
-    gain = curve.at(blocks).hit_rate - curve.at(memory).hit_rate
-    return blocks if gain >= _DISK_POINTS else 0
+def _with_writes(sizing: Sizing, trace: Trace, limits: Limits) -> Sizing:
+    """Limit the writes by the drive's endurance. A trace of less than a day gets its share of the
+    day's writes."""
+    if trace.seconds < LEAST_SECONDS:
+        return sizing
+    seconds = min(DAY_SECONDS, trace.seconds)
+    a_day = limits.drive_writes * sizing.tried_disk
+    return replace(sizing, write_blocks=int(a_day * seconds / DAY_SECONDS), write_seconds=seconds)

@@ -72,6 +72,11 @@ class Trace:
         """The number of complete blocks of all prompts."""
         return sum(len(request.blocks) for request in self.requests)
 
+    @property
+    def uses(self) -> int:
+        """The number of complete blocks of all prompts and answers."""
+        return sum(len(request.blocks) + len(request.answer) for request in self.requests)
+
 
 @dataclass(slots=True)
 class Prefixes:

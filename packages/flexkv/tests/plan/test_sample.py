@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sample of conversations stands for the whole trace."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexkv.eviction import POLICIES
+from flexkv.plan import replayer, sample
+from flexkv.plan.curve import LRUCurve
+from flexkv.plan.replay import Setup, replay
+from flexkv.plan.replayer import Replayer
+from flexkv.plan.sample import conversations
+from flexkv.plan.trace import Prefixes, Trace, TracedRequest
+
+SIZE = 16
+SYSTEM = 6
+"""Blocks that all conversations begin with."""
+
+
+def chats(seed: int, count: int = 600) -> Trace:
+    """Conversations of 1 to 6 turns behind one system prompt, of which each turn adds blocks."""
+    draw = random.Random(seed)
+    turns = []
+    for chat in range(count):
+        begun, length = draw.uniform(0, 10_000), SYSTEM
+        for _ in range(draw.choice((1, 1, 1, 2, 4, 6))):
+            length += draw.randint(1, 8)
+            turns.append((begun, chat, length))
+            begun += draw.expovariate(1 / 2000)
+    prefixes, requests = Prefixes(), []
+    for when, chat, length in sorted(turns):
+        names = [i if i < SYSTEM else (chat, i) for i in range(length)]
+        chain = prefixes.follow(names)
+        requests.append(TracedRequest(when, chain, (), length * SIZE + 1, 50, f"s{chat}"))
+    return Trace("test", "test", SIZE, requests, len(prefixes))
+
+
+def test_requests_of_a_conversation_are_together() -> None:
+    trace = chats(1)
+    groups = conversations(trace)
+    of_session: dict[str, set[int]] = {}
+    for group, request in zip(groups, trace.requests, strict=True):
+        of_session.setdefault(request.session, set()).add(group)
+    assert {len(each) for each in of_session.values()} == {1}
+    assert len(set(groups)) == len(of_session)
+
+
+@pytest.fixture(autouse=True)
+def _small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "LEAST_REQUESTS", 0)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1200, 2000, 3000]))
+def test_a_sample_agrees_with_the_whole_within_five_points(seed: int, blocks: int) -> None:
+    """About 500 requests, from which `hazard` learns less than from the whole 1,500."""
+    trace = chats(seed)
+    sampled = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 3)
+    assert sampled.sample is not None
+    for policy in POLICIES:
+        found = sampled.outcome(Setup(blocks, policy))
+        assert found.share < 0.6
+        assert found.hit_rate == pytest.approx(
+            replay(trace, Setup(blocks, policy)).hit_rate, abs=0.05
+        )
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 10_000))
+def test_writes_to_disk_are_those_of_the_whole_within_a_tenth(seed: int) -> None:
+    trace = chats(seed)
+    sampled = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 2)
+    setup = Setup(1000, disk_blocks=3000)
+    found, truth = sampled.outcome(setup), replay(trace, setup)
+    assert found.share < 0.8
+    assert found.written_blocks == pytest.approx(truth.written_blocks, rel=0.1)
+    assert found.hit_rate == pytest.approx(truth.hit_rate, abs=0.02)
+
+
+def test_lru_of_a_sample_needs_no_estimate() -> None:
+    trace = chats(3)
+    curve = LRUCurve(trace, None)
+    sampled = Replayer(trace, curve, None, 0, trace.uses // 3)
+    for blocks in (1200, 2500, 4000):
+        found = sampled.outcome(Setup(blocks))
+        assert found.share < 0.6
+        assert found.hit_rate == pytest.approx(curve.at(blocks).hit_rate, abs=1e-4)
+
+
+def test_the_size_of_a_sample_leaves_shared_prefixes_whole() -> None:
+    trace = chats(4)
+    sampled = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 4).sample
+    assert sampled is not None
+    assert sampled.scaled(SYSTEM) == SYSTEM
+    assert sampled.scaled(0) == 0
+    assert 0.15 < sampled.scaled(1000) / 1000 < 0.4
+
+
+def test_a_short_trace_is_replayed_as_a_whole() -> None:
+    trace = chats(5)
+    assert Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses).sample is None
+
+
+def test_memory_of_few_requests_is_replayed_on_the_whole_trace() -> None:
+    trace = chats(6)
+    sampled = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 3)
+    few = int(replayer.LEAST_PROMPTS * trace.uses / len(trace.requests) * 2)
+    assert sampled.outcome(Setup(few)).share == 1
+    assert sampled.outcome(Setup(4 * few)).share < 1
+    trace.requests.append(TracedRequest(1e6, list(range(2000)), (), 2000 * SIZE + 1, 1))
+    long = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 3)
+    assert long.outcome(Setup(4 * few, disk_blocks=3000)).share == 1
+
+
+def test_one_conversation_is_no_sample() -> None:
+    chain = Prefixes().follow(range(50))
+    requests = [TracedRequest(float(i), chain, (), 50 * SIZE + 1, 1) for i in range(20)]
+    trace = Trace("test", "test", SIZE, requests, 50)
+    assert Replayer(trace, LRUCurve(trace, None), None, 0, 100).sample is None
