@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from flexkv.cache import KVCache
+from flexkv.client import FetchId
 from flexkv.host.board import CompletionBoard
 from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.link import Link
@@ -100,12 +101,23 @@ def accesses_of(side: Any) -> Any:
     return side._accesses and side._accesses._uses
 
 
+def fetches_of(side: Any) -> tuple[Any, Any]:
+    """The cache of an SGLang rank that decides, and the fetches of its requests."""
+    return side._cache, side._awaited
+
+
+def blocks_of_fetch(cache: KVCache, fetch: FetchId) -> list[Any]:
+    """The blocks of a fetch by position, None for those that it lacks; none if it has ended."""
+    found = cache._below.fetcher._fetches.get(fetch)
+    return [] if found is None else found.blocks
+
+
 def assert_no_read(cache: KVCache) -> None:
     """Nothing is read from a lower tier, and no fetch waits for a slot."""
     fetcher = cache._below.fetcher
     reads = fetcher.reads
     assert not reads
-    assert not reads._read_of
+    assert not reads.by_key
     assert not reads._delivered
     assert not fetcher._waiting
 

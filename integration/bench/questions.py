@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from flexkv import KVCache
+from flexkv.client import FetchId
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -22,7 +23,6 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome
 from flexkv.tiers.questions import CALLS, Found, Question
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from integration.bench.rows import Goal, Row, milliseconds
@@ -96,7 +96,7 @@ class _Request:
     """Times are in seconds since the first request."""
 
     came: float
-    fetch: Fetch | None
+    fetch: FetchId | None
     hit: bool = False
     waited: float = 0.0
 
@@ -126,12 +126,11 @@ class _Engine:
         self.cache.poll()
         for request in list(self._waiting):
             fetch = request.fetch
-            if fetch is not None and not fetch.done:
+            if fetch is not None and not self.cache.fetch_state(fetch).done:
                 continue
             request.waited = self.now - request.came
             if fetch is not None:
-                request.hit = fetch.arrived == 1
-                self.cache.end_fetch(fetch)
+                request.hit = self.cache.end_fetch(fetch).arrived == 1
             self._waiting.remove(request)
 
     def run(self, rate: float, until: float) -> None:

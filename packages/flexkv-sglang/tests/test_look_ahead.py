@@ -14,6 +14,8 @@ from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of
 
 from flexkv_sglang import look_ahead
 from flexkv_sglang.look_ahead import WINDOW
+from packages.inside import fetches_of
+from packages.seen_fetch import SeenFetch
 
 PAGES = 9
 HASHES = hashes_of("a", PAGES)
@@ -55,8 +57,9 @@ def finish(rank: Rank) -> None:
 
 def fetched(rank: Rank, rid: str) -> Any:
     """The request's fetch; None if it has none."""
-    awaited: Any = rank.side._awaited
-    return awaited._fetches.get(rid, (None, 0))[0]
+    cache, awaited = fetches_of(rank.side)
+    found = awaited._fetches.get(rid)
+    return None if found is None else SeenFetch(cache, found.id, found.keys)
 
 
 def wait(rank: Rank, *rids: str) -> None:
@@ -73,7 +76,7 @@ def test_a_step_takes_no_more_pages_than_it_has_time_for(rank: Rank) -> None:
         assert rank.side.held(["r"]) == [True]
         rank.side.go_on_looking()
         fetch = fetched(rank, "r")
-        steps.append((len(prompt.asked), 0 if fetch is None else len(fetch.keys)))
+        steps.append((len(prompt.asked), 0 if fetch is None else fetch.length))
     assert steps == [(1, 0), (1, 2), (1, 4), (2, 4), (2, 6), (2, 8), (3, 8), (3, 9)]
     assert prompt.asked == [(0, 4), (4, 8), (8, 9)]
     wait(rank, "r")
@@ -86,7 +89,7 @@ def test_a_step_with_time_takes_all(rank: Rank, monkeypatch: pytest.MonkeyPatch)
     begin(rank, "s", HASHES)
     rank.side.go_on_looking()
     assert not rank.side.looks_ahead
-    assert len(fetched(rank, "r").keys) == len(fetched(rank, "s").keys) == PAGES
+    assert fetched(rank, "r").length == fetched(rank, "s").length == PAGES
 
 
 def test_nothing_is_looked_up_behind_a_page_that_no_tier_has(rank: Rank) -> None:
@@ -121,8 +124,8 @@ def test_a_prefix_in_host_memory_stays_as_long_as_what_is_read_behind_it(
     wait(rank, "r")
     assert [block.key for block in fetch.blocks] == fetch.keys
     assert fetch.blocks[1].parent is fetch.blocks[0]
-    awaited: Any = rank.side._awaited
-    assert awaited._fetches["r"][1] == known - 1
+    _, awaited = fetches_of(rank.side)
+    assert awaited._fetches["r"].first == known - 1
 
 
 def test_an_error_concerns_one_request(rank: Rank) -> None:
@@ -136,7 +139,7 @@ def test_an_error_concerns_one_request(rank: Rank) -> None:
     rank.side.go_on_looking()
     assert rank.side.held(["broken", "r"]) == [False, True]
     finish(rank)
-    assert len(fetched(rank, "r").keys) == PAGES
+    assert fetched(rank, "r").length == PAGES
 
 
 def test_a_request_waits_until_a_step_has_time_for_it(rank: Rank) -> None:

@@ -30,9 +30,9 @@ from traffic import Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
+from flexkv.client import FetchId
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.transfer.fetch import Fetch
 from flexkv_vllm import identity
 from packages.inside import chooser_of, leaving_of, store_of
 
@@ -78,7 +78,7 @@ def test_a_fetch_is_worth_no_more_than_it_brings(
     spans = []
     is_worth_waiting = chooser_of(world.side).is_worth_waiting
 
-    def noted(fetch: Fetch, span: Span, others: int) -> bool:
+    def noted(fetch: FetchId, span: Span, others: int) -> bool:
         spans.append(span)
         return is_worth_waiting(fetch, span, others)
 
@@ -394,9 +394,9 @@ def test_blocks_that_come_in_the_step_of_a_first_part_are_ordered_in_the_next(
     def come_meanwhile(tracked: TrackedRequest, *args: Any) -> None:
         begin(tracked, *args)
         parts.append(tracked.loading is not None)  # the rest is still read
-        fetch = tracked.waiting
+        fetches = world.side._loads._fetches
         hang.end()
-        wait_until(lambda: fetch is None or fetch.done, world.side._poll)
+        wait_until(lambda: not fetches.is_waiting(tracked), world.side._poll)
 
     monkeypatch.setattr(world.side._loads, "begin", come_meanwhile)
     world.run()

@@ -71,7 +71,7 @@ class Node:
         while first < len(keys) and keys[first] in self.engine:
             first += 1
         fetch = cache.fetch(keys[first:])
-        while fetch is not None and not fetch.done:
+        while fetch is not None and not cache.fetch_state(fetch).done:
             self.poll()
         stop = first + cache.lookup(keys[first:])
         cache.record(keys[:stop])

@@ -97,7 +97,7 @@ class Node:
         # In every step of its scheduler an engine asks anew for a request that waits.
         fetch = self.cache.fetch(names(text))
         if fetch is not None:
-            while not fetch.done:
+            while not self.cache.fetch_state(fetch).done:
                 self.cache.poll()
                 time.sleep(0.0005)
         hits = self.cache.lookup(names(text))

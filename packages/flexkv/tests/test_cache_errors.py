@@ -18,15 +18,14 @@ import flexkv
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.host.board import CELLS
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import Transfer
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
 from packages.inside import assert_no_fetch, assert_no_write, free_cells, link_of
 from packages.line_errors import InjectedError, LineErrors
+from packages.seen_fetch import SeenFetch, see
 
 SOURCE = Path(flexkv.__path__[0])
 CODE = [SOURCE / name for name in ("cache.py", "index/pins.py", "host/board.py")] + [
@@ -44,7 +43,7 @@ class Story:
         self.node = node
         self.errors = errors
         self.transfers: list[Transfer] = []
-        self.fetches: list[Fetch] = []
+        self.fetches: list[SeenFetch] = []
         self._letters = (chr(each) for each in itertools.count(0x4E00))
         self._requests = itertools.count()
 
@@ -105,9 +104,9 @@ class Story:
         self.attempt(lambda: cache.touch(names(text)))
         self.attempt(lambda: cache.ended(name, 7))
 
-    def begin_fetch(self, text: str, priority: Priority) -> Fetch | None:
-        fetch = self.attempt(lambda: self.node.cache.fetch(names(text), priority))
-        if isinstance(fetch, Fetch):
+    def begin_fetch(self, text: str, *, queued: bool = False) -> SeenFetch | None:
+        fetch = self.attempt(lambda: see(self.node.cache, names(text), queued=queued))
+        if isinstance(fetch, SeenFetch):
             self.fetches.append(fetch)
             return fetch
         return None
@@ -122,7 +121,7 @@ class Story:
         self.fetches.clear()
 
     def fetch(self, text: str) -> None:
-        fetch = self.begin_fetch(text, Priority.LOAD)
+        fetch = self.begin_fetch(text)
         for _ in range(20):
             if fetch is None or fetch.done:
                 break
@@ -146,12 +145,12 @@ class Story:
         self.attempt(lambda: cache.unpin("owner"))
         store.fill({key: content(key) for key in names(others)})
         self.attempt(lambda: cache.presence(names(others)))
-        self.attempt(lambda: cache.ask(names(others)))
+        self.attempt(lambda: cache.query(names(others)))
         self.poll()
-        self.begin_fetch(others, Priority.PREFETCH)
+        self.begin_fetch(others, queued=True)
         for fetch in self.fetches:
             self.attempt(lambda each=fetch: cache.raise_priority(each))  # type: ignore[misc]
-        self.begin_fetch(others[:2], Priority.LOAD)
+        self.begin_fetch(others[:2])
         self.poll()
         self.end_fetches()
         self.fetch(second)
@@ -346,7 +345,7 @@ def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
         others = story.text(3)
         store.fill({key: content(key) for key in names(others)})
         store.hanging = {"get"}
-        fetch = cache.fetch(names(others), Priority.LOAD)
+        fetch = cache.fetch(names(others))
         node.until(lambda: len(store.waiting) == 3)
         cache.recover()
         story.poll()

@@ -23,17 +23,15 @@ from hypothesis.stateful import (
 )
 from memory_tier import AskedMemoryTier, MemoryTier, Task
 
-from flexkv import KVCache
+from flexkv import KVCache, client
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
-from flexkv.index.block_index import BlockState
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier, BlockResult
-from flexkv.tiers.job import Outcome, Priority
-from flexkv.transfer import demote, fetch, fetcher, reads, sources
+from flexkv.tiers.job import Outcome
+from flexkv.transfer import demote, fetcher, reads, sources
 from flexkv.transfer.copies import Transfer
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
@@ -46,6 +44,7 @@ from packages.inside import (
     free_cells,
     index_of,
 )
+from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (64,))
@@ -97,7 +96,7 @@ class FaultModel(RuleBasedStateMachine):
     def start(self, admission: str) -> None:
         self.clock = StillClock()
         self.patch = pytest.MonkeyPatch()
-        for module in (fetch, fetcher, demote, reads, sources):
+        for module in (client, fetcher, demote, reads, sources):
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(demote, "_BLOCKS", 2)  # some of a chain waits
         self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
@@ -109,8 +108,7 @@ class FaultModel(RuleBasedStateMachine):
         ]
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
         self.transfers: list[Transfer] = []
-        self.fetches: list[Fetch] = []
-        self.a_load_failed = False
+        self.fetches: list[SeenFetch] = []
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -157,8 +155,7 @@ class FaultModel(RuleBasedStateMachine):
 
     @rule(**PREFIXES, early=st.booleans())
     def fetch(self, chain: int, length: int, early: bool) -> None:
-        priority = Priority.PREFETCH if early else Priority.LOAD
-        begun = self.cache.fetch(prefix_of(chain, length), priority)
+        begun = see(self.cache, prefix_of(chain, length), queued=early)
         if begun is not None:
             self.fetches.append(begun)
 
@@ -265,12 +262,12 @@ class FaultModel(RuleBasedStateMachine):
         prefix = prefix_of(chain, length)
         below = below_of(self.cache)
         below._sources[2].clear()  # what was known of the tier that others fill is out of date
-        if self.cache.ask(prefix):
+        if self.cache.query(prefix):
             self.drain(Outcome.DONE)
-        assert not self.cache.ask(prefix)
+        assert not self.cache.query(prefix)
         there = [each is not Presence.ABSENT for each in self.cache.presence(prefix)]
         reached = [*there, False].index(False)
-        begun = self.cache.fetch(prefix)
+        begun = see(self.cache, prefix)
         self.drain(Outcome.DONE)
         assert self.cache.lookup(prefix) == reached
         if begun is not None:
@@ -289,12 +286,9 @@ class FaultModel(RuleBasedStateMachine):
 
     @invariant()
     def what_a_fetch_has_stays(self) -> None:
-        """Only a load that fails takes blocks away."""
+        """A load that fails takes blocks away, and the state of the fetch shows it."""
         for each in getattr(self, "fetches", ()):
-            dropped = [b is not None and b.state is BlockState.DROPPED for b in each.blocks]
-            there = [*dropped[: each.arrived], True].index(True)
-            assert self.cache.lookup(each.keys[: each.arrived]) == there
-            assert there == each.arrived or self.a_load_failed
+            assert self.cache.lookup(each.keys[: each.arrived]) == each.arrived
             held = [block for block in each.blocks if block is not None]
             assert all(block.leases for block in held)
 
@@ -312,7 +306,6 @@ class FaultModel(RuleBasedStateMachine):
             elif transfer.direction is Direction.LOAD:
                 with self.arena.slot_view(block.slot) as view:
                     assert bytes(view) == content(block.key)
-        self.a_load_failed |= status is Status.FAILED and transfer.direction is Direction.LOAD
         self.arena.board.report(transfer.cell, 0, status)
         polled = self.cache.poll()
         assert transfer in polled

@@ -15,7 +15,6 @@ from two_tiers import LONG, Node, content, names
 
 from flexkv.tiers import remote
 from flexkv.tiers.circuit import FAILURES, CircuitState
-from flexkv.tiers.job import Priority
 from flexkv.transfer import sources
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -83,8 +82,8 @@ def test_a_fetch_is_not_done_before_the_answer(
     node = make()
     fetch = node.begin("abc")
     node.cache.poll()
-    assert (fetch.arrived, fetch.done, fetch.asking) == (0, False, Medium.MOONCAKE)
-    assert fetch.awaited == names("abc")
+    assert (fetch.arrived, fetch.done, fetch.queried) == (0, False, Medium.MOONCAKE)
+    assert fetch.awaited_keys == names("abc")
     joined = node.begin("ab")  # asks nothing more
     store.release()
     node.until(lambda: fetch.done and joined.done)
@@ -98,7 +97,7 @@ def test_a_question_at_the_queue_answers_the_request_at_its_turn(
     make: Callable[..., Node], store: MemoryStore
 ) -> None:
     node = make()
-    early = node.begin("abc", Priority.PREFETCH)
+    early = node.begin("abc", queued=True)
     node.until(lambda: early.done)
     assert node.cache.fetch(names("abc")) is None
     assert store.finds == [names("abc")]
@@ -135,7 +134,7 @@ def test_a_question_that_is_dropped_at_its_deadline_counts_as_late(
     store.hanging = {"find"}
     node = make(question_seconds=LONG / 2)
     for number, name in enumerate("abcdefgh", 1):
-        assert node.cache.ask(names(name))
+        assert node.cache.query(names(name))
         node.until(partial(lambda number: len(store.waiting) == number, number))
     fetch = node.begin("z")
     clock.skip(LONG / 2)
@@ -153,8 +152,8 @@ def test_blocks_of_windows_are_asked_about_with_their_prefix(
     make: Callable[..., Node], store: MemoryStore
 ) -> None:
     node = make()
-    assert node.cache.ask(names("ab"), names("yz"))
-    node.until(lambda: not node.cache.ask(names("ab"), names("yz")))
+    assert node.cache.query(names("ab"), names("yz"))
+    node.until(lambda: not node.cache.query(names("ab"), names("yz")))
     assert store.finds == [names("abyz")]
 
 
@@ -165,7 +164,7 @@ def test_a_question_without_a_fetch_is_polled_until_its_deadline(
     node = make(question_seconds=LONG / 2)
     store.hanging = {"find"}
     assert not node.cache.busy
-    assert node.cache.ask(names("ab"))
+    assert node.cache.query(names("ab"))
     node.cache.poll()
     assert node.cache.busy
     clock.skip(LONG / 2)
@@ -180,11 +179,11 @@ def test_blocks_of_windows_do_not_depend_on_the_middle_of_a_prefix(
     """The node has the first block, or asks about it already."""
     node = make()
     node.store_blocks("a")
-    assert node.cache.ask(names("ab"), names("z"))
+    assert node.cache.query(names("ab"), names("z"))
     node.until(lambda: len(store.finds) == 2)
     store.hanging = {"find"}
-    assert node.cache.ask(names("s"))
-    assert node.cache.ask(names("st"), names("w"))
+    assert node.cache.query(names("s"))
+    assert node.cache.query(names("st"), names("w"))
     store.release()
     node.until(lambda: len(store.finds) == 5)
     assert sorted(store.finds) == [names(each) for each in "bstwz"]
@@ -241,7 +240,7 @@ def test_what_is_known_comes_while_the_rest_is_asked_for(
     store.release()
     node.until(lambda: fetch.done)
     assert fetch.arrived == 3
-    assert [fetch.medium_of(key) for key in names("abc")] == [
+    assert [fetch.media[key] for key in names("abc")] == [
         node.disk.medium,
         node.disk.medium,
         node.remote.medium,
@@ -281,7 +280,7 @@ def test_a_store_that_has_lost_what_it_had_is_a_miss(
     store.hanging = {"get"}
     node = make()
     fetch = node.begin("abc")
-    node.until(lambda: fetch.asking is None)
+    node.until(lambda: fetch.queried is None)
     store.blocks.clear()
     store.release()
     node.until(lambda: fetch.done)
@@ -310,7 +309,7 @@ def test_a_hanging_store_costs_a_fetch_no_more_than_the_stall(
     node = make(stall_seconds=LONG / 2)
     node.put_on_disk("a")
     fetch = node.begin("abc")
-    node.until(lambda: fetch.arrived == 1 and fetch.asking is None)
+    node.until(lambda: fetch.arrived == 1 and fetch.queried is None)
     clock.skip(LONG / 2 + 1)
     node.cache.poll()
     assert (fetch.arrived, fetch.done) == (1, True)
@@ -475,7 +474,7 @@ def test_a_hanging_store_lets_the_disk_end(
     node = Node(tmp_path / "own", store, disk="write_through")
     store.hanging = {"get"}
     fetch = node.begin("x")
-    node.until(lambda: fetch.asking is None and bool(link_of(node.remote)._running))
+    node.until(lambda: fetch.queried is None and bool(link_of(node.remote)._running))
     node.begin_store("ab")
     assert not node.cache.close()
     store.release()

@@ -13,7 +13,6 @@ import pytest
 from memory_store import MemoryStore
 from two_tiers import Node, content, names
 
-from flexkv.tiers.job import Priority
 from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import demoters_of, index_of, link_of, store_of
@@ -93,7 +92,7 @@ def test_a_waiting_request_gets_the_slots_of_writes_that_have_not_begun(
 def test_a_queued_request_takes_no_slot_from_a_write(make: Callable[..., Node]) -> None:
     node = make()
     fill(node)
-    early = node.begin("abcd", Priority.PREFETCH)
+    early = node.begin("abcd", queued=True)
     assert early.stop == 0
     assert (held(node), dropped(node)) == (FULL, 0)
     node.cache.end_fetch(early)
@@ -225,7 +224,7 @@ def test_a_read_that_ends_meanwhile_reaches_its_request(
     store.fill({b"e": content(b"e")})
     store.hanging = {"get", "put"}
     fetch = node.begin("e")
-    node.until(lambda: fetch.asking is None)
+    node.until(lambda: fetch.queried is None)
     fill(node, FULL[:7])
     wait(lambda: "get" in store.waiting)
     store.release_running()

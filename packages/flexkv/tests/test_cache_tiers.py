@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
-from flexkv.tiers.job import Priority
+from flexkv.client import FetchId
 from flexkv.transfer.copies import Transfer
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
 from packages.inside import index_of
+from packages.seen_fetch import see
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_what_is_fetched_stays_until_the_fetch_ends(make: Callable[..., Engine])
     engine = make(slots=4)
     engine.store("a", "b", "c")
     engine.store("x", "y", "z")
-    fetch = engine.cache.fetch(keys("a", "b", "c"))
+    fetch = see(engine.cache, keys("a", "b", "c"))
     assert fetch is not None
     engine.wait(fetch)
     others = keys("p", "q", "r")
@@ -215,8 +215,8 @@ def test_two_requests_share_one_read(make: Callable[..., Engine]) -> None:
     engine.store("a", "b")
     engine.store(*"stuvwxyz")
     release = engine.hang()
-    first = engine.cache.fetch(keys("a", "b"), Priority.PREFETCH)
-    second = engine.cache.fetch(keys("a", "b"))
+    first = engine.cache.fetch(keys("a", "b"), queued=True)
+    second = see(engine.cache, keys("a", "b"))
     assert first is not None
     assert second is not None
     engine.cache.end_fetch(first)  # must not take it from the second
@@ -231,11 +231,11 @@ def test_a_prefetch_leaves_half_of_the_arena(make: Callable[..., Engine]) -> Non
     engine = make(slots=8)
     engine.store(*"abcdef")
     engine.store(*"stuvwxyz")
-    fetch = engine.cache.fetch(keys(*"abcdef"), Priority.PREFETCH)
+    fetch = see(engine.cache, keys(*"abcdef"), queued=True)
     assert fetch is not None
     assert fetch.stop == 4
     engine.wait(fetch)
-    assert engine.cache.fetch(keys(*"stuv"), Priority.PREFETCH) is None
+    assert engine.cache.fetch(keys(*"stuv"), queued=True) is None
     engine.cache.end_fetch(fetch)
 
 
@@ -244,7 +244,7 @@ def test_a_cancelled_fetch_gives_its_slots_back(make: Callable[..., Engine]) -> 
     engine.store("a", "b", "c", "d")
     engine.store("w", "x", "y", "z")
     release = engine.hang()
-    fetch = engine.cache.fetch(keys("a", "b", "c", "d"))
+    fetch = see(engine.cache, keys("a", "b", "c", "d"))
     assert fetch is not None
     engine.cache.end_fetch(fetch)
     release()
@@ -259,7 +259,7 @@ def test_a_disk_that_gives_nothing_is_given_up(make: Callable[..., Engine], cloc
     engine.store("w", "x", "y", "z")
     reading = threading.Event()
     release = engine.hang(reading)
-    fetch = engine.cache.fetch(keys("a", "b"))
+    fetch = see(engine.cache, keys("a", "b"))
     assert fetch is not None
     assert reading.wait(STALL_SECONDS)
     engine.cache.poll()
@@ -281,7 +281,7 @@ def test_a_clear_reaches_what_is_on_its_way(make: Callable[..., Engine]) -> None
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
     release = engine.hang()
-    fetch = engine.cache.fetch(keys("a", "b"))
+    fetch = see(engine.cache, keys("a", "b"))
     assert fetch is not None
     engine.cache.clear()
     release()
@@ -442,7 +442,7 @@ class TierModel(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory(prefix="flexkv-test-")
         self.root = Path(self.folder.name)
         self.pending: list[Transfer] = []
-        self.fetches: list[Fetch] = []
+        self.fetches: list[FetchId] = []
         self.engine = self.start("write_through", "a")
 
     def start(self, admission: str, disks: str) -> Engine:
@@ -479,8 +479,7 @@ class TierModel(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 5), chain=st.integers(0, 3), early=st.booleans())
     def fetch(self, length: int, chain: int, early: bool) -> None:
-        priority = Priority.PREFETCH if early else Priority.LOAD
-        fetch = self.engine.cache.fetch(self.prefix(chain, length), priority)
+        fetch = self.engine.cache.fetch(self.prefix(chain, length), queued=early)
         if fetch is not None:
             self.fetches.append(fetch)
 

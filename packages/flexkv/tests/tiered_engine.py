@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from flexkv import KVCache
+from flexkv.client import FetchId
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.transfer.copies import Transfer
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Direction, Status
 from packages.inside import store_of
@@ -86,8 +86,8 @@ class Engine:
         self.finish(transfer)
         self.settle()
 
-    def wait(self, fetch: Fetch) -> None:
-        while not fetch.done:
+    def wait(self, fetch: FetchId) -> None:
+        while not self.cache.fetch_state(fetch).done:
             self.cache.poll()
             time.sleep(0)
 

@@ -15,14 +15,13 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
-from flexkv.tiers.job import Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import assert_no_lease, assert_no_read, demoters_of, index_of, leaving_of
+from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import ready_blocks
 
 SLOT = 4096
@@ -107,14 +106,14 @@ class Node:
         there = self.disk.contains(names(text))
         return "".join(name for name, has in zip(text, there, strict=True) if has)
 
-    def begin(self, text: str, priority: Priority = Priority.LOAD) -> Fetch:
-        fetch = self.cache.fetch(names(text), priority)
+    def begin(self, text: str, *, queued: bool = False) -> SeenFetch:
+        fetch = see(self.cache, names(text), queued=queued)
         assert fetch is not None
         return fetch
 
     def fetched(self, text: str) -> str:
         """What of a prefix has come once a fetch ended, each block with its own bytes."""
-        fetch = self.cache.fetch(names(text))
+        fetch = see(self.cache, names(text))
         if fetch is not None:
             self.until(lambda: fetch.done)
         hits = self.cache.lookup(names(text))

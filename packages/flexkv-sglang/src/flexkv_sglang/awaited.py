@@ -5,13 +5,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flexkv import KVCache
+from flexkv.client import FetchId
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
-from flexkv.engine.scheduler.hit_sources import fetched_blocks
-from flexkv.transfer.fetch import Fetch
+from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
 from flexkv.types.changes import Medium
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A fetch of a request.
+
+    Attributes:
+        id: of the fetch.
+        keys: keys of its blocks.
+        first: number of the first of them.
+    """
+
+    id: FetchId
+    keys: list[bytes]
+    first: int
 
 
 class AwaitedPrefixes:
@@ -27,7 +43,7 @@ class AwaitedPrefixes:
         self._cache = cache
         self._chooser = chooser
         self._block_tokens = block_tokens
-        self._fetches: dict[str, tuple[Fetch, int]] = {}
+        self._fetches: dict[str, _Fetched] = {}
 
     def __contains__(self, rid: str) -> bool:
         """Whether the request has a fetch."""
@@ -47,13 +63,15 @@ class AwaitedPrefixes:
         fetch = self._cache.fetch(keys)
         if fetch is None:
             return False
-        self._fetches[rid] = fetch, first
-        return fetch.stop == len(keys)
+        self._fetches[rid] = _Fetched(fetch, list(keys), first)
+        return self._cache.fetch_state(fetch).stop == len(keys)
 
     def extend(self, rid: str, keys: Sequence[bytes]) -> bool:
         """Fetch the blocks behind those of the request's fetch. Returns whether the fetch can be
         extended further."""
-        return self._cache.extend_fetch(self._fetches[rid][0], keys)
+        fetched = self._fetches[rid]
+        fetched.keys += keys
+        return self._cache.extend_fetch(fetched.id, keys)
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Whether each request should wait, because its fetch is expected to end sooner than
@@ -64,29 +82,31 @@ class AwaitedPrefixes:
         """
         for rid in self._fetches.keys() - set(rids):
             self.end(rid)
-        return [rid in self._fetches and self._is_awaited(*self._fetches[rid]) for rid in rids]
+        return [rid in self._fetches and self._is_awaited(self._fetches[rid]) for rid in rids]
 
     def count(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
         """How many blocks of `keys` each lower tier has fetched for the request."""
-        if rid not in self._fetches:
-            return Counter()
-        fetch, _ = self._fetches[rid]
-        return fetched_blocks(dict.fromkeys(fetch.awaited, fetch), keys)
+        media: dict[bytes, Medium] = {}
+        fetched = self._fetches.get(rid)
+        if fetched is not None:
+            note_media(media, fetched.keys, self._cache.fetch_state(fetched.id))
+        return fetched_blocks(media, keys)
 
     def end(self, rid: str) -> None:
         """End the request's fetch and release its blocks. Idempotent."""
-        fetch, _ = self._fetches.get(rid, (None, 0))
-        if fetch is not None:
-            self._cache.end_fetch(fetch)
+        fetched = self._fetches.get(rid)
+        if fetched is not None:
+            state = self._cache.end_fetch(fetched.id)
             del self._fetches[rid]  # not before: an error would lose the fetch
-            self._chooser.fetched(fetch)
+            self._chooser.fetched(fetched.id, state)
 
     def end_all(self) -> None:
         """End the fetches of all requests. Idempotent."""
         for rid in list(self._fetches):
             self.end(rid)
 
-    def _is_awaited(self, fetch: Fetch, first: int) -> bool:
-        size = self._block_tokens
-        span = Span(first * size, (first + fetch.stop) * size)
-        return not fetch.done and self._chooser.is_worth_waiting(fetch, span)
+    def _is_awaited(self, fetched: _Fetched) -> bool:
+        state = self._cache.fetch_state(fetched.id)
+        first, size = fetched.first, self._block_tokens
+        span = Span(first * size, (first + state.stop) * size)
+        return not state.done and self._chooser.is_worth_waiting(fetched.id, span)

@@ -101,7 +101,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         config,
         LoadMode.LAYERWISE,
         worker.session.arena.spec,
-        lambda: 0 if cache is None else cache.loading_blocks,
+        cache,
         on_cores=engine.settings.device == "cpu",
     )
     return RankSide(

@@ -79,7 +79,7 @@ def make_request_side(
             config,
             mode,
             spec,
-            lambda: cache.loading_blocks,
+            cache,
             on_cores=vllm_config.device_config.device_type == "cpu",
             steps_behind=steps_behind(vllm_config),
         )

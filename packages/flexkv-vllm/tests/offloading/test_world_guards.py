@@ -143,10 +143,10 @@ def test_a_request_that_ends_with_an_error_keeps_no_fetch(
     wait_until(lambda: hang.begun, world.step)
     end_fetch, errors = world.cache.end_fetch, [InjectedError()]
 
-    def failing_once(fetch: Any) -> None:
+    def failing_once(fetch: Any) -> Any:
         if errors:
             raise errors.pop()
-        end_fetch(fetch)
+        return end_fetch(fetch)
 
     monkeypatch.setattr(world.cache, "end_fetch", failing_once)
     world.abort(request)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from flexkv.client import FetchId, FetchState
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.figures.definitions import Counters, HostFigures, ResetCause, TierReading
 from flexkv.figures.meter import Figures, Meter
@@ -24,7 +25,6 @@ from flexkv.index.pins import Pins
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceLink, Transfer
-from flexkv.transfer.fetch import Fetch
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction, Status
@@ -178,9 +178,9 @@ class KVCache:
         return self._has_tiers
 
     @property
-    def must_ask(self) -> bool:
+    def must_query(self) -> bool:
         """Whether a lower tier needs a query to know which blocks it has."""
-        return self._below.must_ask
+        return self._below.must_query
 
     @property
     def disabled(self) -> bool:
@@ -213,21 +213,15 @@ class KVCache:
         if not self._has_tiers or self._recovering:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
-        below = iter(self._below.look(absent) if absent else ())
+        below = iter(self._below.contains(absent) if absent else ())
         return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
     @_sound
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> bool:
-        """Query the lower tiers that do not know which of these blocks they have. Returns whether
-        an answer is awaited; it arrives within each tier's deadline.
-
-        Args:
-            keys: keys of a prefix, first block first.
-            behind: keys of further blocks, with gaps; of no use without the first of `keys`.
-        """
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
+        """See `CacheClient.query`."""
         if self._off or self._recovering:
             return False
-        return self._below.fetcher.ask(keys, behind)
+        return self._below.fetcher.query(keys, scattered)
 
     @_sound
     def record(
@@ -273,47 +267,32 @@ class KVCache:
         return transfer
 
     @_sound
-    def fetch(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> Fetch | None:
-        """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them.
-
-        Args:
-            keys: keys of the prefix from some block on, first block first.
-            priority: LOAD if a request waits, PREFETCH if it is still queued.
-
-        Returns:
-            The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
-            lower tier has a block to add.
-        """
+    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+        """See `CacheClient.fetch`."""
         if self._off or self._recovering or not self._has_tiers:
             return None
-        return self._below.fetcher.begin(keys, priority)
+        return self._below.fetcher.begin(keys, Priority.PREFETCH if queued else Priority.LOAD)
 
     @_sound
-    def extend_fetch(self, fetch: Fetch, keys: Sequence[bytes]) -> bool:
-        """Let a fetch bring the blocks behind its prefix, too: beginning a long fetch at once takes
-        longer than a step of an engine may.
-
-        Args:
-            fetch: the fetch.
-            keys: keys of the blocks, in order.
-
-        Returns:
-            Whether the fetch can be extended further. If not, no tier has a block to add, or the
-            fetch has ended.
-        """
+    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+        """See `CacheClient.extend_fetch`."""
         if self._off or self._recovering:
             return False
         return self._below.fetcher.extend(fetch, keys)
 
     @_sound
-    def raise_priority(self, fetch: Fetch) -> None:
-        """Raise the priority of a prefetch, because a request now waits for it."""
+    def raise_priority(self, fetch: FetchId) -> None:
+        """See `CacheClient.raise_priority`."""
         self._below.fetcher.raise_priority(fetch)
 
+    def fetch_state(self, fetch: FetchId) -> FetchState:
+        """See `CacheClient.fetch_state`."""
+        return self._below.fetcher.state(fetch)
+
     @_sound
-    def end_fetch(self, fetch: Fetch) -> None:
-        """End a fetch and release its blocks, whether or not they have arrived. Idempotent."""
-        self._below.fetcher.end(fetch)
+    def end_fetch(self, fetch: FetchId) -> FetchState:
+        """See `CacheClient.end_fetch`."""
+        return self._below.fetcher.end(fetch)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """Positions, from `start` on, of the keys whose blocks have no slot."""
@@ -548,6 +527,7 @@ class KVCache:
         else:
             self._counters.failed_loads += 1
             self._index.drop(transfer.blocks)
+            self._below.fetcher.cut_dropped()
             if self._counters.failed_loads == 1:
                 logger.warning("a load of %d blocks failed; dropped (logged once)", count)
         self._index.release(transfer.blocks)

@@ -7,9 +7,11 @@ in another one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+import math
+import time
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, Protocol
 
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.definitions import ResetCause
@@ -50,6 +52,79 @@ class Ended(NamedTuple):
     id: int
     direction: Direction
     done: bool
+
+
+FetchId = NewType("FetchId", int)
+"""Number of a fetch; each fetch of a cache has a greater one than those before."""
+
+
+class AwaitedBlocks(NamedTuple):
+    """Consecutive blocks that the arena lacked when their fetch began.
+
+    Attributes:
+        start: position of the first in the keys of the fetch.
+        stop: position behind the last.
+        medium: medium of the tier that gave them, is expected to give them, or is queried about
+            them. HOST if the engine stores them, or if no tier has given them.
+    """
+
+    start: int
+    stop: int
+    medium: Medium
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """A fetch as of the last poll. Times are time.monotonic(), in seconds. Nobody changes the
+    mappings and sequences.
+
+    Attributes:
+        begun: when the fetch began.
+        length: how many blocks the fetch is to bring, those that the arena had included.
+        first: how many blocks the arena had when the fetch began, from the first on.
+        arrived: how many blocks the arena has, from the first on without a gap. They stay there
+            until `CacheClient.end_fetch`.
+        stop: how many blocks have arrived or can still arrive, from the first on. The number falls
+            when a block fails or no tier has the block.
+        queried: medium of the first tier that is queried about further blocks; None if none is.
+        missing: how many blocks each tier may still give.
+        gave: how many blocks each tier has given, and when it gave the last.
+        next_medium: medium of the tier that is expected to give the next block; None if unknown.
+        awaited: the blocks that the arena lacked when the fetch began and that could come, in
+            order.
+    """
+
+    begun: float
+    length: int = 0
+    first: int = 0
+    arrived: int = 0
+    stop: int = 0
+    queried: Medium | None = None
+    missing: Mapping[Medium, int] = field(default_factory=dict)
+    gave: Mapping[Medium, tuple[int, float]] = field(default_factory=dict)
+    next_medium: Medium | None = None
+    awaited: Sequence[AwaitedBlocks] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether no further block can arrive."""
+        return self.arrived >= self.stop
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the remaining blocks take at the pace of those that have arrived; infinite
+        if none has arrived."""
+        if self.done:
+            return 0.0
+        came = self.arrived - self.first
+        seconds = time.monotonic() - self.begun
+        return seconds * (self.stop - self.arrived) / came if came else math.inf
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether each tier that may still give blocks has them for certain, and has given some.
+        Only then does `seconds_left` hold for all tiers."""
+        return self.queried is None and self.missing.keys() <= self.gave.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +197,49 @@ class CacheClient(Protocol):
         """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
         `cancel`. The caller does not change `keys` afterwards. None, a miss, if a block is not
         ready or too many transfers are under way."""
+        ...
+
+    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+        """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them.
+
+        Args:
+            keys: keys of the prefix from some block on, first block first.
+            queued: whether the request is still queued. The fetch then yields to those of requests
+                that wait, and leaves half of the arena to others.
+
+        Returns:
+            The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
+            lower tier has a block to add.
+        """
+        ...
+
+    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+        """Let a fetch bring the blocks behind its prefix, too: beginning a long fetch at once takes
+        longer than a step of an engine may.
+
+        Args:
+            fetch: the fetch.
+            keys: keys of the blocks, in order.
+
+        Returns:
+            Whether the fetch can be extended further. If not, no tier has a block to add, or the
+            fetch has ended.
+        """
+        ...
+
+    def raise_priority(self, fetch: FetchId) -> None:
+        """Raise the priority of a fetch that began as `queued`, because a request now waits for
+        it."""
+        ...
+
+    def fetch_state(self, fetch: FetchId) -> FetchState:
+        """The state of a fetch. A fetch that has ended, also by an error or a reset, has no block
+        and is done."""
+        ...
+
+    def end_fetch(self, fetch: FetchId) -> FetchState:
+        """End a fetch and release its blocks, whether or not they have arrived. Idempotent. Returns
+        the last state of the fetch."""
         ...
 
     def store(

@@ -16,6 +16,7 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.figures.definitions import METRICS, Kind, Samples, bucket, sample
 from flexkv.types.mover import Status
+from packages.conftest import Clock
 
 SAVED = "saved_prefill_seconds"
 
@@ -69,20 +70,20 @@ def test_a_copy_that_fails_has_no_latency(engine: Engine) -> None:
     assert values(figures.take(), "store_seconds") == (0, 0.0)
 
 
-def test_a_fetch_counts_once_for_the_tier_that_gave_blocks(engine: Engine) -> None:
+def test_a_fetch_counts_once_for_the_tier_that_gave_blocks(engine: Engine, clock: Clock) -> None:
     figures = figures_of(engine, [None])
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
     fetch = engine.cache.fetch(keys("a", "b"))
     assert fetch is not None
-    fetch.begun -= 100
+    clock.skip(50)
     engine.wait(fetch)
     assert values(figures.take(), "fetch_seconds", "disk") == (0, 0.0)
     for _ in range(2):
         engine.cache.end_fetch(fetch)
     samples = figures.take()
     count, seconds = values(samples, "fetch_seconds", "disk")
-    assert (count, seconds >= 100) == (1, True)
+    assert (count, seconds >= 50) == (1, True)
     assert values(samples, "fetch_seconds", "objects") == (0, 0.0)
     engine.settle()
 

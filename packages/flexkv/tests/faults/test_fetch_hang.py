@@ -17,11 +17,11 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import DiskTier, open_disk_tier
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Status
 from packages.conftest import Clock
 from packages.inside import below_of
+from packages.seen_fetch import SeenFetch, see
 
 KEYS = names(40)
 
@@ -61,8 +61,8 @@ class Node:
         index = self.disk.drives[number].index
         return [key for key in KEYS if key in index and not self.cache.lookup([key])]
 
-    def fetch(self, keys: Sequence[bytes]) -> Fetch:
-        fetch = self.cache.fetch(keys)
+    def fetch(self, keys: Sequence[bytes]) -> SeenFetch:
+        fetch = see(self.cache, keys)
         assert fetch is not None
         return fetch
 
@@ -88,7 +88,7 @@ def test_a_fetch_over_a_hung_drive_ends_at_the_gap(
     good, bad = node.on_drive(0), node.on_drive(1)
     files.hang(tmp_path / "b")
     victim = node.fetch([good[0], bad[0], good[1]])
-    node.wait(lambda: victim.arrived == 1 and len(below_of(node.cache).fetcher.reads._read_of) == 1)
+    node.wait(lambda: victim.arrived == 1 and len(below_of(node.cache).fetcher.reads.by_key) == 1)
     assert files.hanging.wait(DEADLINE)
     clock.skip(DEADLINE + 1)
     other = node.fetch([good[2]])

@@ -170,7 +170,7 @@ def test_what_a_reset_tier_gets_from_before_is_not_remembered(is_reset: bool) ->
     memory.end_all(Outcome.DONE)
     for result in memory.poll():
         assert demoter.take(result) is block
-    assert list(source.look(keys("a"))) == [None if is_reset else True]
+    assert list(source.contains(keys("a"))) == [None if is_reset else True]
     assert block.leases == 0
 
 

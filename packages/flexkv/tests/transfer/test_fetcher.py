@@ -14,11 +14,11 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Status
 from packages.conftest import Clock
 from packages.inside import assert_no_read, below_of, index_of
+from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 FORMAT = BlockFormat(1, (4096,))
@@ -57,8 +57,8 @@ class Node:
         self.arena.board.report(transfer.cell, 0, Status.DONE)
         self.cache.poll()
 
-    def fetch(self, names: str, priority: Priority = Priority.LOAD) -> Fetch:
-        fetch = self.cache.fetch(keys(names), priority)
+    def fetch(self, names: str, *, queued: bool = False) -> SeenFetch:
+        fetch = see(self.cache, keys(names), queued=queued)
         assert fetch is not None
         return fetch
 
@@ -222,7 +222,7 @@ def test_a_retry_before_the_next_poll_has_what_was_cancelled(make: Callable[...,
 def test_a_dropped_read_is_not_asked_for_again(make: Callable[..., Node]) -> None:
     """A full queue would drop it for ever."""
     node = make("ab")
-    fetch = node.fetch("ab", Priority.PREFETCH)
+    fetch = node.fetch("ab", queued=True)
     (tier,) = node.tiers
     tier.end_all(Outcome.DROPPED)
     node.cache.poll()
@@ -235,8 +235,8 @@ def test_a_dropped_read_is_not_asked_for_again(make: Callable[..., Node]) -> Non
 def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> None:
     node = make("abc", slots=16)
     (tier,) = node.tiers
-    early = node.fetch("ab", Priority.PREFETCH)
-    late = node.fetch("abc", Priority.PREFETCH)
+    early = node.fetch("ab", queued=True)
+    late = node.fetch("abc", queued=True)
     node.cache.raise_priority(late)
     assert {task.key: task.priority for task in tier.tasks} == dict.fromkeys(
         keys("abc"), Priority.LOAD
@@ -244,7 +244,7 @@ def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> 
     for fetch in (early, late):
         node.cache.end_fetch(fetch)
     node.cache.poll()
-    early = node.fetch("ab", Priority.PREFETCH)
+    early = node.fetch("ab", queued=True)
     load = node.fetch("abc")
     assert {task.priority for task in tier.tasks} == {Priority.LOAD}
     for fetch in (early, load):
@@ -256,7 +256,7 @@ def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> 
 def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., Node]) -> None:
     node = make("ab", "ab")
     first, second = node.tiers
-    early = node.fetch("ab", Priority.PREFETCH)
+    early = node.fetch("ab", queued=True)
     first.end_all(Outcome.FAILED)
     node.cache.poll()
     assert {task.priority for task in second.tasks} == {Priority.PREFETCH}
@@ -306,7 +306,7 @@ def test_a_read_that_hangs_alone_is_given_up_though_its_batch_delivers(
 ) -> None:
     node = make("abcd")
     (tier,) = node.tiers
-    fetch = node.fetch("abcd", Priority.PREFETCH)
+    fetch = node.fetch("abcd", queued=True)
     tier.tasks[1].begun = True
     tier.end(tier.of(b"a"))
     node.cache.poll()
@@ -449,9 +449,9 @@ def test_a_fetch_ends_where_the_arena_has_no_slot(make: Callable[..., Node]) -> 
 def test_a_prefetch_leaves_what_others_hold_within_half(make: Callable[..., Node]) -> None:
     node = make("abcdef")
     fetches: list[Sequence[bytes]] = []
-    first = node.fetch("abc", Priority.PREFETCH)
-    second = node.fetch("def", Priority.PREFETCH)
-    fetches += [first.awaited, second.awaited]
+    first = node.fetch("abc", queued=True)
+    second = node.fetch("def", queued=True)
+    fetches += [first.awaited_keys, second.awaited_keys]
     assert fetches == [keys("abc"), keys("d")]
     for each in (first, second):
         node.cache.end_fetch(each)
@@ -497,7 +497,7 @@ def test_an_extended_fetch_brings_what_follows_its_prefix(make: Callable[..., No
     assert (fetch.arrived, fetch.done) == (2, True)
     assert node.cache.extend_fetch(fetch, keys("cd"))
     assert (fetch.done, read_keys(tier)[-1]) == (False, b"d")
-    assert fetch.awaited == keys("abd")
+    assert [(start, stop) for start, stop, _ in fetch.awaited] == [(0, 2), (3, 4)]
     tier.end_all()
     node.cache.poll()
     assert (fetch.arrived, fetch.done) == (4, True)
@@ -513,11 +513,11 @@ def test_an_error_while_a_fetch_is_extended_ends_it(
     node = make("abcd")
     fetch = node.fetch("ab")
     with monkeypatch.context() as patch:
-        patch.setattr(below_of(node.cache).fetcher, "_await", _raising)
+        patch.setattr(below_of(node.cache).fetcher, "_fill", _raising)
         with pytest.raises(MemoryError):
             node.cache.extend_fetch(fetch, keys("cd"))
     assert fetch.done
-    assert (fetch.arrived, fetch.asking) == (0, None)
+    assert (fetch.arrived, fetch.queried) == (0, None)
     node.cache.end_fetch(fetch)
 
 

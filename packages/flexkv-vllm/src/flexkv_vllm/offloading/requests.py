@@ -13,9 +13,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import KVCache
-from flexkv.engine.scheduler.hit_sources import Awaited
+from flexkv.client import FetchId, FetchState
+from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from flexkv_vllm.compat.offloading import may_load_from
@@ -54,9 +54,11 @@ class RequestBlocks:
         self.stale = False
         self._wanted: dict[bytes, None] = {}
         self._lacks = False
-        self._fetch: Fetch | None = None
+        self._fetch: FetchId | None = None
+        self._fetched: Sequence[bytes] = ()
+        self._noted: FetchState | None = None
         self._tried: set[bytes] = set()
-        self._awaited: Awaited = {}
+        self._awaited: dict[bytes, Medium] = {}
 
     def lookup(self, key: bytes) -> LookupResult:
         """Whether the block can be loaded, or will be once a lower tier has given it."""
@@ -66,7 +68,7 @@ class RequestBlocks:
                 return LookupResult.MISS
             self._wanted[key] = None
             return LookupResult.HIT
-        if self._fetch is not None and not self._fetch.done and key in self._awaited:
+        if key in self._awaited and self._is_waiting():
             self._wanted[key] = None
             return LookupResult.HIT_PENDING
         if not self._from_below or key in self._tried:
@@ -88,9 +90,8 @@ class RequestBlocks:
         self._tried.update(wanted)
         fetch = self._cache.fetch(wanted)
         self._end_fetch()  # only now, so that what is under way goes on for the new one
-        self._fetch = fetch
-        if fetch is not None:
-            self._awaited |= dict.fromkeys(fetch.awaited, fetch)
+        self._fetch, self._fetched = fetch, wanted
+        self._is_waiting()
 
     def fetch_nothing(self) -> None:
         """In place of `fetch_lacking`, after an error: vLLM waits for no block that this step has
@@ -101,8 +102,8 @@ class RequestBlocks:
 
     def source_of(self, key: bytes) -> Medium:
         """The source of a loaded block."""
-        fetch = self._awaited.get(key)
-        return Medium.HOST if fetch is None else fetch.medium_of(key)
+        self._is_waiting()
+        return self._awaited.get(key, Medium.HOST)
 
     def offer(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
         """vLLM wants these blocks stored, again perhaps after a preemption.
@@ -154,9 +155,22 @@ class RequestBlocks:
         self._ends.clear()
         self.stale = True
 
+    def _is_waiting(self) -> bool:
+        """Whether blocks may still arrive. Notes which tiers give the blocks of the fetch."""
+        if self._fetch is None:
+            return False
+        state = self._cache.fetch_state(self._fetch)
+        if state is not self._noted:
+            self._note(state)
+        return not state.done
+
+    def _note(self, state: FetchState) -> None:
+        self._noted = state
+        note_media(self._awaited, self._fetched, state)
+
     def _end_fetch(self) -> None:
         if self._fetch is not None:
-            self._cache.end_fetch(self._fetch)
+            self._note(self._cache.end_fetch(self._fetch))
             self._fetch = None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from flexkv.cache import KVCache
+from flexkv.client import FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.open_tiers import open_tiers
 from flexkv.engine.recorder import Recorder, open_recorder
@@ -153,7 +154,7 @@ def make_chooser(
     config: CacheConfig,
     mode: LoadMode,
     spec: ArenaSpec,
-    loading: Callable[[], int],
+    cache: KVCache | None,
     *,
     on_cores: bool = False,
     steps_behind: int = 1,
@@ -164,7 +165,7 @@ def make_chooser(
         config: FlexKV's settings.
         mode: the load mode in force.
         spec: sizes of the engine's arena.
-        loading: see `LoadChooser`.
+        cache: the cache of the engine, borrowed; None on a rank that decides nothing.
         on_cores: see `LoadChooser`.
         steps_behind: see `LoadChooser`.
     """
@@ -175,7 +176,8 @@ def make_chooser(
         sum(spec.format.shard_bytes),
         spec.ranks,
         on_cores=on_cores,
-        loading=loading,
+        loading=lambda: 0 if cache is None else cache.loading_blocks,
+        state_of=lambda fetch: FetchState(0.0) if cache is None else cache.fetch_state(fetch),
         steps_behind=steps_behind,
     )
 

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flexkv.cache import KVCache
+from flexkv.client import FetchId
 from flexkv.host.arena import Arena
 from flexkv.transfer.copies import Transfer
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.errors import FlexKVError
 from flexkv.types.mover import Mover, Status
 
@@ -270,7 +270,7 @@ class PageLoad(PageCopy):
         super().__init__(copier)
         self._keys = keys
         self._pages = pages
-        self._fetch: Fetch | None = None
+        self._fetch: FetchId | None = None
         self._stopped = False
 
     def _advance(self) -> None:
@@ -280,7 +280,7 @@ class PageLoad(PageCopy):
         if rest and not self._stopped:
             if self._fetch is None:
                 self._fetch = cache.fetch(rest)
-            if self._fetch is not None and not self._fetch.done:
+            if self._fetch is not None and not cache.fetch_state(self._fetch).done:
                 return
             found = cache.lookup(rest)
             transfer = cache.load(rest[:found]) if found else None

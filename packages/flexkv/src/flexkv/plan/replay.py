@@ -196,10 +196,9 @@ class _Cache:
         fetch = self._below.fetcher.begin(keys, Priority.LOAD)
         if fetch is None:
             return 0
-        while not fetch.done:
+        while not self._below.fetcher.state(fetch).done:
             self._below.poll()
-        self._below.fetcher.end(fetch)
-        return fetch.arrived
+        return self._below.fetcher.end(fetch).arrived
 
     def _use(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         if self._below is not None:

@@ -119,7 +119,7 @@ class Demoter:
         index = self._index
         return any(
             not has and index.lookup((key,))
-            for key, has in zip(keys, self.source.look(keys), strict=True)
+            for key, has in zip(keys, self.source.contains(keys), strict=True)
         )
 
     def offer(self, keys: Sequence[bytes]) -> None:
@@ -164,7 +164,7 @@ class Demoter:
         batch: dict[bytes, Block] = {}
         there: set[bytes] = set()
         unwritten: list[Block] = []
-        for key, block, has in zip(keys, blocks, self.source.look(keys), strict=True):
+        for key, block, has in zip(keys, blocks, self.source.contains(keys), strict=True):
             before = None if block.parent is None else block.parent.key
             if has:
                 there.add(key)
@@ -254,7 +254,7 @@ class Demoter:
         if self._writing.get(block.key) is block:  # else it was cleared, and so was the tier
             del self._writing[block.key], self._held[block.key]
             if outcome is Outcome.DONE:
-                self.source.note(block.key, True)
+                self.source.note([block.key], True)
         if outcome is Outcome.DROPPED:
             counters.dropped_demotions += 1
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
@@ -275,7 +275,7 @@ class Demoter:
         have to be asked."""
         if key in self._writing:
             return True
-        has = self.source.look([key])[0]
+        has = self.source.contains([key])[0]
         return unknown if has is None else has
 
     def _follow_leaving(self, all_blocks: bool) -> list[Block]:

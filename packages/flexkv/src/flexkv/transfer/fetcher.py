@@ -4,17 +4,149 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
+from dataclasses import dataclass, field
 
+from flexkv.client import AwaitedBlocks, FetchId, FetchState
 from flexkv.figures.meter import Histogram
-from flexkv.index.block_index import Block, BlockIndex
+from flexkv.index.block_index import Block, BlockIndex, BlockState
 from flexkv.tiers.job import Priority
-from flexkv.transfer.fetch import Fetch
 from flexkv.transfer.reads import Read, Reads
 from flexkv.transfer.sources import Source
 from flexkv.types.changes import Medium
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A prefix that a request wants in the arena. Times are time.monotonic(), in seconds.
+
+    Attributes:
+        id: the caller's name for it.
+        keys: keys of the prefix, first block first. The list grows if the fetch is extended.
+        priority: priority of the reads.
+        begun: when the fetch began.
+        progressed: when `arrived` last grew or another tier was tried; `begun` before that.
+        blocks: the blocks by position; None for one that the arena lacks. The fetch leases the
+            others. The list is shorter than `keys` while tiers are queried.
+        media: the medium of each of `blocks`; None for one that the arena had at once. See
+            `AwaitedBlocks`.
+        arrived, stop, first, queried, gave: see `FetchState`.
+        expected: how many blocks each tier is expected to give, beside those it is queried about.
+    """
+
+    id: FetchId
+    keys: list[bytes]
+    priority: Priority
+    begun: float
+    progressed: float
+    blocks: list[Block | None]
+    media: list[Medium | None]
+    arrived: int = 0
+    stop: int = 0
+    first: int = 0
+    queried: Medium | None = None
+    gave: dict[Medium, tuple[int, float]] = field(default_factory=dict)
+    expected: dict[Medium, int] = field(default_factory=dict)
+    _runs: list[AwaitedBlocks] = field(default_factory=list)
+    _grouped: int = 0
+    _state: FetchState | None = None
+
+    @property
+    def state(self) -> FetchState:
+        """The state for the caller. Made anew only after a change."""
+        state = self._state
+        if state is None:
+            state = self._state = FetchState(
+                self.begun,
+                len(self.keys),
+                self.first,
+                self.arrived,
+                self.stop,
+                self.queried,
+                self._count_missing(),
+                dict(self.gave),
+                self._next_medium(),
+                self._list_awaited(),
+            )
+        return state
+
+    def add(self, blocks: Sequence[Block | None], media: Sequence[Medium | None]) -> None:
+        """Add blocks behind the others, which end the prefix unless `wait_for_answer` is called."""
+        self.blocks += blocks
+        self.media += media
+        for medium in media:
+            if medium is not None and medium is not Medium.HOST:
+                self.expected[medium] = self.expected.get(medium, 0) + 1
+        self.stop = len(self.blocks)
+        self.queried = self._state = None
+
+    def wait_for_answer(self, medium: Medium | None, count: int) -> None:
+        """Further `count` blocks may arrive, about the first of which a tier is queried."""
+        self.stop += count
+        self.queried, self._state = medium, None
+
+    def complete(self, position: int, block: Block | None, medium: Medium | None) -> None:
+        """The block at `position` is no longer being written.
+
+        Args:
+            position: position of the block.
+            block: the block, leased; None if nobody gave it.
+            medium: the tier that gave it; None if none did.
+        """
+        expected, came = self.media[position], medium or Medium.HOST
+        if expected in self.expected:
+            self.expected[expected] -= 1
+        if expected is not came:
+            self.media[position] = came
+            self._runs, self._grouped = [], 0
+        if medium is not None:
+            count, _ = self.gave.get(medium, (0, 0.0))
+            self.gave[medium] = count + 1, time.monotonic()
+        self.blocks[position] = block
+        if block is None:
+            self.cut(position)
+        self._state = None
+
+    def advance(self) -> bool:
+        """Recount `arrived`. Returns whether it has grown."""
+        blocks, arrived, end = self.blocks, self.arrived, min(self.stop, len(self.blocks))
+        while arrived < end and blocks[arrived] is not None:
+            arrived += 1
+        if arrived == self.arrived:
+            return False
+        self.arrived, self.progressed, self._state = arrived, time.monotonic(), None
+        return True
+
+    def cut(self, position: int) -> None:
+        """End the prefix before the block at `position`."""
+        self.stop = min(self.stop, position)
+        self.arrived = min(self.arrived, self.stop)
+        self.queried = self._state = None
+
+    def _next_medium(self) -> Medium | None:
+        if self.arrived >= min(self.stop, len(self.media)):
+            return None
+        medium = self.media[self.arrived]
+        return None if medium is Medium.HOST else medium
+
+    def _count_missing(self) -> dict[Medium, int]:
+        left = self.stop - self.arrived
+        missing = {medium: min(count, left) for medium, count in self.expected.items() if count}
+        if self.queried is not None:
+            unknown = self.stop - len(self.blocks)
+            missing[self.queried] = missing.get(self.queried, 0) + unknown
+        return missing
+
+    def _list_awaited(self) -> Sequence[AwaitedBlocks]:
+        for medium, group in itertools.groupby(self.media[self._grouped :]):
+            start, self._grouped = self._grouped, self._grouped + len(list(group))
+            if medium is not None:
+                self._runs.append(AwaitedBlocks(start, self._grouped, medium))
+        if self.queried is None:
+            return tuple(self._runs)
+        return *self._runs, AwaitedBlocks(len(self.blocks), self.stop, self.queried)
 
 
 class Fetcher:
@@ -34,6 +166,9 @@ class Fetcher:
         seconds: histograms by tier. Each takes the seconds of fetches that its tier gave blocks.
         make_room: called if a request waits and the arena has no slot. Returns whether to try
             again.
+
+    Attributes:
+        reads: the batches that lower tiers read.
     """
 
     def __init__(
@@ -47,26 +182,27 @@ class Fetcher:
         self._index = index
         self._make_room = make_room
         self._sources = sources
+        self._ranks = {source.medium: source.place for source in sources}
         self._seconds = seconds
-        self._came: dict[Fetch, int] = {}
-        self._reads = Reads(index, slot_view, sources, self._priority_of, self.settle)
-        self._fetches: dict[Fetch, None] = {}
-        self._waiting: dict[bytes, list[tuple[Fetch, int]]] = {}
+        self.reads = Reads(index, slot_view, sources, self._priority_of, self.complete)
+        self._ids = itertools.count(1)
+        self._fetches: dict[FetchId, _Fetch] = {}
+        self._waiting: dict[bytes, list[tuple[_Fetch, int]]] = {}
+        self._came: dict[_Fetch, int] = {}
         self._longest_stall = max((source.stall_seconds for source in sources), default=0.0)
 
     @property
     def busy(self) -> bool:
-        """Whether a fetch, a read or a question has not ended, or `take_arrivals` would return
-        something. A question ends with its deadline."""
-        asks = any(source.busy for source in self._sources)
-        return bool(asks or self._reads or self._fetches or self._came)
+        """Whether a fetch, a read or a query has not ended, or `drain_arrivals` would return
+        something. A query ends with its deadline."""
+        if self._fetches or self._came or self.reads:
+            return True
+        for source in self._sources:  # noqa: SIM110 - `any` makes a call for each
+            if source.busy:
+                return True
+        return False
 
-    @property
-    def reads(self) -> Reads:
-        """The batches that lower tiers read."""
-        return self._reads
-
-    def begin(self, keys: Sequence[bytes], priority: Priority) -> Fetch | None:
+    def begin(self, keys: Sequence[bytes], priority: Priority) -> FetchId | None:
         """Begin to bring the blocks of a prefix into the arena, as many as tiers have and the arena
         has room for. Does not wait.
 
@@ -84,168 +220,161 @@ class Fetcher:
         if first == len(keys) or not self._may_come(keys[first]):
             return None
         if priority is not Priority.LOAD and first >= self._room():
-            self.ask(keys[first:])
+            self.query(keys[first:])
             return None
-        leased = self._index.lease(keys[:first])
-        fetch = Fetch(list(keys), list(leased or ()), priority=priority)
-        fetch.begun = fetch.progressed = time.monotonic()
-        self._fetches[fetch] = None
+        leased = self._index.lease(keys[:first]) or []
+        now, fetch_id = time.monotonic(), FetchId(next(self._ids))
+        fetch = _Fetch(fetch_id, list(keys), priority, now, now, [*leased], [None] * len(leased))
+        self._fetches[fetch_id] = fetch
         with contextlib.ExitStack() as undo:
-            undo.callback(self.end, fetch)  # nobody else could
+            undo.callback(self.end, fetch_id)  # nobody else could
             self._extend(fetch)
             undo.pop_all()
         fetch.first = fetch.arrived
-        self._await(fetch, first)
-        return fetch
+        return fetch_id
 
-    def extend(self, fetch: Fetch, keys: Sequence[bytes]) -> bool:
+    def extend(self, fetch_id: FetchId, keys: Sequence[bytes]) -> bool:
         """Bring the blocks behind a fetch's prefix into the arena, too. Does not wait.
 
         Args:
-            fetch: the fetch.
+            fetch_id: of the fetch.
             keys: keys of the blocks, in order.
 
         Returns:
             Whether blocks behind these can be of use: the fetch has not ended, and all its blocks
             have arrived or may arrive.
         """
-        first = len(fetch.keys)
-        if fetch not in self._fetches or fetch.stop < first:
+        fetch = self._fetches.get(fetch_id)
+        if fetch is None or fetch.stop < len(fetch.keys):
             return False
         with contextlib.ExitStack() as undo:
-            # The holder may keep the fetch, and would wait for it.
-            undo.callback(fetch.end_empty)
-            undo.callback(self.end, fetch)
+            undo.callback(self.end, fetch_id)
             fetch.keys += keys
             self._extend(fetch)
-            self._await(fetch, first)
             undo.pop_all()
         return fetch.stop == len(fetch.keys)
 
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> bool:
-        """Ask tiers which of these blocks they have, as far as that is unknown. Does not wait.
-        Returns whether an answer is awaited. The arguments are those of `KVCache.ask`."""
-        questions, others = self._unknown(keys), self._unknown(behind)
-        for source, unknown in questions.items():
+    def state(self, fetch_id: FetchId) -> FetchState:
+        """The state of a fetch; that of a fetch without a block if it has ended."""
+        fetch = self._fetches.get(fetch_id)
+        return FetchState(time.monotonic()) if fetch is None else fetch.state
+
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
+        """Query tiers which of these blocks they have, as far as that is unknown. Does not wait.
+        Returns whether an answer is awaited. The arguments are those of `KVCache.query`."""
+        first, others = self._unknown(keys), self._unknown(scattered)
+        for source, unknown in first.items():
             # Without an answer for the first block, the other blocks may be of use.
-            source.ask(unknown, others.pop(source, ()) if unknown[0] == keys[0] else ())
+            source.query(unknown, others.pop(source, ()) if unknown[0] == keys[0] else ())
         for source, unknown in others.items():
-            source.ask((), unknown)
-        return bool(questions or others)
+            source.query((), unknown)
+        return bool(first or others)
 
-    def raise_priority(self, fetch: Fetch) -> None:
+    def raise_priority(self, fetch_id: FetchId) -> None:
         """Raise a prefetch to the priority of a load, because a request waits for it now."""
-        fetch.priority = Priority.LOAD
-        self._reads.raise_priority(self._missing(fetch), fetch.priority)
+        fetch = self._fetches.get(fetch_id)
+        if fetch is not None:
+            fetch.priority = Priority.LOAD
+            self.reads.raise_priority(_lacking(fetch), fetch.priority)
 
-    def end(self, fetch: Fetch) -> None:
-        """Release the fetch's leases, and cancel the reads that no other fetch waits for.
-        Idempotent."""
-        if fetch not in self._fetches:
-            return
-        del self._fetches[fetch]
+    def end(self, fetch_id: FetchId) -> FetchState:
+        """Release the fetch's leases, and cancel the reads that no other fetch waits for. Returns
+        its last state. Idempotent."""
+        state = self.state(fetch_id)
+        fetch = self._fetches.pop(fetch_id, None)
+        if fetch is None:
+            return state
         for medium, (_, last) in fetch.gave.items():
             self._seconds[medium].observe(last - fetch.begun)
         self._index.release([block for block in fetch.blocks if block is not None])
-        missing = self._missing(fetch)
-        for key in missing:
+        lacking = _lacking(fetch)
+        for key in lacking:
             waiting = [entry for entry in self._waiting.pop(key, ()) if entry[0] is not fetch]
             if waiting:
                 self._waiting[key] = waiting
-        self._reads.cancel_unwanted(missing)
+        self.reads.cancel_unwanted(lacking)
+        return state
 
-    def settle(self, key: bytes, source: Source | None = None) -> None:
-        """The block of `key` is no longer being written: hand it to the fetches that wait.
+    def complete(self, keys: Iterable[bytes], source: Source | None = None) -> None:
+        """The blocks of `keys` are no longer being written: give them to the fetches that wait.
 
         Args:
-            key: of the block.
-            source: the tier that gave it, if one did.
+            keys: keys of the blocks.
+            source: the tier that gave them, if one did.
         """
-        for fetch, position in self._waiting.pop(key, ()):
-            fetch.settle(key, source)
-            found = self._index.lease([key])
-            if found is None:
-                fetch.cut(position)
-            else:
-                fetch.blocks[position] = found[0]
-            before = fetch.arrived
-            fetch.advance()
-            self._note_arrivals(fetch, before)
+        medium = None if source is None else source.medium
+        advanced: dict[_Fetch, None] = {}
+        for key in keys if self._waiting else ():
+            for fetch, position in self._waiting.pop(key, ()):
+                found = self._index.lease([key])
+                fetch.complete(position, found[0] if found else None, medium)
+                advanced[fetch] = None
+        for fetch in advanced:
+            self._advance(fetch)
 
-    def settle_stored(self, keys: Iterable[bytes]) -> None:
-        """The engine has stored the blocks of `keys`, or could not."""
-        if self._waiting:
-            for key in keys:
-                self.settle(key)
+    def cut_dropped(self) -> None:
+        """End each fetch before its first block that the arena has dropped as unreadable."""
+        for fetch in self._fetches.values():
+            for position, block in enumerate(fetch.blocks):
+                if block is not None and block.state is BlockState.DROPPED:
+                    fetch.cut(position)
+                    break
 
     def poll(self) -> None:
         """Go on after all results of tiers were taken. Blocks that a tier did not give are read
-        from the next tier, fetches whose questions were answered take further blocks, and stalled
-        fetches give their tier up."""
+        from the next tier, fetches whose queries were answered take further blocks, and stalled
+        fetches go on to another tier or end."""
         polled = [source.poll() for source in self._sources]  # `any` would skip some
         news = any(polled)
-        self._reads.settle()
+        self.reads.retry()
         if news:
-            for fetch in self._fetches:
-                if fetch.asking is not None:
+            for fetch in self._fetches.values():
+                if fetch.queried is not None:
                     self._extend(fetch)
         if self._waiting or news:
-            self._give_up_stalled()
+            self._end_stalled()
 
-    def take_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
+    def drain_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
         """The blocks that have arrived since the last call, if a tier gave one that is not the
         fastest. For each fetch: the keys in the order of the prefix, and the place of the slowest
         tier that gave a block."""
         came, self._came = self._came, {}
         arrivals: list[tuple[Sequence[bytes], int]] = []
         for fetch, start in came.items():
-            keys = fetch.keys[start : fetch.arrived]
+            media = set(fetch.media[start : fetch.arrived])
             place = max(
-                (fetch.sources[key].place for key in keys if key in fetch.sources), default=0
+                (rank for medium, rank in self._ranks.items() if medium in media), default=0
             )
             if place:
-                arrivals.append((keys, place))
+                arrivals.append((fetch.keys[start : fetch.arrived], place))
         return arrivals
 
     def clear(self) -> None:
         """End all fetches without a block, because the arena was cleared."""
-        for fetch in self._fetches:
+        for fetch in self._fetches.values():
             self._index.release([block for block in fetch.blocks if block is not None])
-            fetch.end_empty()
-        self._reads.clear()
-        self._waiting.clear()
+        self.reads.clear()
+        for known in (self._fetches, self._waiting, self._came):
+            known.clear()
 
     def forget(self) -> None:
         """End all fetches without a block: the index has ended all leases, and no tier reads any
         more."""
-        for fetch in self._fetches:
-            fetch.end_empty()
-        self._reads.forget()
+        self.reads.forget()
         for known in (self._fetches, self._waiting, self._came):
             known.clear()
 
-    def _await(self, fetch: Fetch, start: int) -> None:
-        """Note the blocks from `start` on that the arena lacks and that may come."""
-        blocks = fetch.blocks
-        fetch.awaited += [
-            fetch.keys[i] for i in range(start, fetch.stop) if i >= len(blocks) or blocks[i] is None
-        ]
-
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
-        """The keys that tiers have to be asked for, by the fastest tier that may have the block."""
-        looks = [source.look(keys) for source in self._sources]
+        """The keys that tiers have to be queried about, by the fastest tier that may have the
+        block."""
         unknown: dict[Source, list[bytes]] = {}
-        for i, key in enumerate(keys):
-            if key in self._index:
-                continue
-            source = self._first_that_may(looks, i)
-            if source is not None and looks[source.place][i] is None:
-                unknown.setdefault(source, []).append(key)
+        answers = [source.contains(keys) for source in self._sources]
+        fastest = self._fastest(answers, len(keys))
+        for i in self._index.missing(keys):
+            source, has = fastest[i]
+            if source is not None and has is None:
+                unknown.setdefault(source, []).append(keys[i])
         return unknown
-
-    def _missing(self, fetch: Fetch) -> list[bytes]:
-        blocks = enumerate(fetch.blocks)
-        return [fetch.keys[position] for position, block in blocks if block is None]
 
     def _priority_of(self, key: bytes) -> Priority | None:
         """How urgently fetches wait for the block of `key`; None if none waits."""
@@ -253,35 +382,30 @@ class Fetcher:
 
     def _room(self) -> int:
         """How many more blocks prefetches may hold."""
-        held = sum(len(fetch.blocks) for fetch in self._fetches)
+        held = sum(len(fetch.blocks) for fetch in self._fetches.values())
         return self._index.num_slots // 2 - held
 
     def _may_come(self, key: bytes) -> bool:
-        """Whether a lower tier has the block of `key` or has to be asked."""
-        return any(source.look([key])[0] is not False for source in self._sources)
+        """Whether a lower tier has the block of `key` or has to be queried."""
+        return any(source.contains([key])[0] is not False for source in self._sources)
 
-    def _first_that_may(self, looks: Sequence[Sequence[bool | None]], i: int) -> Source | None:
-        """The fastest tier that has block `i` or has to be asked."""
-        for source, look in zip(self._sources, looks, strict=True):
-            if look[i] is not False:
-                return source
-        return None
-
-    def _extend(self, fetch: Fetch) -> None:
-        """Add further blocks to a fetch, up to the first for which a tier has to be asked."""
+    def _extend(self, fetch: _Fetch) -> None:
+        """Add further blocks to a fetch, up to the first for which a tier has to be queried."""
         start = len(fetch.blocks)
-        sources, reach, asked = self._plan(fetch.keys[start:])
-        most = len(sources) if fetch.priority is Priority.LOAD else max(0, self._room())
-        self._fill(fetch, sources[:most])
-        filled = len(fetch.blocks) - start
-        fetch.asking = asked if filled == len(sources) < reach else None
-        fetch.stop = len(fetch.blocks) if fetch.asking is None else start + reach
-        before = fetch.arrived
-        fetch.advance()
-        self._note_arrivals(fetch, before)
+        plan, reach, queried = self._plan(fetch.keys[start:])
+        most = len(plan) if fetch.priority is Priority.LOAD else max(0, self._room())
+        self._fill(fetch, plan[:most])
+        if len(fetch.blocks) - start == len(plan) < reach:
+            fetch.wait_for_answer(queried, reach - len(plan))
+        self._advance(fetch)
+
+    def _advance(self, fetch: _Fetch) -> None:
+        start = fetch.arrived
+        if fetch.advance() and len(self._sources) > 1:
+            self._came.setdefault(fetch, start)
 
     def _plan(self, wanted: Sequence[bytes]) -> tuple[list[Source | None], int, Medium | None]:
-        """Choose the tier that each block is read from, and ask tiers about blocks for which that
+        """Choose the tier that each block is read from, and query tiers about blocks for which that
         is unknown.
 
         Args:
@@ -290,79 +414,89 @@ class Fetcher:
         Returns:
             For each key up to the first unknown one, the tier that reads its block, or None if the
             arena has the block or a read of it is under way; how many of `wanted` can arrive, from
-            the first on; and the first tier that is asked.
+            the first on; and the first tier that is queried.
         """
-        index, reads = self._index, self._reads
-        looks = [source.look(wanted) for source in self._sources]
+        answers = [source.contains(wanted) for source in self._sources]
+        end = self._reroute_hung(wanted, answers) if self.reads.by_key else len(wanted)
+        absent = set(self._index.missing(wanted))
         plan: list[Source | None] = []
-        questions: dict[Source, list[bytes]] = {}
-        reach, now = 0, time.monotonic()
-        hung: dict[Read, set[bytes]] = {}
-        absent = set(index.missing(wanted))
-        for i, key in enumerate(wanted):
-            read = reads.of(key)
-            if read is not None:
-                if read not in hung:
-                    hung[read] = reads.hung_in(read, now)
-                hangs = key in hung[read] or looks[read.source.place][i] is False
-                if hangs and not self._leave(key, now):
-                    break  # no other tier has it
-                if hangs:
-                    absent = set(index.missing(wanted))
-            source = None
+        queries: dict[Source, list[bytes]] = {}
+        reach = 0
+        for i, (source, has) in enumerate(self._fastest(answers, end)):
             if i in absent:
-                source = self._first_that_may(looks, i)
                 if source is None:
-                    break
-                if looks[source.place][i] is None:
-                    questions.setdefault(source, []).append(key)
+                    break  # no tier has it
+                if has is None:
+                    queries.setdefault(source, []).append(wanted[i])
+            if not queries:
+                plan.append(source if i in absent else None)
             reach += 1
-            if not questions:
-                plan.append(source)
-        for source, keys in questions.items():
-            source.ask(keys)
-        return plan, reach, next((source.medium for source in questions), None)
+        for asked, keys in queries.items():
+            asked.query(keys)
+        return plan, reach, next((source.medium for source in queries), None)
 
-    def _fill(self, fetch: Fetch, plan: Sequence[Source | None]) -> None:
+    def _fastest(
+        self, answers: Sequence[Sequence[bool | None]], count: int
+    ) -> list[tuple[Source | None, bool | None]]:
+        """For each of `count` blocks, the fastest tier that has it or has to be queried, and its
+        answer; None and False without such a tier. `answers` are those of the tiers."""
+        fastest: list[tuple[Source | None, bool | None]] = [(None, False)] * count
+        for source, answer in zip(reversed(self._sources), reversed(answers), strict=True):
+            both = zip(fastest, answer, strict=False)
+            fastest = [other if has is False else (source, has) for other, has in both]
+        return fastest
+
+    def _reroute_hung(
+        self, wanted: Sequence[bytes], answers: Sequence[Sequence[bool | None]]
+    ) -> int:
+        """Have other tiers read those blocks whose reads hang. Returns how many of `wanted`, from
+        the first on, can come."""
+        now = time.monotonic()
+        hung: dict[Read, set[bytes]] = {}
+        for i, key in enumerate(wanted):
+            read = self.reads.by_key.get(key)
+            if read is None:
+                continue
+            if read not in hung:
+                hung[read] = self.reads.hung_in(read, now)
+            hangs = key in hung[read] or answers[read.source.place][i] is False
+            if hangs and not self._reroute(key, now):
+                return i
+        return len(wanted)
+
+    def _fill(self, fetch: _Fetch, plan: Sequence[Source | None]) -> None:
         """Lease the blocks that the arena has and read the others, until no slot is left."""
-        index, priority, waiting = self._index, fetch.priority, self._waiting
-        first = len(fetch.blocks)
+        index, first, by_key = self._index, len(fetch.blocks), self.reads.by_key
         wanted = fetch.keys[first : first + len(plan)]
-        absent = [i for i, source in enumerate(plan) if source is not None]
         there: list[Block | None] = [None] * len(wanted)
-        if len(absent) < len(wanted):
-            # All blocks that the arena has, so that it does not evict them for the others.
-            for i in set(range(len(wanted))).difference(absent):
-                found = index.lease([wanted[i]])
-                there[i] = found[0] if found else None
-        first_of = {wanted[i]: i for i in reversed(absent)}
-        absent = [i for i in absent if first_of[wanted[i]] == i]
+        # All blocks that the arena has, so that it does not evict them for the others.
+        for i in [i for i, source in enumerate(plan) if source is None]:
+            found = index.lease([wanted[i]])
+            there[i] = found[0] if found else None
+        places = {wanted[i]: i for i in reversed(range(len(plan))) if plan[i] is not None}
+        absent = sorted(places.values())  # a key that is wanted twice is read once
         before = fetch.keys[first - 1 : first] if first else []
-        blocks = self._reserve(before, wanted, absent, priority)
+        blocks = self._reserve(before, wanted, absent, fetch.priority)
         stop = len(wanted) if len(blocks) == len(absent) else absent[len(blocks)]
         index.release([block for block in there[stop:] if block is not None])
         reserved, joined = {block.key: block for block in blocks}, []
         reads: dict[Source, list[Block]] = {}
-        expected: dict[Source, list[bytes]] = {}
+        media: list[Medium | None] = [None] * stop
         for i, key in enumerate(wanted[:stop]):
             if there[i] is not None:
                 continue
-            waiting.setdefault(key, []).append((fetch, first + i))
+            self._waiting.setdefault(key, []).append((fetch, first + i))
             block, source = reserved.pop(key, None), plan[i]
             if block is None:
                 joined.append(key)
-                read = self._reads.of(key)
-                source = source if read is None else read.source
-            if source is not None:
-                expected.setdefault(source, []).append(key)
-                if block is not None:
-                    reads.setdefault(source, []).append(block)
-        fetch.blocks += there[:stop]
-        for source, keys in expected.items():
-            fetch.expect(keys, source)
-        self._reads.raise_priority(joined, priority)
+                source = by_key[key].source if key in by_key else source
+            elif source is not None:
+                reads.setdefault(source, []).append(block)
+            media[i] = Medium.HOST if source is None else source.medium
+        fetch.add(there[:stop], media)
+        self.reads.raise_priority(joined, fetch.priority)
         for source, own in reads.items():
-            self._reads.begin(source, own, priority)
+            self.reads.begin(source, own, fetch.priority)
 
     def _reserve(
         self,
@@ -381,54 +515,50 @@ class Fetcher:
         """
         index, shift = self._index, len(before)
         chain = [*before, *keys]
-        begins = () if before else (0,)
+        prefix_starts = () if before else (0,)
         blocks: list[Block] = []
         while len(blocks) < len(absent):
             left = absent[len(blocks) :]
-            more = index.reserve_all(chain, [shift + i for i in left], begins, True)
+            more = index.reserve_all(chain, [shift + i for i in left], prefix_starts, True)
             # Behind a block without a slot, another one that has its own may have been followed.
-            fit = sum(1 for _ in takewhile(_same, zip(more, (keys[i] for i in left), strict=False)))
+            fit = 0
+            while fit < len(more) and more[fit].key == keys[left[fit]]:
+                fit += 1
             index.abandon(more[fit:])
             blocks += more[:fit]
             if len(blocks) == len(absent) or priority is not Priority.LOAD or not self._make_room():
                 break
         return blocks
 
-    def _note_arrivals(self, fetch: Fetch, start: int) -> None:
-        if len(self._sources) > 1 and fetch.arrived > start:
-            self._came.setdefault(fetch, start)
-
-    def _leave(self, key: bytes, now: float) -> bool:
-        """See `Reads.leave`. All fetches that wait for the batch wait for the next tier."""
-        read = self._reads.of(key)
-        assert read is not None
-        keys = [block.key for block in read.blocks.values()]
-        if not self._reads.leave(key):
+    def _reroute(self, key: bytes, now: float) -> bool:
+        """See `Reads.reroute`. All fetches that wait for the batch wait for the next tier."""
+        keys = [block.key for block in self.reads.by_key[key].blocks.values()]
+        if not self.reads.reroute(key):
             return False
         for each in keys:
             for fetch, _ in self._waiting.get(each, ()):
                 fetch.progressed = now
         return True
 
-    def _give_up_stalled(self) -> None:
+    def _end_stalled(self) -> None:
         now = time.monotonic()
-        for fetch in self._fetches:
-            if fetch.done:
+        for fetch in self._fetches.values():
+            if fetch.arrived >= fetch.stop:
                 continue
             key = fetch.keys[fetch.arrived]
-            read = self._reads.of(key)
+            read = self.reads.by_key.get(key)
             stall = self._longest_stall if read is None else read.source.stall_seconds
             if fetch.progressed >= now - stall:
                 continue
             if read is not None:
-                if not self._reads.is_hung(key, now):
+                if not self.reads.is_hung(key, now):
                     continue
                 read.source.counters.stalled_fetches += 1
-                if self._leave(key, now):
+                if self._reroute(key, now):
                     continue
             fetch.cut(fetch.arrived)
 
 
-def _same(pair: tuple[Block, bytes]) -> bool:
-    """Whether a block has this key."""
-    return pair[0].key == pair[1]
+def _lacking(fetch: _Fetch) -> list[bytes]:
+    """Keys of the blocks that a fetch waits for."""
+    return [key for key, block in zip(fetch.keys, fetch.blocks, strict=False) if block is None]

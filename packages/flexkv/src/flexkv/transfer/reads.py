@@ -62,8 +62,11 @@ class Reads:
             the block has a result.
         sources: lower tiers, the fastest first.
         wanted: returns how urgently fetches wait for the block of a key; None if none waits.
-        settled: called with each key whose block has arrived and the tier that gave it, or with
-            None if no tier gives the block.
+        completed: called with keys whose blocks have arrived and the tier that gave them, or with
+            None if no tier gives the blocks.
+
+    Attributes:
+        by_key: the batch that reads the block of each key; not to be changed.
     """
 
     def __init__(
@@ -72,15 +75,15 @@ class Reads:
         slot_view: Callable[[int], memoryview],
         sources: Sequence[Source],
         wanted: Callable[[bytes], Priority | None],
-        settled: Callable[[bytes, Source | None], None],
+        completed: Callable[[Iterable[bytes], Source | None], None],
     ) -> None:
         self._index = index
         self._slot_view = slot_view
         self._sources = sources
         self._wanted = wanted
-        self._settled = settled
+        self._completed = completed
+        self.by_key: dict[bytes, Read] = {}
         self._reads: dict[tuple[Source, int], Read] = {}
-        self._read_of: dict[bytes, Read] = {}
         self._between: dict[Block, int] = {}
         self._delivered: dict[Read, None] = {}
         self._unsure: dict[Source, list[Block]] = {}  # whether the tier has them is not known
@@ -112,61 +115,61 @@ class Reads:
         read = Read(source, ticket, dict(enumerate(blocks)), priority, time.monotonic())
         self._reads[source, ticket] = read
         del unsure[-len(blocks) :]
-        self._read_of.update(dict.fromkeys(keys, read))
-
-    def of(self, key: bytes) -> Read | None:
-        """The batch that reads the block of `key`; None if none does."""
-        return self._read_of.get(key)
+        self.by_key.update(dict.fromkeys(keys, read))
 
     def raise_priority(self, keys: Iterable[bytes], priority: Priority) -> None:
         """Raise the batches that read blocks of `keys` to `priority`."""
-        reads = {read: None for key in keys if (read := self._read_of.get(key)) is not None}
+        reads = {read: None for key in keys if (read := self.by_key.get(key)) is not None}
         for read in reads:
             read.priority = min(read.priority, priority)
             read.source.tier.raise_priority(read.ticket, priority)
 
     def cancel_unwanted(self, keys: Iterable[bytes]) -> None:
         """Cancel the batches that read blocks of `keys` and none that a fetch waits for."""
-        reads = {read: None for key in keys if (read := self._read_of.get(key)) is not None}
+        reads = {read: None for key in keys if (read := self.by_key.get(key)) is not None}
         for read in reads:
             if all(self._wanted(block.key) is None for block in read.blocks.values()):
                 read.cancelled = True
                 read.source.tier.cancel(read.ticket)
 
-    def take(self, source: Source, result: BlockResult) -> bool:
-        """Note a result of a tier. Returns False if the result is not a read's."""
-        read = self._reads.get((source, result.ticket))
-        if read is None:
-            return False
-        block = read.blocks.pop(result.position)
-        if not read.blocks:
-            del self._reads[source, result.ticket]
-        outcome = result.outcome
-        done = outcome is Outcome.DONE
-        if done:
-            self._delivered[read] = None
-        if done or outcome is not Outcome.DROPPED:
-            source.note(block.key, done)
-        current = self._read_of.get(block.key) is read
-        if current:
-            del self._read_of[block.key]
-        if block.state is BlockState.DROPPED:
-            # The arena was cleared, another tier gives it, or the arena lost what it builds on.
-            self._index.abandon([block])
+    def take(self, source: Source, results: Iterable[BlockResult]) -> None:
+        """Take results of a tier's reads; those of no batch are skipped."""
+        arrived: list[Block] = []
+        dropped: dict[Block, bool] = {}
+        answers: dict[bool, list[bytes]] = {True: [], False: []}
+        for ticket, position, outcome in results:
+            read = self._reads.get((source, ticket))
+            if read is None:
+                continue
+            block = read.blocks.pop(position)
+            if not read.blocks:
+                del self._reads[source, ticket]
+            done = outcome is Outcome.DONE
+            if done:
+                self._delivered[read] = None
+            if outcome is not Outcome.DROPPED:
+                answers[done].append(block.key)
+            current = self.by_key.get(block.key) is read
             if current:
-                self._settled(block.key, None)
-            return True
-        self._count(source, outcome)
-        if done:
-            self._index.publish([block])
-            self._settled(block.key, source)
-        else:
-            # The tier still has a block whose read was cancelled; another fetch may want it now.
-            same = read.cancelled and outcome is Outcome.DROPPED
-            self._between[block] = source.place + (not same)
-        return True
+                del self.by_key[block.key]
+            if block.state is BlockState.DROPPED:
+                # The arena was cleared, another tier gives it, or the arena lost what it builds on.
+                dropped[block] = current
+            elif done:
+                arrived.append(block)
+            else:
+                self._fail(read, block, outcome)
+        for has, keys in answers.items():
+            source.note(keys, has)
+        if arrived:
+            self._index.publish(arrived)
+            source.counters.fetched_blocks += len(arrived)
+            self._completed([block.key for block in arrived], source)
+        if dropped:
+            self._index.abandon([*dropped])
+            self._completed([block.key for block, current in dropped.items() if current], None)
 
-    def settle(self) -> None:
+    def retry(self) -> None:
         """After all results of a poll were taken, move the clocks of stalls, and read each block
         that its tier did not give from the next tier that has it."""
         now = time.monotonic()
@@ -197,27 +200,27 @@ class Reads:
             key: key of a block that is being read.
             now: time.monotonic(), in seconds.
         """
-        read = self._read_of[key]
-        return key in self.hung_in(read, now) or read.source.look([key])[0] is False
+        read = self.by_key[key]
+        return key in self.hung_in(read, now) or read.source.contains([key])[0] is False
 
-    def leave(self, key: bytes) -> bool:
+    def reroute(self, key: bytes) -> bool:
         """Read the block of `key`, whose batch hangs, from a slower tier, and likewise the other
         blocks of that batch. Returns False if no slower tier may have the block."""
-        read = self._read_of[key]
+        read = self.by_key[key]
         source = read.source
         hung = self.hung_in(read, time.monotonic())
         for block in list(read.blocks.values()):
-            known = self._read_of.get(block.key) is read
-            hangs = known and (block.key in hung or source.look([block.key])[0] is False)
+            known = self.by_key.get(block.key) is read
+            hangs = known and (block.key in hung or source.contains([block.key])[0] is False)
             if hangs and self._may_come(block.key, source):
                 self._replace(block, read)
-        return self._read_of.get(key) is not read
+        return self.by_key.get(key) is not read
 
     def clear(self) -> None:
         """Cancel all batches, because the arena was cleared. Their results are discarded."""
         for read in self._reads.values():
             read.source.tier.cancel(read.ticket)
-        self._read_of.clear()
+        self.by_key.clear()
 
     def borrowed(self, source: Source) -> list[Block]:
         """The blocks, each once, to whose memory a tier may still write."""
@@ -229,54 +232,55 @@ class Reads:
         """Forget all batches: the index ends all writes but those that the caller keeps, and no
         result of these batches will be taken."""
         for known in (
-            *(self._reads, self._read_of, self._between),
+            *(self._reads, self.by_key, self._between),
             *(self._delivered, self._unsure),
         ):
             known.clear()
 
-    def _count(self, source: Source, outcome: Outcome) -> None:
-        counters = source.counters
-        if outcome is Outcome.DONE:
-            counters.fetched_blocks += 1
-        elif outcome is not Outcome.DROPPED:
-            counters.failed_fetches += 1
-            counters.damaged_fetches += outcome is Outcome.DAMAGED
+    def _fail(self, read: Read, block: Block, outcome: Outcome) -> None:
+        source = read.source
+        if outcome is not Outcome.DROPPED:
+            source.counters.failed_fetches += 1
+            source.counters.damaged_fetches += outcome is Outcome.DAMAGED
+        # The tier still has a block whose read was cancelled; a new fetch may want it now.
+        same = read.cancelled and outcome is Outcome.DROPPED
+        self._between[block] = source.place + (not same)
 
     def _place(self) -> None:
         """Find the next tier for each block between two tiers."""
         between, self._between = self._between, {}
         reads: dict[Source, list[Block]] = {}
-        questions: dict[Source, list[bytes]] = {}
+        queries: dict[Source, list[bytes]] = {}
         for block, place in between.items():
             key = block.key
             if block.state is BlockState.DROPPED:
                 self._index.abandon([block])
                 if key not in self._index:
-                    self._settled(key, None)
+                    self._completed([key], None)
                 continue
             source, has = None, False
             if self._wanted(key) is not None:
                 source, has = self._next(key, place)
             if source is None:
                 self._index.abandon([block])
-                self._settled(key, None)
+                self._completed([key], None)
             elif has:
                 reads.setdefault(source, []).append(block)
             else:
-                questions.setdefault(source, []).append(key)
+                queries.setdefault(source, []).append(key)
                 self._between[block] = source.place
         for source, blocks in reads.items():
             priorities = [self._wanted(block.key) for block in blocks]
             urgent = min(each for each in priorities if each is not None)
             self.begin(source, blocks, urgent)
-        for source, keys in questions.items():
-            source.ask(keys)
+        for source, keys in queries.items():
+            source.query(keys)
 
     def _next(self, key: bytes, place: int) -> tuple[Source | None, bool]:
-        """The first tier from `place` on that has the block or has to be asked; and whether it has
-        the block."""
+        """The first tier from `place` on that has the block or has to be queried, and whether it
+        has the block."""
         for source in self._sources[place:]:
-            has = source.look([key])[0]
+            has = source.contains([key])[0]
             if has is not False:
                 return source, bool(has)
         return None, False
@@ -289,9 +293,9 @@ class Reads:
         """Reserve another slot for a block, because a read that hangs borrows the block's own."""
         key, parent = block.key, block.parent
         self._index.discard([block])
-        del self._read_of[key]
+        del self.by_key[key]
         other = self._index.reserve(key, None if parent is None else parent.key)
         if other is None:
-            self._settled(key, None)
+            self._completed([key], None)
         else:
             self._between[other] = read.source.place + 1

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from flexkv.figures.definitions import TierCounters
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
-from flexkv.types.changes import Medium
 
 HAS_SECONDS = 60.0
 """Seconds for which a block counts as present after the tier has reported or written it. If the
@@ -30,6 +29,7 @@ class Source(abc.ABC):
 
     Attributes:
         tier: the tier; the cache owns it.
+        medium: the medium of the tier.
         place: the position among the tiers; 0 for the fastest.
         stall_seconds: see `AttachedTier`.
         counters: counts of the blocks fetched from the tier and written to it.
@@ -39,51 +39,47 @@ class Source(abc.ABC):
 
     def __init__(self, tier: AnyTier, place: int, stall_seconds: float) -> None:
         self.tier = tier
+        self.medium = tier.medium
         self.place = place
         self.stall_seconds = stall_seconds
         self.counters = TierCounters()
         self.left_out = False
 
     @property
-    def medium(self) -> Medium:
-        """The medium of the tier."""
-        return self.tier.medium
-
-    @property
     @abc.abstractmethod
     def busy(self) -> bool:
-        """Whether a question awaits its answer or its deadline, which `poll` notices, or the tier
-        has news."""
+        """Whether a query awaits its answer or its deadline, which `poll` notices, or the tier has
+        news."""
 
     @abc.abstractmethod
-    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        """For each key whether the tier can give its block now; None if the tier has to be asked,
-        or is being asked. No side effect."""
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        """For each key whether the tier can give its block now; None if the tier has to be queried,
+        or is being queried. No side effect."""
 
     @abc.abstractmethod
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
-        """Ask the tier about keys for which `look` returned None. Does not wait. The arguments are
-        those of `AskedTier.ask`."""
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
+        """Query the tier about keys for which `contains` returned None. Does not wait. The
+        arguments are those of `AskedTier.ask`."""
 
     @abc.abstractmethod
-    def note(self, key: bytes, has: bool) -> None:
-        """Remember that a read or write has shown whether the tier has the block."""
+    def note(self, keys: Sequence[bytes], has: bool) -> None:
+        """Remember that reads or writes have shown whether the tier has these blocks."""
 
     @abc.abstractmethod
     def poll(self) -> bool:
-        """Whether `look` may know more than at the last call."""
+        """Whether `contains` may know more than at the last call."""
 
     @abc.abstractmethod
     def clear(self) -> None:
         """Forget all answers, because the tier was cleared."""
 
     def forget(self) -> None:
-        """Forget all answers and questions, because the tier was drained."""
+        """Forget all answers and queries, because the tier was drained."""
         self.clear()
 
 
 class IndexedSource(Source):
-    """A tier that knows its blocks. It is never asked, and nothing is remembered."""
+    """A tier that knows its blocks. It is never queried, and nothing is remembered."""
 
     def __init__(self, tier: IndexedTier, place: int, stall_seconds: float) -> None:
         super().__init__(tier, place, stall_seconds)
@@ -93,13 +89,13 @@ class IndexedSource(Source):
     def busy(self) -> bool:
         return self._indexed.has_news and not self.left_out
 
-    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         return [False] * len(keys) if self.left_out else self._indexed.contains(keys)
 
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
         pass
 
-    def note(self, key: bytes, has: bool) -> None:
+    def note(self, keys: Sequence[bytes], has: bool) -> None:
         pass
 
     def poll(self) -> bool:
@@ -110,8 +106,8 @@ class IndexedSource(Source):
 
 
 @dataclass(slots=True)
-class _Question:
-    """The keys of one question to a tier; none once the answer is of no use."""
+class _TierQuery:
+    """The keys of one query to a tier; none once the answer is of no use."""
 
     keys: Sequence[bytes]
     deadline: float
@@ -119,78 +115,80 @@ class _Question:
 
 
 class AskedSource(Source):
-    """A tier that has to ask, and its answers of the last seconds."""
+    """A tier that has to be queried, and its answers of the last seconds."""
 
     def __init__(self, tier: AskedTier, place: int, stall_seconds: float) -> None:
         super().__init__(tier, place, stall_seconds)
-        self._asked = tier
+        self._remote = tier
         self._known: dict[bytes, tuple[bool, float]] = {}
-        self._asking: dict[bytes, float] = {}
-        self._questions: dict[int, _Question] = {}
+        self._querying: dict[bytes, float] = {}
+        self._queries: dict[int, _TierQuery] = {}
 
     @property
     def busy(self) -> bool:
-        return any(not question.late for question in self._questions.values())
+        return any(not query.late for query in self._queries.values())
 
-    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        now, readable = time.monotonic(), self._asked.readable and not self.left_out
-        return [self._look(key, now, readable) for key in keys]
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        now, readable = time.monotonic(), self._remote.readable and not self.left_out
+        return [self._has(key, now, readable) for key in keys]
 
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> None:
-        wanted, others = self._not_asked(keys), self._not_asked(behind)
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
+        wanted, others = self._not_queried(keys), self._not_queried(scattered)
         if wanted and wanted[0] == keys[0]:
-            self._ask(wanted, others)
+            self._begin(wanted, others)
             return
-        # Another question is about the first block: its answer is not that of the next one.
-        self._ask(wanted, [])
-        self._ask([], others)
+        # Another query is about the first block: its answer is not that of the next one.
+        self._begin(wanted, [])
+        self._begin([], others)
 
-    def note(self, key: bytes, has: bool) -> None:
-        self._remember(key, has, time.monotonic())
+    def note(self, keys: Sequence[bytes], has: bool) -> None:
+        now = time.monotonic()
+        for key in keys:
+            self._remember(key, has, now)
 
     def poll(self) -> bool:
         now = time.monotonic()
         news = False
-        for answer in self._asked.drain_answers():
-            question = self._questions.pop(answer.ticket)
-            self.counters.late_questions += answer.late and not question.late
-            has = answer.has or [False] * len(question.keys)
-            for key, each in zip(question.keys, has, strict=False):
-                del self._asking[key]
+        for answer in self._remote.drain_answers():
+            query = self._queries.pop(answer.ticket)
+            self.counters.late_questions += answer.late and not query.late
+            has = answer.has or [False] * len(query.keys)
+            for key, each in zip(query.keys, has, strict=False):
+                del self._querying[key]
                 self._remember(key, each, now)
             news = True
-        for question in self._questions.values():
-            if question.deadline <= now and not question.late:
-                question.late = news = True
+        for query in self._queries.values():
+            if query.deadline <= now and not query.late:
+                query.late = news = True
                 self.counters.late_questions += 1
         return news
 
     def clear(self) -> None:
         self._known.clear()
-        self._asking.clear()
-        for question in self._questions.values():
-            question.keys = ()
+        self._querying.clear()
+        for query in self._queries.values():
+            query.keys = ()
 
     def forget(self) -> None:
         self.clear()
-        self._questions.clear()
+        self._queries.clear()
 
-    def _not_asked(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [key for key in dict.fromkeys(keys) if key not in self._asking]
+    def _not_queried(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in dict.fromkeys(keys) if key not in self._querying]
 
-    def _ask(self, keys: list[bytes], behind: list[bytes]) -> None:
-        all_keys = keys + behind
+    def _begin(self, keys: list[bytes], scattered: list[bytes]) -> None:
+        all_keys = keys + scattered
         if not all_keys:
             return
-        deadline = time.monotonic() + self._asked.question_seconds
-        self._questions[self._asked.ask(keys, behind)] = _Question(all_keys, deadline)
-        self._asking.update(dict.fromkeys(all_keys, deadline))
+        deadline = time.monotonic() + self._remote.question_seconds
+        self._queries[self._remote.ask(keys, scattered)] = _TierQuery(all_keys, deadline)
+        self._querying.update(dict.fromkeys(all_keys, deadline))
 
-    def _look(self, key: bytes, now: float, readable: bool) -> bool | None:
+    def _has(self, key: bytes, now: float, readable: bool) -> bool | None:
         has, until = self._known.get(key, (False, 0.0))
         if until > now:
             return has and readable
-        if not readable or self._asking.get(key, now + 1.0) <= now:
+        if not readable or self._querying.get(key, now + 1.0) <= now:
             return False
         return None
 

@@ -82,18 +82,19 @@ class TierStack:
         return bool(self.tiers)
 
     @property
-    def must_ask(self) -> bool:
-        """Whether a tier has to be asked which blocks it has."""
+    def must_query(self) -> bool:
+        """Whether a tier needs a query to know which blocks it has."""
         return len(self._indexed) < len(self.tiers)
 
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
-        return bool(self.uses.waiting) or self.fetcher.busy or self._demotes
-
-    @property
-    def _demotes(self) -> bool:
-        return any(demoter.busy for demoter in self._demoters)
+        if self.uses.waiting or self.fetcher.busy:
+            return True
+        for demoter in self._demoters:  # noqa: SIM110 - `any` makes a call for each
+            if demoter.busy:
+                return True
+        return False
 
     def figures(self, slot_bytes: int) -> list[TierReading]:
         """The figures of each tier, and the counts of blocks fetched from it and written to it.
@@ -126,14 +127,14 @@ class TierStack:
             if isinstance(tier, AskedTier):
                 tier.register(address, size)
 
-    def look(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        """For each key whether a tier can give its block now; None if a tier has to be asked."""
-        looks = [source.look(keys) for source in self._sources]
-        if len(looks) == 1:
-            return looks[0]
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
+        """For each key whether a tier can give its block now; None if a tier has to be queried."""
+        answers = [source.contains(keys) for source in self._sources]
+        if len(answers) == 1:
+            return answers[0]
         return [
             True if True in each else None if None in each else False
-            for each in zip(*looks, strict=True)
+            for each in zip(*answers, strict=True)
         ]
 
     def reserve(
@@ -178,7 +179,7 @@ class TierStack:
         if not self.tiers:
             return
         keys = [block.key for block in blocks]
-        self.fetcher.settle_stored(keys)
+        self.fetcher.complete(keys)
         if ready:
             for demoter in self._on_store:
                 demoter.offer(keys)
@@ -193,15 +194,14 @@ class TierStack:
             self.uses.count()
             return
         # Before the results: a tier may drop at once what is demoted here.
-        for keys, place in self.fetcher.take_arrivals():
+        for keys, place in self.fetcher.drain_arrivals():
             self._promote(keys, place)
         reads = self.fetcher.reads
         for source, demoter in zip(self._sources, self._demoters, strict=True):
             if source.left_out:
                 self._try_to_rejoin(source)
                 continue
-            for result in self._reclaimer.poll(demoter):
-                reads.take(source, result)
+            reads.take(source, self._reclaimer.poll(demoter))
         self.fetcher.poll()
         self.uses.count()
         self._writeback.make_room()

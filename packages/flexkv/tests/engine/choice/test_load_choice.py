@@ -2,18 +2,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from fetch_states import FetchStates
 
+from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser, LoadMode
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.changes import Medium
 
 BLOCK_BYTES = 1000
 BLOCK_TOKENS = 100
 SPAN = Span(0, 1000)
+FETCHES = FetchStates()
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ def make(
         ranks,
         on_cores=on_cores,
         loading=lambda: loading,
+        state_of=FETCHES.__getitem__,
         clock=time.monotonic,
     )
 
@@ -70,21 +73,24 @@ def computes(chooser: LoadChooser, seconds: float) -> None:
         chooser._prefill.observe([SPAN], seconds)
 
 
-def fetch(begun: float, first: int = 0, arrived: int = 0, stop: int = 10) -> Fetch:
-    """One that began so many seconds ago, from a disk."""
-    made = Fetch([b""] * stop, [])
-    made.begun = time.monotonic() - begun
-    made.first, made.stop = first, stop
+def fetch(begun: float, arrived: int = 0) -> FetchId:
+    """One of ten blocks that began so many seconds ago, from a disk."""
+    made = FETCHES.begin(FetchState(time.monotonic() - begun, stop=10, missing={Medium.DISK: 10}))
     came(made, arrived)
     return made
 
 
-def came(made: Fetch, arrived: int) -> None:
+def came(made: FetchId, arrived: int) -> None:
     """So many blocks of a fetch are there now."""
-    made.arrived, made.progressed = arrived, time.monotonic()
-    made.expected = {Medium.DISK: made.stop - arrived}
-    if arrived > made.first:
-        made.gave = {Medium.DISK: (arrived - made.first, time.monotonic())}
+    if arrived:
+        missing = {Medium.DISK: 10 - arrived}
+        gave = {Medium.DISK: (arrived, time.monotonic())}
+        FETCHES[made] = replace(FETCHES[made], arrived=arrived, missing=missing, gave=gave)
+
+
+def end(chooser: LoadChooser, made: FetchId) -> None:
+    """The fetch ends as it is."""
+    chooser.fetched(made, FETCHES[made])
 
 
 def test_what_is_not_known_is_loaded_and_waited_for(chooser: LoadChooser) -> None:
@@ -203,10 +209,10 @@ def test_a_fetch_that_is_slower_than_computing_is_cut_short(chooser: LoadChooser
 
 def test_a_tier_that_was_slow_is_not_waited_for_again(chooser: LoadChooser) -> None:
     computes(chooser, 1.0)
-    chooser.fetched(fetch(10.0, arrived=10))
+    end(chooser, fetch(10.0, arrived=10))
     assert not chooser.is_worth_waiting(fetch(0.0), SPAN)
     for _ in range(8):
-        chooser.fetched(fetch(0.1, arrived=10))
+        end(chooser, fetch(0.1, arrived=10))
     assert chooser.is_worth_waiting(fetch(0.0), SPAN)
 
 
@@ -228,7 +234,7 @@ def test_told_to_it_loads_always() -> None:
 
 def test_a_slow_tier_is_tried_again_now_and_then(chooser: LoadChooser) -> None:
     computes(chooser, 1.0)
-    chooser.fetched(fetch(1.0))
+    end(chooser, fetch(1.0))
     assert asked_and_ended(chooser, 40) == [False] * 16 + [True] + [False] * 23
 
 
@@ -236,7 +242,7 @@ def test_a_tier_that_nobody_asked_for_a_while_is_tried_again(
     chooser: LoadChooser, clock: Clock
 ) -> None:
     computes(chooser, 1.0)
-    chooser.fetched(fetch(1.0))
+    end(chooser, fetch(1.0))
     assert asked_and_ended(chooser, 1) == [False]
     clock.now += 31
     assert asked_and_ended(chooser, 1) == [True]
@@ -245,21 +251,21 @@ def test_a_tier_that_nobody_asked_for_a_while_is_tried_again(
 def test_each_try_in_vain_waits_longer_and_comes_later(chooser: LoadChooser, clock: Clock) -> None:
     """So also a tier that takes long to begin is heard in the end, at the same cost."""
     computes(chooser, 0.1)
-    chooser.fetched(fetch(1.0))
+    end(chooser, fetch(1.0))
     allowed = []
     for _ in range(3):
         refused = 0
         while not chooser.is_worth_waiting(tried := fetch(0.0), SPAN):
-            chooser.fetched(tried)
+            end(chooser, tried)
             refused += 1
         begun = clock.now
         while chooser.is_worth_waiting(tried, SPAN):
             clock.now += 0.001
         allowed.append((refused, pytest.approx(clock.now - begun, abs=0.002)))
-        chooser.fetched(tried)
+        end(chooser, tried)
     assert allowed == [(16, 0.02), (32, 0.04), (64, 0.08)]
     tried = fetch(0.15, arrived=10)  # it has come, and is fast after all
-    chooser.fetched(tried)
+    end(chooser, tried)
     computes(chooser, 10.0)
     assert chooser.is_worth_waiting(fetch(0.0), SPAN)
 
@@ -272,9 +278,9 @@ def asked_and_ended(chooser: LoadChooser, count: int) -> list[bool]:
         asked = fetch(0.0)
         answers.append(chooser.is_worth_waiting(asked, SPAN))
         if answers[-1]:
-            asked.begun -= 0.05
+            FETCHES[asked] = replace(FETCHES[asked], begun=time.monotonic() - 0.05)
             chooser.is_worth_waiting(asked, SPAN)
-        chooser.fetched(asked)
+        end(chooser, asked)
     return answers
 
 
@@ -287,19 +293,19 @@ def test_a_tier_that_gives_nothing_costs_a_small_share_of_computing(chooser: Loa
 def test_a_tier_that_was_faster_is_not_waited_for_twice(chooser: LoadChooser, clock: Clock) -> None:
     computes(chooser, 1.0)
     before = fetch(0.1, arrived=10)
-    chooser.fetched(before)  # ten blocks in 0.1 s
+    end(chooser, before)  # ten blocks in 0.1 s
     slow = fetch(0.0)
     clock.now += 0.2
     assert chooser.is_worth_waiting(slow, SPAN)
     clock.now += 0.1
     assert not chooser.is_worth_waiting(slow, SPAN)
-    chooser.fetched(slow)
+    end(chooser, slow)
     assert not chooser.is_worth_waiting(fetch(0.0), SPAN)
 
 
 def test_a_fetch_behind_others_is_not_late(chooser: LoadChooser, clock: Clock) -> None:
     computes(chooser, 3.0)
-    chooser.fetched(fetch(0.1, arrived=10))
+    end(chooser, fetch(0.1, arrived=10))
     before = [fetch(0.0) for _ in range(9)]
     for each in before:
         assert chooser.is_worth_waiting(each, SPAN)
@@ -308,7 +314,7 @@ def test_a_fetch_behind_others_is_not_late(chooser: LoadChooser, clock: Clock) -
         assert chooser.is_worth_waiting(queued, SPAN)
         clock.now += 0.2
         came(each, 10)
-        chooser.fetched(each)
+        end(chooser, each)
     assert chooser.is_worth_waiting(queued, SPAN)
     clock.now += 2.3  # twice as long as all ten take at 50 blocks a second
     assert not chooser.is_worth_waiting(queued, SPAN)
@@ -317,21 +323,21 @@ def test_a_fetch_behind_others_is_not_late(chooser: LoadChooser, clock: Clock) -
 def test_a_fetch_that_hangs_is_late_while_others_come(chooser: LoadChooser, clock: Clock) -> None:
     """Say on two drives, of which one hangs."""
     computes(chooser, 1.0)
-    chooser.fetched(fetch(0.1, arrived=10))
+    end(chooser, fetch(0.1, arrived=10))
     hung = fetch(0.0)
     assert chooser.is_worth_waiting(hung, SPAN)
     for _ in range(3):
         clock.now += 0.1
         other = fetch(0.1, arrived=10)
         assert chooser.is_worth_waiting(fetch(0.0), SPAN)
-        chooser.fetched(other)
+        end(chooser, other)
     assert not chooser.is_worth_waiting(hung, SPAN)
 
 
 def test_who_hangs_up_early_says_nothing_of_the_tier(chooser: LoadChooser) -> None:
     computes(chooser, 1.0)
-    chooser.fetched(fetch(0.1, arrived=10))
-    chooser.fetched(fetch(0.2))
+    end(chooser, fetch(0.1, arrived=10))
+    end(chooser, fetch(0.2))
     assert chooser.is_worth_waiting(fetch(0.2), SPAN)
 
 
@@ -406,11 +412,11 @@ def test_a_delayed_load_is_not_waited_for_either(clock: Clock) -> None:
 
 def test_what_is_delayed_does_not_make_a_tier_doubtful(clock: Clock) -> None:
     chooser = saturated(clock)
-    chooser.fetched(fetch(0.1, arrived=10))
+    end(chooser, fetch(0.1, arrived=10))
     for _ in range(40):
         delayed = fetch(0.0)
         assert not chooser.is_worth_waiting(delayed, SPAN, others=2)
-        chooser.fetched(delayed)
+        end(chooser, delayed)
     assert not chooser._waits._paces[Medium.DISK].doubtful
 
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.cost import LinkPace, PrefillPace, Span, StepTimer
 from flexkv.engine.choice.wait_choice import PROBE_SHARE, SLACK_SECONDS, WaitChooser
-from flexkv.transfer.fetch import Fetch
 
 _MOST_DELAY_SECONDS = 0.25
 """A delay of a load up to this is accepted: hardly anyone notices it, and the load spares the
@@ -72,6 +72,7 @@ class LoadChooser:
         ranks: number of ranks of the engine; all load at once.
         on_cores: whether the cores that copy also compute.
         loading: returns how many blocks are being loaded from host memory now.
+        state_of: returns the state of a fetch; see `CacheClient.fetch_state`.
         steps_behind: steps of the engine that pass between the order of an asynchronous load and
             the step that computes the request.
         clock: measures steps.
@@ -90,6 +91,7 @@ class LoadChooser:
         *,
         on_cores: bool,
         loading: Callable[[], int],
+        state_of: Callable[[FetchId], FetchState],
         steps_behind: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,7 +106,7 @@ class LoadChooser:
         self._prefill = PrefillPace()
         self._device = LinkPace()
         self.timer = StepTimer(self._prefill, clock)
-        self._waits = WaitChooser(self._prefill, block_bytes)
+        self._waits = WaitChooser(self._prefill, block_bytes, state_of)
 
     @property
     def prefill_cost(self) -> tuple[float, float] | None:
@@ -125,9 +127,9 @@ class LoadChooser:
         if reason is Left.SLOW:
             self._device.refuse()
 
-    def fetched(self, fetch: Fetch) -> None:
+    def fetched(self, fetch: FetchId, state: FetchState) -> None:
         """See `WaitChooser.ended`."""
-        self._waits.ended(fetch)
+        self._waits.ended(fetch, state)
 
     def choose_load(
         self, span: Span, blocks: int, *, whole: bool = False, others: int = 0
@@ -153,7 +155,7 @@ class LoadChooser:
             return LoadChoice(0, Left.SLOW)
         return self._probe(blocks, computing / loading, whole)
 
-    def is_worth_waiting(self, fetch: Fetch, span: Span, others: int = 0) -> bool:
+    def is_worth_waiting(self, fetch: FetchId, span: Span, others: int = 0) -> bool:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
         Args:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.cost import LinkPace, PrefillPace, Span
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.changes import Medium
 
 PROBE_SHARE = 0.03
@@ -56,27 +56,39 @@ class WaitChooser:
     Args:
         prefill: the measured pace of computing; shared with the caller, who updates it.
         block_bytes: bytes of a FlexKV block over all ranks.
+        state_of: returns the state of a fetch; see `CacheClient.fetch_state`.
     """
 
-    def __init__(self, prefill: PrefillPace, block_bytes: int) -> None:
+    def __init__(
+        self,
+        prefill: PrefillPace,
+        block_bytes: int,
+        state_of: Callable[[FetchId], FetchState],
+    ) -> None:
         self._prefill = prefill
         self._block_bytes = block_bytes
+        self._state_of = state_of
         self._paces = {medium: LinkPace() for medium in Medium}
-        self._waits: dict[Fetch, _Wait] = {}
+        self._waits: dict[FetchId, _Wait] = {}
 
-    def ended(self, fetch: Fetch) -> None:
+    def ended(self, fetch: FetchId, state: FetchState) -> None:
         """Take over what an ended fetch has measured, and forget the fetch. Call it once for each
-        fetch."""
+        fetch.
+
+        Args:
+            fetch: the fetch.
+            state: its last state.
+        """
         wait = self._waits.pop(fetch, None) or _Wait()
-        for medium, (count, last) in fetch.gave.items():
+        for medium, (count, last) in state.gave.items():
             # The tier has read the blocks ahead meanwhile.
             blocks = count + wait.ahead.get(medium, 0)
-            self._paces[medium].observe(blocks * self._block_bytes, last - fetch.begun)
-        if fetch.gave:
+            self._paces[medium].observe(blocks * self._block_bytes, last - state.begun)
+        if state.gave:
             return
-        waited = time.monotonic() - fetch.begun
-        silent = fetch.next_medium or self._slowest(fetch, wait)[0]
-        if silent is not None and not fetch.done and waited > self._latest(fetch, wait):
+        waited = time.monotonic() - state.begun
+        silent = state.next_medium or self._slowest(state, wait)[0]
+        if silent is not None and not state.done and waited > self._latest(state, wait):
             self._paces[silent].contradict(self._block_bytes, waited)
         if wait.refused and wait.slowest is not None:
             pace = self._paces[wait.slowest]
@@ -85,7 +97,7 @@ class WaitChooser:
             else:
                 pace.refuse()
 
-    def is_worth_waiting(self, fetch: Fetch, span: Span) -> bool:
+    def is_worth_waiting(self, fetch: FetchId, span: Span) -> bool:
         """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
 
         Until computing is measured, the answer is to wait. A tier whose pace is unknown or in doubt
@@ -99,24 +111,24 @@ class WaitChooser:
         if wait is None:
             ahead: Counter[Medium] = Counter()
             for each in self._waits:
-                ahead.update(each.missing)
+                ahead.update(self._state_of(each).missing)
             wait = self._waits[fetch] = _Wait(ahead)
-        wait.refused = not self._is_worth_waiting(fetch, span, wait)
+        wait.refused = not self._is_worth_waiting(self._state_of(fetch), span, wait)
         return not wait.refused
 
-    def _is_worth_waiting(self, fetch: Fetch, span: Span, wait: _Wait) -> bool:
-        first_missing = span.start + span.tokens * fetch.arrived // fetch.stop
+    def _is_worth_waiting(self, state: FetchState, span: Span, wait: _Wait) -> bool:
+        first_missing = span.start + span.tokens * state.arrived // state.stop
         gain = self._prefill.seconds(Span(first_missing, span.stop))
         whole = self._prefill.seconds(span)
         if gain is None or whole is None:
             return True
-        waited = time.monotonic() - fetch.begun
-        begun = fetch.arrived > fetch.first
-        wait.slowest, rest = self._slowest(fetch, wait, silent=begun)
+        waited = time.monotonic() - state.begun
+        begun = state.arrived > state.first
+        wait.slowest, rest = self._slowest(state, wait, silent=begun)
         if begun:
             # What this fetch has measured says more of the tiers that have given blocks.
-            rest = max(fetch.seconds_left, rest or 0.0)
-        elif rest is not None and waited > self._latest(fetch, wait):
+            rest = max(state.seconds_left, rest or 0.0)
+        elif rest is not None and waited > self._latest(state, wait):
             return False
         if rest is not None and rest < max(gain, SLACK_SECONDS):
             return True
@@ -127,14 +139,14 @@ class WaitChooser:
         return waited < max(_PROBE_SECONDS, PROBE_SHARE * whole) * patience
 
     def _slowest(
-        self, fetch: Fetch, wait: _Wait, *, silent: bool = False
+        self, state: FetchState, wait: _Wait, *, silent: bool = False
     ) -> tuple[Medium | None, float | None]:
         """The tier that is expected to give its last block last, and in how many seconds; None
         before the first measurement of a tier that is to give blocks. With `silent`, only of tiers
         that have given nothing yet."""
         slowest, longest = None, 0.0
-        for medium, count in fetch.missing.items():
-            if silent and medium in fetch.gave:
+        for medium, count in state.missing.items():
+            if silent and medium in state.gave:
                 continue
             blocks = count + wait.ahead.get(medium, 0)
             seconds = self._paces[medium].seconds(blocks * self._block_bytes)
@@ -144,8 +156,8 @@ class WaitChooser:
                 slowest, longest = medium, seconds
         return slowest, longest if slowest is not None else None
 
-    def _latest(self, fetch: Fetch, wait: _Wait) -> float:
+    def _latest(self, state: FetchState, wait: _Wait) -> float:
         """Seconds from the beginning of a fetch by which it should have delivered its first block,
         after the blocks that other requests waited for before."""
-        _, seconds = self._slowest(fetch, wait)
+        _, seconds = self._slowest(state, wait)
         return _LATE * (seconds or 0.0) + _PROBE_SECONDS

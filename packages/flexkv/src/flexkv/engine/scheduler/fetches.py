@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flexkv.cache import KVCache
-from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.tiers.job import Priority
-from flexkv.transfer.fetch import Fetch
+from flexkv.client import FetchId, FetchState
+from flexkv.engine.scheduler.hit_sources import note_media
+from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
+from flexkv.types.changes import Medium
 
 LOOKAHEAD_SECONDS = 0.05
 """Seconds: a load may begin if its remaining reads are expected within this time. The load holds
@@ -24,10 +25,12 @@ class Fetches:
         ahead: whether to offer blocks before they arrive, so that the device copies the first while
             the last are read. Only for engines that recompute a failed load: such a block may fail
             to arrive.
-        ended: called with every fetch that has ended.
+        ended: called with every fetch that has ended, and its last state.
     """
 
-    def __init__(self, cache: KVCache, ahead: bool, ended: Callable[[Fetch], None]) -> None:
+    def __init__(
+        self, cache: KVCache, ahead: bool, ended: Callable[[FetchId, FetchState], None]
+    ) -> None:
         self._cache = cache
         self._has_tiers = cache.has_lower_tiers
         self._ahead = ahead
@@ -35,71 +38,93 @@ class Fetches:
 
     def begin_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> None:
         """Fetch the blocks `keys` of a queued request before its turn comes."""
-        fetch = self._cache.fetch(keys, Priority.PREFETCH)
+        fetch = self._cache.fetch(keys, queued=True)
         if fetch is not None:
-            tracked.early = fetch
-            tracked.awaited = dict.fromkeys(fetch.awaited, fetch)
+            tracked.early = WantedFetch(fetch, keys)
+            tracked.awaited = {}
+            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch))
 
     def offer(
         self,
         tracked: TrackedRequest,
         keys: Sequence[bytes],
         start: int,
-        is_worth_waiting: Callable[[Fetch, int], bool],
+        is_worth_waiting: Callable[[FetchId, FetchState, int], bool],
     ) -> int | None:
         """How many of the request's blocks from `start` on, `keys`, can be loaded now or soon; None
-        if the request should ask again later.
+        if the engine should ask again later.
 
         Fetched blocks stay in host memory until `end`. If waiting for the rest is not worthwhile,
-        only the fetched blocks count. `is_worth_waiting` gets the fetch and the position in the
-        request where it ends, since host memory may have no room for more.
+        only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, and the
+        position in the request where it ends, since host memory may have no room for more.
         """
         if not self._has_tiers:
             return self._cache.lookup(keys)
         fetch = tracked.waiting
-        if fetch is None or tracked.waiting_start > start:
+        if fetch is None or fetch.start > start:
             # The request's turn has come, or the engine has evicted blocks since the fetch began.
+            if self._came_early(tracked, keys):
+                return len(keys)
             fetch = self._begin(tracked, keys, start)
-        if fetch is None or fetch.done:
+            if fetch is None:
+                return self._cache.lookup(keys)
+        state = self._cache.fetch_state(fetch.id)
+        end = fetch.start + state.stop
+        if state.done or not is_worth_waiting(fetch.id, state, end):
             return self._cache.lookup(keys)
-        end = tracked.waiting_start + fetch.stop
-        if not is_worth_waiting(fetch, end):
-            return self._cache.lookup(keys)
-        if self._ahead and fetch.is_steady and fetch.seconds_left < LOOKAHEAD_SECONDS:
+        if self._ahead and state.is_steady and state.seconds_left < LOOKAHEAD_SECONDS:
             return end - start
         return None
+
+    def media_of(self, tracked: TrackedRequest) -> Mapping[bytes, Medium]:
+        """The medium of each block that had to come from a lower tier, as far as it is known now.
+        HOST for blocks that no tier has given."""
+        for fetch in (tracked.early, tracked.waiting):
+            if fetch is not None:
+                note_media(tracked.awaited, fetch.keys, self._cache.fetch_state(fetch.id))
+        return tracked.awaited
 
     @staticmethod
     def has_begun(tracked: TrackedRequest) -> bool:
         """Whether blocks are being fetched for the request, or were since the last `end`."""
         return bool(tracked.early or tracked.waiting or tracked.awaited)
 
-    @staticmethod
-    def is_waiting(tracked: TrackedRequest) -> bool:
+    def is_waiting(self, tracked: TrackedRequest) -> bool:
         """Whether blocks of the request may still arrive."""
-        return tracked.waiting is not None and not tracked.waiting.done
+        waiting = tracked.waiting
+        return waiting is not None and not self._cache.fetch_state(waiting.id).done
 
     def end(self, tracked: TrackedRequest) -> None:
         """The request has its blocks, or needs no more. Idempotent."""
         if self._has_tiers:
-            tracked.awaited = {}
             self._replace(tracked, None)
+            tracked.awaited = {}
 
-    def _begin(self, tracked: TrackedRequest, keys: Sequence[bytes], start: int) -> Fetch | None:
+    def _came_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
+        """Whether the fetch that began in the queue has brought all of these blocks."""
+        early = tracked.early
+        if early is None or len(early.keys) != len(keys) or list(early.keys) != list(keys):
+            return False
+        return self._cache.fetch_state(early.id).arrived == len(keys) and not self._cache.disabled
+
+    def _begin(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int
+    ) -> WantedFetch | None:
         if tracked.early is not None:
-            self._cache.raise_priority(tracked.early)
-        fetch = self._cache.fetch(keys)
-        if fetch is not None:
-            tracked.awaited |= dict.fromkeys(fetch.awaited, fetch)
-        tracked.waiting_start = start
+            self._cache.raise_priority(tracked.early.id)
+        begun = self._cache.fetch(keys)
+        fetch = None if begun is None else WantedFetch(begun, keys, start)
         self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
+        if fetch is not None:
+            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch.id))
         return fetch
 
-    def _replace(self, tracked: TrackedRequest, fetch: Fetch | None) -> None:
+    def _replace(self, tracked: TrackedRequest, fetch: WantedFetch | None) -> None:
         """The request waits for `fetch` instead of its previous fetch."""
         ended = tracked.early, tracked.waiting
         tracked.early, tracked.waiting = None, fetch
         for each in ended:
             if each is not None:
-                self._cache.end_fetch(each)
-                self._ended(each)
+                state = self._cache.end_fetch(each.id)
+                note_media(tracked.awaited, each.keys, state)
+                self._ended(each.id, state)

@@ -6,19 +6,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from flexkv.transfer.fetch import Fetch
+from flexkv.client import FetchState
 from flexkv.types.changes import Medium
 
-Awaited = dict[bytes, Fetch]
-"""The fetch of each block that host memory did not have, by the key of the block."""
+_NOT_FETCHED = (None, Medium.HOST)
 
 
-def fetched_blocks(awaited: Mapping[bytes, Fetch], keys: Sequence[bytes]) -> Counter[Medium]:
-    """Count the blocks of `keys` that each lower tier gave or is expected to give."""
-    if not awaited:
-        return Counter()
-    media = (awaited[key].medium_of(key) for key in keys if key in awaited)
-    return Counter(medium for medium in media if medium is not Medium.HOST)
+def note_media(media: dict[bytes, Medium], keys: Sequence[bytes], state: FetchState) -> None:
+    """Add to `media` the medium of each block that a fetch awaits or awaited.
+
+    Args:
+        media: media of blocks by key; changed.
+        keys: keys of the fetch.
+        state: state of the fetch.
+    """
+    for start, stop, medium in state.awaited:
+        media.update(dict.fromkeys(keys[start:stop], medium))
+
+
+def fetched_blocks(media: Mapping[bytes, Medium], keys: Sequence[bytes]) -> Counter[Medium]:
+    """Count the blocks of `keys` that each lower tier gave or is expected to give.
+
+    Args:
+        media: media of blocks that host memory did not have, by key; see `note_media`.
+        keys: keys of blocks.
+    """
+    counts = Counter(map(media.get, keys))
+    return Counter({medium: counts[medium] for medium in counts if medium not in _NOT_FETCHED})
 
 
 def slowest(fetched: Mapping[Medium, int]) -> Medium:

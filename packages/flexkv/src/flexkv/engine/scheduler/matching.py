@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChooser
 from flexkv.engine.scheduler.availability import Availability
@@ -17,7 +18,6 @@ from flexkv.engine.scheduler.hit_sources import fetched_blocks, slowest
 from flexkv.engine.scheduler.hits import full_reach, longest_hit
 from flexkv.engine.scheduler.load_plan import Plan, Wanted, flat
 from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
-from flexkv.transfer.fetch import Fetch
 
 
 class Matcher:
@@ -116,7 +116,7 @@ class Matcher:
 
         not_awaited = first
 
-        def is_worth_waiting(fetch: Fetch, end: int) -> bool:
+        def is_worth_waiting(fetch: FetchId, _: FetchState, end: int) -> bool:
             nonlocal not_awaited
             span = Span(local_tokens, end * group.block_tokens)
             worth = self._chooser.is_worth_waiting(fetch, span, others)
@@ -161,10 +161,10 @@ class Matcher:
             blocks = len(keys)
         if keys:
 
-            def is_worth_waiting(fetch: Fetch, _: int) -> bool:
+            def is_worth_waiting(fetch: FetchId, state: FetchState, _: int) -> bool:
                 nonlocal awaited
                 # A part of the blocks that a window needs is of no use.
-                if fetch.stop < len(fetch.keys):
+                if state.stop < state.length:
                     return False
                 span = Span(local_tokens, plan.hit)
                 worth = self._chooser.is_worth_waiting(fetch, span, others)
@@ -188,7 +188,7 @@ class Matcher:
         if choice.left is not None:
             left.append((choice.left, span.tokens))
         tokens = 0 if choice.left else span.tokens
-        came = fetched_blocks(tracked.awaited, keys) if tokens else {}
+        came = fetched_blocks(self._fetches.media_of(tracked), keys) if tokens else {}
         # Groups have blocks of different lengths: the slowest tier counts for all of the hit.
         fetched = {slowest(came): tokens} if came else {}
         return tokens, Match(local_tokens, fetched, left=_some(left), divergence=plan.divergence)
@@ -232,18 +232,18 @@ class Matcher:
         return Availability(self._cache, tracked, self._keys, below=True)
 
     def _awaits_answers(self, tracked: TrackedRequest, limit: int) -> bool:
-        """Whether a lower tier is being asked which blocks of the first `limit` tokens it has: what
-        a hit needs depends on it. Asks if need be."""
-        if not self._cache.must_ask:
+        """Whether a lower tier is queried about blocks of the first `limit` tokens: what a hit
+        needs depends on its answer. Queries if need be."""
+        if not self._cache.must_query:
             return False
         keys: list[bytes] = []
-        behind: list[bytes] = []
+        scattered: list[bytes] = []
         for group in self._groups.members:
             # Windows and states have gaps: only the blocks that a prompt ends with are stored.
             whole = group is self._groups.furthest and group.reach is Reach.ALL
             own = self._keys.of(tracked, group, 0, limit // group.block_tokens)
-            (keys if whole else behind).extend(own)
-        return self._cache.ask(keys, behind)
+            (keys if whole else scattered).extend(own)
+        return self._cache.query(keys, scattered)
 
     def _cached_by_engine(self, request: EngineRequest) -> int:
         """Tokens of the request that the engine has itself, as far as full attention goes.
@@ -280,12 +280,12 @@ class Matcher:
     ) -> HitTokens:
         """How many of the `tokens` that end with the last block of `keys` had to be fetched, by
         tier."""
-        awaited = tracked.awaited
+        media = self._fetches.media_of(tracked)
         (group,) = self._groups.members
         size = group.block_tokens
-        came = fetched_blocks(awaited, keys)
+        came = fetched_blocks(media, keys)
         fetched = {medium: count * size for medium, count in came.items()}
-        for medium in fetched_blocks(awaited, keys[:1]):
+        for medium in fetched_blocks(media, keys[:1]):
             # The engine has the beginning of the first block itself.
             fetched[medium] -= len(keys) * size - tokens
         return fetched

@@ -187,7 +187,7 @@ class PrefixLoads:
 
     def _fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether `tokens` tokens are loaded beside the forward pass of this step."""
-        if tracked.waiting is not None and not tracked.waiting.done:
+        if self._fetches.is_waiting(tracked):
             return False
         blocks = -(-tokens // self._groups.members[0].block_tokens)
         return self._chooser.is_layerwise(blocks, self.running_requests, tracked.options.load_mode)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from flexkv.cache import KVCache
+from flexkv.client import FetchId
 from flexkv.engine.choice.load_choice import Left
 from flexkv.engine.scheduler.engine import EngineRequest
-from flexkv.engine.scheduler.hit_sources import Awaited, limited
+from flexkv.engine.scheduler.hit_sources import limited
 from flexkv.engine.scheduler.keys import MadeKeys
 from flexkv.engine.scheduler.load_in_parts import Loading
 from flexkv.engine.scheduler.load_plan import Plan
 from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions, pin_owner
-from flexkv.transfer.fetch import Fetch
 from flexkv.types.changes import Medium
 
 NEVER = sys.maxsize
@@ -49,6 +49,22 @@ class Match:
     keys: Sequence[bytes] = field(default=(), repr=False, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class WantedFetch:
+    """A fetch for a request.
+
+    Attributes:
+        id: of the fetch.
+        keys: keys of its blocks.
+        start: position of its first block in the request. 0 if the fetch began while the request
+            was queued.
+    """
+
+    id: FetchId
+    keys: Sequence[bytes]
+    start: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """The state of one request; it ends with the request.
@@ -59,9 +75,9 @@ class TrackedRequest:
         plan: the blocks to load, while a lower tier reads them; the engine asks in every step.
         match: the last answer to the engine's lookup; None if the lookup failed.
         early: fetch that began when the request was queued, until its turn comes.
-        waiting: fetch of the blocks from `waiting_start` on, which the request waits for.
-        waiting_start: position of the first block of `waiting` in the request.
-        awaited: blocks that had to come from a lower tier.
+        waiting: fetch of the blocks that the request waits for.
+        awaited: the media of blocks that had to come from a lower tier, by key; see
+            `Fetches.media_of`.
         failed_at: tokens before the first failed load; later tokens are not offered again.
         loading: the load that the engine was promised, until all of it is ordered.
         fetched: tokens of its last load that came from lower tiers, by tier.
@@ -82,10 +98,9 @@ class TrackedRequest:
     options: RequestOptions
     plan: Plan | None = None
     match: Match | None = None
-    early: Fetch | None = None
-    waiting: Fetch | None = None
-    waiting_start: int = 0
-    awaited: Awaited = field(default_factory=dict)
+    early: WantedFetch | None = None
+    waiting: WantedFetch | None = None
+    awaited: dict[bytes, Medium] = field(default_factory=dict)
     failed_at: int = NEVER
     loading: Loading | None = None
     fetched: HitTokens = field(default_factory=dict)
