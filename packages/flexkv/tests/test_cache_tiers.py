@@ -317,7 +317,7 @@ def test_a_renewal_forgets_host_memory_and_keeps_the_disk(make: Callable[..., En
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
     release = engine.hang()
-    fetch = engine.cache.fetch(keys("a", "b"))
+    fetch = see(engine.cache, keys("a", "b"))
     under_way = engine.cache.store(keys("w", "x", "y", "z", "new"), [4])
     assert fetch is not None
     engine.cache.renew()
