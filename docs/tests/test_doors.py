@@ -25,27 +25,19 @@ STARTERS = {
 """The modules that start a cache or its tiers, so they import what they start."""
 
 LEFT: dict[str, set[str]] = {
-    "flexkv.engine.choice.load_choice": {"flexkv.transfer.fetch"},
-    "flexkv.engine.choice.wait_choice": {"flexkv.transfer.fetch"},
     "flexkv.engine.recorder": {"flexkv.tiers.disk.files", "flexkv.tiers.retries"},
     "flexkv.engine.scheduler.availability": {"flexkv.cache"},
     "flexkv.engine.scheduler.ended": {"flexkv.cache", "flexkv.transfer.copies"},
     "flexkv.engine.scheduler.engine_cache": {"flexkv.cache"},
-    "flexkv.engine.scheduler.fetches": {
-        "flexkv.cache",
-        "flexkv.tiers.job",
-        "flexkv.transfer.fetch",
-    },
+    "flexkv.engine.scheduler.fetches": {"flexkv.cache"},
     "flexkv.engine.scheduler.hit_reports": {"flexkv.cache"},
-    "flexkv.engine.scheduler.hit_sources": {"flexkv.transfer.fetch"},
     "flexkv.engine.scheduler.load_in_parts": {"flexkv.cache"},
     "flexkv.engine.scheduler.loading": {"flexkv.transfer.copies"},
-    "flexkv.engine.scheduler.matching": {"flexkv.transfer.fetch"},
     "flexkv.engine.scheduler.prefix_loads": {"flexkv.transfer.copies"},
-    "flexkv.engine.scheduler.request": {"flexkv.cache", "flexkv.transfer.fetch"},
+    "flexkv.engine.scheduler.request": {"flexkv.cache"},
     "flexkv.engine.scheduler.storing": {"flexkv.index.block_index", "flexkv.transfer.copies"},
     "flexkv.engine.side_figures": {"flexkv.cache"},
-    "flexkv_sglang.awaited": {"flexkv.cache", "flexkv.transfer.fetch"},
+    "flexkv_sglang.awaited": {"flexkv.cache"},
     "flexkv_sglang.copies": {"flexkv.cache", "flexkv.index.packed_keys", "flexkv.transfer.copies"},
     "flexkv_sglang.following": {"flexkv.cache", "flexkv.index.packed_keys"},
     "flexkv_sglang.look_ahead": {"flexkv.cache"},
@@ -58,7 +50,7 @@ LEFT: dict[str, set[str]] = {
     "flexkv_vllm.offloading.events": {"flexkv.cache"},
     "flexkv_vllm.offloading.held": {"flexkv.cache", "flexkv.transfer.copies"},
     "flexkv_vllm.offloading.manager": {"flexkv.cache", "flexkv.transfer.copies"},
-    "flexkv_vllm.offloading.requests": {"flexkv.cache", "flexkv.transfer.fetch"},
+    "flexkv_vllm.offloading.requests": {"flexkv.cache"},
 }
 """All other modules above the door that import modules below it."""
 
@@ -128,7 +120,7 @@ def test_what_imports_nothing_below_the_door_any_more_is_on_no_list(
     ("code", "imported"),
     [
         ("from flexkv import KVCache, load_config", {"flexkv.cache"}),
-        ("from flexkv.transfer.fetch import Fetch", {"flexkv.transfer.fetch"}),
+        ("from flexkv.transfer.copies import Transfer", {"flexkv.transfer.copies"}),
         ("if TYPE_CHECKING:\n    import flexkv.index.pins", {"flexkv.index.pins"}),
         ("def f():\n    from flexkv import tiers", {"flexkv.tiers"}),
         ("from flexkv.client import CacheClient", None),
