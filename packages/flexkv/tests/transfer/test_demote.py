@@ -7,8 +7,7 @@ import pytest
 from demote_arena import arena, keys, long_prefix
 
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS, _LEAVING_SHARE
-from flexkv.transfer.slot_reclaimer import SlotReclaimer
+from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS, _LEAVING_SHARE, SlotReclaimer
 from packages.conftest import Clock
 from packages.inside import demoting
 from packages.tier_blocks import ready_blocks

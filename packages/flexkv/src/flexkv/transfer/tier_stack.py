@@ -19,10 +19,9 @@ from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex
 from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
-from flexkv.transfer.demote import Demoter, EvictionWriteback
+from flexkv.transfer.demote import Demoter, EvictionWriteback, SlotReclaimer
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.prefix_accesses import PrefixAccesses
-from flexkv.transfer.slot_reclaimer import SlotReclaimer
 from flexkv.transfer.sources import Source, sources_of
 from flexkv.types.changes import Changes, Medium, changes_of
 
