@@ -25,7 +25,6 @@ STARTERS = {
 """The modules that start a cache or its tiers, so they import what they start."""
 
 LEFT: dict[str, set[str]] = {
-    "flexkv.engine.recorder": {"flexkv.tiers.disk.files", "flexkv.tiers.retries"},
     "flexkv.engine.scheduler.availability": {"flexkv.cache"},
     "flexkv.engine.scheduler.ended": {"flexkv.cache", "flexkv.transfer.copies"},
     "flexkv.engine.scheduler.engine_cache": {"flexkv.cache"},

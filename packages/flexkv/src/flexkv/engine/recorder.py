@@ -25,10 +25,9 @@ from dataclasses import dataclass
 
 from flexkv.plan import recording
 from flexkv.settings import GIB, CacheConfig
-from flexkv.system.directories import open_directory
+from flexkv.system.directories import lasts, open_directory
 from flexkv.system.forks import close_in_children
-from flexkv.tiers.disk.files import lasts
-from flexkv.tiers.retries import Retried
+from flexkv.system.retries import Retried
 
 logger = logging.getLogger(__name__)
 

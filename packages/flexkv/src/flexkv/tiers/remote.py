@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
+from flexkv.system.retries import Retried
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, States, TierFigures, Traffic
 from flexkv.tiers.circuit import Circuit, CircuitState
@@ -34,7 +35,6 @@ from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
 from flexkv.tiers.questions import Found, Question, Questions
-from flexkv.tiers.retries import Retried
 from flexkv.types.changes import Medium
 
 logger = logging.getLogger(__name__)

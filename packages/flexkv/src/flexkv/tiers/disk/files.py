@@ -13,6 +13,7 @@ import stat
 from collections.abc import Sequence
 from typing import Protocol
 
+from flexkv.system.directories import lasts
 from flexkv.system.regular_files import open_regular
 from flexkv.types.errors import DiskError, UnavailableError
 
@@ -20,26 +21,6 @@ DIRECT = os.O_DIRECT
 _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
 """The errors of open(2) if a file system lacks O_DIRECT, and of fallocate(2) if it cannot
 allocate."""
-
-_LASTING = frozenset(
-    {
-        errno.EACCES,
-        errno.EEXIST,
-        errno.EFBIG,
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.EMLINK,
-        errno.ENAMETOOLONG,
-        errno.ENOSYS,
-        errno.ENOTDIR,
-        errno.ENXIO,
-        errno.EOPNOTSUPP,
-        errno.EPERM,
-    }
-)
-"""Errors that say something about a path, a setting or a right: somebody has to change it. All
-others may pass, such as EIO, ENOENT of a mount that comes late, ENOSPC and EROFS."""
 
 
 class Files(Protocol):
@@ -164,11 +145,6 @@ def reason_of(error: OSError) -> str:
     """The system's reason of an error, after the name of the file if that is known."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
-
-
-def lasts(error: OSError) -> bool:
-    """Whether an error stays until somebody changes a path, a setting or a right."""
-    return error.errno in _LASTING
 
 
 def disk_error(text: str, error: OSError) -> DiskError:

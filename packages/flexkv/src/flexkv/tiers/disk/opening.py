@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flexkv.system.retries import Retried
 from flexkv.tiers.base import States
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.cache_directory import claim
@@ -24,7 +25,6 @@ from flexkv.tiers.disk.files import Files, disk_error, reason_of
 from flexkv.tiers.disk.identity import report_differences, save_identity
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
 from flexkv.tiers.link import Link
-from flexkv.tiers.retries import Retried
 from flexkv.types.deadline import HANGS
 from flexkv.types.errors import DiskError, UnavailableError
 

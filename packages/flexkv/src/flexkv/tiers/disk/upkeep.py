@@ -15,9 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from flexkv.system.retries import Failures
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.disk_store import DiskStore
-from flexkv.tiers.retries import Failures
 
 logger = logging.getLogger(__name__)
 

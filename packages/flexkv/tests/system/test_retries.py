@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from flexkv.tiers import retries
+from flexkv.system import retries
+from flexkv.system.retries import Retried, pause_after
 from flexkv.tiers.disk import upkeep
-from flexkv.tiers.retries import Retried, pause_after
 from packages.conftest import PATIENCE_SECONDS
 
 LONG = 1100
