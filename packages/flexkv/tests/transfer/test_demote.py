@@ -7,7 +7,8 @@ import pytest
 from demote_arena import arena, keys, long_prefix
 
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BACKLOG_SHARE, _BLOCKS, _LEAVING_SHARE, SlotReclaimer
+from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, SlotReclaimer
+from flexkv.types.backlog import BACKLOG_SHARE
 from packages.conftest import Clock
 from packages.inside import demoting
 from packages.tier_blocks import ready_blocks
@@ -95,7 +96,7 @@ def test_more_of_a_long_backlog_begins_in_each_poll() -> None:
         node.offer(names)
         before = len(node.writing())
         node.demoter.write_waiting()
-        assert len(node.writing()) - before == (len(names) - before) // _BACKLOG_SHARE > _BLOCKS
+        assert len(node.writing()) - before == (len(names) - before) // BACKLOG_SHARE > _BLOCKS
         node.demoter.write_waiting(all_blocks=True)
         assert node.writing() == names
         node.finish()
@@ -185,13 +186,13 @@ def test_each_poll_chooses_some_of_many_blocks_that_leave() -> None:
 
 
 def test_more_of_many_blocks_leave_in_each_poll() -> None:
-    names = long_prefix(2 * _BACKLOG_SHARE * _LEAVING_SHARE)
+    names = long_prefix(2 * BACKLOG_SHARE * _LEAVING_SHARE)
     with arena(len(names)) as node:
         for name in names:
             node.add(name)
         goal = len(names) // _LEAVING_SHARE
         node.make_room()
-        assert len(node.leaving._leaving) == goal // _BACKLOG_SHARE > _BLOCKS
+        assert len(node.leaving._leaving) == goal // BACKLOG_SHARE > _BLOCKS
         node.demoter.write_waiting(all_blocks=True)
         node.finish()
 

@@ -14,9 +14,10 @@ from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv.index.block_index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.demote import Demoter
-from flexkv.transfer.prefix_accesses import _BACKLOG_SHARE, _BLOCKS, PrefixAccesses
+from flexkv.transfer.prefix_accesses import _BLOCKS, PrefixAccesses
 from flexkv.transfer.sources import IndexedSource
 from flexkv.types.admission import ADMISSIONS
+from flexkv.types.backlog import BACKLOG_SHARE
 
 
 def names(count: int, prefix: str = "a") -> list[bytes]:
@@ -73,7 +74,7 @@ def test_more_of_a_long_backlog_is_counted() -> None:
     keys = names(4 * _BLOCKS)
     index = filled(keys)
     log = PrefixAccesses(index, (), ())
-    for _ in range(_BACKLOG_SHARE):
+    for _ in range(BACKLOG_SHARE):
         log.note(keys, None)
     log.count()
     counted = len(keys)

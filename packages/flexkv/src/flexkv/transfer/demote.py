@@ -21,6 +21,7 @@ from flexkv.tiers.base import AskedTier, BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
 from flexkv.types.admission import Admission
+from flexkv.types.backlog import share_of
 
 _CHAIN_SHARE = 2
 """The predecessors of blocks that leave are written, too, up to half of the arena. The other half
@@ -29,10 +30,6 @@ holds the blocks that are stored and fetched meanwhile. Not tuned."""
 _BLOCKS = 16
 """The least number of waiting blocks that one poll begins to write. To begin one takes about
 0.01 ms with a disk."""
-
-_BACKLOG_SHARE = 64
-"""A poll begins a 64th of the waiting blocks if that is more: 0.2 ms after a prompt of 1,312
-blocks, which a disk then has after about 80 polls."""
 
 _WAITING_SHARE = 2
 """A poll begins more if more than half of the arena waits, because blocks that wait cannot be
@@ -158,7 +155,7 @@ class Demoter:
         ended = self._follow_leaving(all_blocks)
         waiting = self._waiting
         beyond = len(waiting) - self._index.num_slots // _WAITING_SHARE
-        most = len(waiting) if all_blocks else max(_share_of(len(waiting)), beyond)
+        most = len(waiting) if all_blocks else max(share_of(len(waiting), _BLOCKS), beyond)
         blocks = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         keys = [block.key for block in blocks]
         batch: dict[bytes, Block] = {}
@@ -283,7 +280,7 @@ class Demoter:
         one that the tier has or gets. Queue these blocks in the order of their prefix. Returns the
         blocks that leave and are not written."""
         chain, ended = self._chain, []
-        steps = _share_of(len(self._leaving) + len(chain))
+        steps = share_of(len(self._leaving) + len(chain), _BLOCKS)
         while self._leaving and (steps > 0 or all_blocks):
             steps -= 1
             victim = self._leaving[0]
@@ -377,7 +374,7 @@ class EvictionWriteback:
         goal = -(-self._index.num_slots // _LEAVING_SHARE)
         lacking = goal - self._index.free_slots - len(self._leaving)
         victims: list[Block] = []
-        for _ in range(min(lacking, _share_of(lacking))):
+        for _ in range(min(lacking, share_of(lacking, _BLOCKS))):
             victim = self._index.lease_victim()
             if victim is None:
                 break
@@ -486,8 +483,3 @@ class SlotReclaimer:
             else:
                 self._reads[demoter].append(result)
         return ended
-
-
-def _share_of(backlog: int) -> int:
-    """The most blocks that one poll takes of a backlog."""
-    return max(_BLOCKS, backlog // _BACKLOG_SHARE)

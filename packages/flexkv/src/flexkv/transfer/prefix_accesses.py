@@ -15,12 +15,10 @@ from flexkv.eviction import RequestContext
 from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.base import IndexedTier
 from flexkv.transfer.demote import Demoter
+from flexkv.types.backlog import share_of
 
 _BLOCKS = 32
 """The least number of blocks that one poll counts: about 0.03 ms with a disk of a million slots."""
-
-_BACKLOG_SHARE = 64
-"""A poll counts a 64th of the backlog if that is more, which bounds the backlog. Not tuned."""
 
 
 @dataclass(slots=True)
@@ -71,7 +69,7 @@ class PrefixAccesses:
     def count(self) -> None:
         """Count some of the noted blocks. The last block of a prefix is counted first, so that it
         is evicted first."""
-        blocks = max(_BLOCKS, self._backlog // _BACKLOG_SHARE)
+        blocks = share_of(self._backlog, _BLOCKS)
         while self.waiting and blocks > 0:
             use = self.waiting[0]
             stop, use.left = use.left, max(0, use.left - blocks)

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from flexkv.tiers.disk.drive import _ENDED_BLOCKS, _ENDED_SHARE, EndedJobs
+from flexkv.tiers.disk.drive import _ENDED_BLOCKS, EndedJobs
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
+from flexkv.types.backlog import BACKLOG_SHARE
 
 PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
@@ -59,7 +60,7 @@ def test_all_writes_are_taken_on_demand() -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_more_of_a_long_backlog_are_taken(blocks: int) -> None:
     """As many jobs as have so many blocks."""
-    writes = [done(Priority.WRITE, blocks) for _ in range(2 * _ENDED_SHARE * _ENDED_BLOCKS)]
+    writes = [done(Priority.WRITE, blocks) for _ in range(2 * BACKLOG_SHARE * _ENDED_BLOCKS)]
     with after(writes) as ended:
-        share = blocks * len(writes) // _ENDED_SHARE
+        share = blocks * len(writes) // BACKLOG_SHARE
         assert ended.take(all_writes=False) == writes[: -(-share // blocks)]

@@ -28,6 +28,7 @@ from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
+from flexkv.types.backlog import share_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,6 @@ again. Not tuned."""
 _ENDED_BLOCKS = 16
 """The least number of written blocks that one call returns, or one job if it has more. The engine's
 step takes about 0.005 ms for the result of each."""
-
-_ENDED_SHARE = 64
-"""A call returns a 64th of the written blocks if that is more, which bounds the backlog. Not
-tuned."""
 
 _HANGS_AT_CLOSE = "%s hangs: FlexKV leaves its files open until the process ends; check the drive"
 
@@ -110,7 +107,7 @@ class EndedJobs:
                 self._blocks += job.blocks
             else:
                 taken.append(job)
-        most = self._blocks if all_writes else max(_ENDED_BLOCKS, self._blocks // _ENDED_SHARE)
+        most = self._blocks if all_writes else share_of(self._blocks, _ENDED_BLOCKS)
         while self._writes and most > 0:
             job = self._writes.popleft()
             self._blocks -= job.blocks
