@@ -11,6 +11,7 @@ from flexkv.client import FetchId
 from flexkv.host.board import CompletionBoard
 from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.link import Link
+from flexkv.transfer.copies import DeviceCopy
 from flexkv.transfer.tier_stack import TierStack
 from packages.tier_blocks import ready_blocks, writing_blocks
 
@@ -49,6 +50,11 @@ def leaving_of(cache: KVCache) -> Any:
 def board_of(cache: KVCache) -> CompletionBoard:
     """Where ranks report the ends of transfers."""
     return cache._device._board
+
+
+def copies_of(cache: KVCache) -> Sequence[DeviceCopy]:
+    """The loads and stores under way, in the order of their ids."""
+    return list(cache._device._pending.values())
 
 
 def free_cells(board: CompletionBoard) -> Sequence[int]:

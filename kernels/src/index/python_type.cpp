@@ -142,8 +142,8 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const bool is_fetch = count == 4 && args[3] == Py_True;
     const Keys keys(args[0]);
     const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
-    std::vector<Py_ssize_t> begins = numbers_of(args[2]);
-    std::sort(begins.begin(), begins.end());
+    std::vector<Py_ssize_t> prefix_starts = numbers_of(args[2]);
+    std::sort(prefix_starts.begin(), prefix_starts.end());
     Reference made = own(PyList_New(0));
     Block* last = nullptr;
     Py_ssize_t fetched = 0;
@@ -154,7 +154,7 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         of(self).prefetch(keys, start, portion);
         fetched = start + portion;
       }
-      const bool is_first = std::binary_search(begins.begin(), begins.end(), position);
+      const bool is_first = std::binary_search(prefix_starts.begin(), prefix_starts.end(), position);
       if (position < (is_first ? 0 : 1) || position >= keys.size()) {
         PyErr_Format(PyExc_IndexError, "position %zd of %zd keys", position, keys.size());
         throw PythonError{};

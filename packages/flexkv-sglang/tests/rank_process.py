@@ -155,7 +155,7 @@ class Process:
                     right = same(self._rank.read([7, 8, 9]), wanted)
         self._least(self._side.ended_offloads())
         cache = self._side._cache
-        left = 0 if cache is None else cache.transfers_under_way
+        left = 0 if cache is None else len(cache.under_way)
         return Round(stored, found, loaded, right, self._raised, left)
 
     def close(self) -> None:

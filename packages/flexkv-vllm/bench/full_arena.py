@@ -146,7 +146,7 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
             world.side._forget(request.request_id)
             if place == "vLLM's own cache":
                 world.forget()
-    if world.cache.has_lower_tiers and world.side._groups.plain:
+    if world.cache.info.media and world.side._groups.plain:
         keys = _keys_of_prompts(world, rng)
         for _ in range(repeats):
             start = time.perf_counter()

@@ -22,7 +22,7 @@ from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_calls import SchedulerCalls
-from packages.inside import board_of, index_of
+from packages.inside import board_of, copies_of, index_of
 from packages.tier_blocks import ready_blocks
 
 ASYNC = StepMetadata(loads={"r": CopyOrder(1, 1, [5, 6], [0, 1])}, proves=7)
@@ -242,14 +242,14 @@ def test_a_store_that_runs_while_flexkv_is_turned_off_is_not_published(
     for _ in range(3):
         world.step()
     cache = world.cache
-    (running,) = cache.transfers
-    assert running.status is Status.PENDING
+    (running,) = copies_of(cache)
+    assert not running.done
     for broken in ("_build_orders", "_lose_track"):
         monkeypatch.setattr(RequestSide, broken, raise_broken)
     world.run()
-    board_of(cache).report(running.cell, 0, Status.DONE)
+    board_of(cache).report(running.transfer.cell, 0, Status.DONE)
     world.connector.shutdown()
-    assert running.status is Status.DONE
+    assert running.done
     assert ready_blocks(index_of(cache)) == {}
 
 

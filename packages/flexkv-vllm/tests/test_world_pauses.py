@@ -18,6 +18,8 @@ from offloading_world import MakeOffloadingWorld
 from vllm.v1.engine.core import EngineCore
 
 from flexkv.figures.definitions import ResetCause
+from flexkv.types.mover import Direction
+from packages.inside import copies_of
 
 resets_caches = getattr(EngineCore, "_reset_caches", None)
 pytestmark = pytest.mark.skipif(
@@ -210,9 +212,10 @@ def test_a_store_whose_pages_may_be_gone_is_not_kept(
     world.settle()
     world.slow_down(random.Random(4), polls=(50, 50))
     world.add(prompt, max_tokens=60)
-    while not world.cache.transfers_under_way:
+    while not world.cache.under_way:
         world.step()
-    storing = [block.key for transfer in world.cache._device.stores for block in transfer.blocks]
+    copies = [each.transfer for each in copies_of(world.cache)]
+    storing = [key for each in copies if each.direction is Direction.STORE for key in each.keys]
     core_of(world)._reset_caches()
     world.settle()
     assert storing

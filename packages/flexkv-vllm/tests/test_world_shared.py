@@ -123,5 +123,5 @@ def test_an_engine_whose_keys_nobody_else_has_shares_nothing(
     world = make_world(settings=SETTINGS)
     world.generate(prompts(1, 1)[0])
     world.settle()
-    assert not world.cache.has_lower_tiers
+    assert not world.cache.info.media
     assert server.objects("cache/blocks/") == 0

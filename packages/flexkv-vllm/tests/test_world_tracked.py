@@ -21,7 +21,7 @@ from flexkv.engine.choice.load_choice import Left, LoadChoice
 from flexkv.index.block_index import Block, BlockIndex
 from flexkv.types.mover import Status
 from flexkv_vllm.orders import StepMetadata
-from packages.inside import chooser_of, index_of
+from packages.inside import board_of, chooser_of, copies_of, index_of
 from packages.tier_blocks import ready_blocks
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
@@ -346,15 +346,13 @@ def test_an_error_with_one_ended_copy_hides_no_other(
     ended = loads.ended
     ending = lambda each: broken() if each.id == first else ended(each)  # noqa: E731
     monkeypatch.setattr(loads, "ended", ending)
-    device = world.cache._device
-    cells = [transfer.cell for transfer in device._pending.values()]
-    statuses = {device._board.status(cell) for cell in cells}
+    board = board_of(world.cache)
+    cells = [each.transfer.cell for each in copies_of(world.cache)]
+    statuses = {board.status(cell) for cell in cells}
     assert statuses == {Status.PENDING}
     for late in world.late_movers:
         late.catch_up()
-    wait_until(
-        lambda: {device._board.status(cell) for cell in cells} == {Status.DONE}, lambda: None
-    )
+    wait_until(lambda: {board.status(cell) for cell in cells} == {Status.DONE}, lambda: None)
     world.side._poll()
     assert len(stores) == 1
     world.side._poll()

@@ -86,9 +86,9 @@ class Node:
         missing = self.cache.missing(prefix)
         transfer = self.cache.store(prefix, missing)
         if transfer is not None:
-            for block in transfer.blocks:
-                with self.arena.slot_view(block.slot) as view:
-                    view[:] = content(block.key)
+            for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+                with self.arena.slot_view(slot) as view:
+                    view[:] = content(key)
             self.arena.board.report(transfer.cell, 0, Status.DONE)
         self._settle()
         return f"{self.tier.figures.written_blocks}"

@@ -16,12 +16,13 @@ from memory_tier import MemoryTier
 
 from flexkv import KVCache
 from flexkv.cache import _SWEPT_SLOTS
+from flexkv.client import Ended, Transfer
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
-from flexkv.transfer.copies import LOAD_RESERVE, Transfer
+from flexkv.transfer.copies import LOAD_RESERVE, DeviceCopy
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
@@ -81,7 +82,7 @@ def test_a_block_is_found_once_every_rank_has_stored_it(workers: Workers) -> Non
     assert cache.poll() == []
     assert cache.lookup(keys("a", "b")) == 0
     workers.report(transfer, Status.DONE, Status.DONE)
-    assert cache.poll() == [transfer]
+    assert cache.poll() == [Ended(transfer.id, Direction.STORE, done=True)]
     assert cache.lookup(keys("a", "b")) == 2
     assert cache.counters.stored_bytes == 2 * 64 * RANKS
 
@@ -90,7 +91,7 @@ def test_a_failed_rank_means_never_found(workers: Workers) -> None:
     transfer = workers.cache.store(keys("a"), [0])
     assert transfer is not None
     workers.report(transfer, Status.DONE, Status.FAILED)
-    assert workers.cache.poll()[0].status is Status.FAILED
+    assert workers.cache.poll() == [Ended(transfer.id, Direction.STORE, done=False)]
     assert workers.cache.lookup(keys("a")) == 0
     assert workers.cache.missing(keys("a")) == [0]
     assert workers.cache.counters.failed_stores == 1
@@ -126,11 +127,11 @@ def test_a_store_leaves_out_a_key_that_has_a_slot_already(workers: Workers) -> N
     workers.store("a")
     store = workers.cache.store(keys("b", "b", "c"), [0, 1, 2])
     assert store is not None
-    assert [block.key for block in store.blocks] == keys("b", "c")
+    assert store.keys == keys("b", "c")
     assert workers.cache.store(keys("a"), [0]) is None
     assert workers.cache.counters.refused_blocks == 0
     workers.report(store, Status.DONE, Status.DONE)
-    assert workers.cache.poll() == [store]
+    assert workers.cache.poll() == [Ended(store.id, Direction.STORE, done=True)]
     assert workers.cache.lookup(keys("b", "c")) == 2
     workers.store("x", "y", "z")  # no slot is lost
 
@@ -141,13 +142,13 @@ def test_a_prefix_that_finds_no_slot_does_not_keep_others_from_being_stored(
     workers.store("a", "b", "c")
     pinned = workers.cache.load(keys("a", "b", "c"))
     assert pinned is not None
-    store = workers.cache.store(keys("a", "d", "e", "x", "y"), [1, 2, 3, 4], begins=(0, 3))
+    store = workers.cache.store(keys("a", "d", "e", "x", "y"), [1, 2, 3, 4], prefix_starts=(0, 3))
     assert store is None
     workers.report(pinned, Status.DONE, Status.DONE)
     workers.cache.poll()
-    gone = workers.cache.store(keys("gone", "d", "e", "x", "y"), [1, 2, 3, 4], begins=(0, 3))
+    gone = workers.cache.store(keys("gone", "d", "e", "x", "y"), [1, 2, 3, 4], prefix_starts=(0, 3))
     assert gone is not None
-    assert [block.key for block in gone.blocks] == keys("x", "y")
+    assert gone.keys == keys("x", "y")
     assert workers.cache.counters.refused_blocks == 4 + 2
 
 
@@ -158,7 +159,7 @@ def test_a_prefix_with_a_key_twice_is_loaded_and_pinned(workers: Workers) -> Non
     workers.cache.pin(keys("a", "a"))
     assert workers.cache.pinned_blocks == 1
     workers.report(load, Status.DONE, Status.DONE)
-    assert workers.cache.poll() == [load]
+    assert workers.cache.poll() == [Ended(load.id, Direction.LOAD, done=True)]
     workers.store("x", "y")
     assert [workers.cache.lookup([key]) for key in keys("a", "b", "x", "y")] == [1, 0, 1, 1]
 
@@ -316,18 +317,18 @@ def test_an_error_at_the_end_of_one_transfer_loses_no_other(
         workers.report(transfer, Status.DONE, Status.DONE)
     finish = cache._finish_store
 
-    def fail(transfer: Transfer, count: int) -> None:
-        if transfer is first:
+    def fail(copy: DeviceCopy, count: int) -> None:
+        if copy.transfer is first:
             raise MemoryError
-        finish(transfer, count)
+        finish(copy, count)
 
-    ended: list[Transfer] = []
+    ended: list[Ended] = []
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_finish_store", fail)
         with contextlib.suppress(MemoryError):
             ended += cache.poll()
         ended += cache.poll()
-    assert second in ended
+    assert Ended(second.id, Direction.STORE, done=True) in ended
     assert cache.lookup(keys("b")) == 1
 
 
@@ -342,8 +343,8 @@ class CacheModel(RuleBasedStateMachine):
         self.pending: list[Transfer] = []
 
     def teardown(self) -> None:
-        for transfer in list(self.pending):
-            self.cache.cancel(transfer)
+        for transfer in self.pending:
+            self.cache.cancel(transfer.id)
         index = index_of(self.cache)
         assert sorted(free_cells(self.workers.arena.board)) == list(range(CELLS))
         assert_no_slot_is_lost(index)
@@ -374,21 +375,21 @@ class CacheModel(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, status: Status) -> None:
         transfer = data.draw(st.sampled_from(self.pending))
         self.pending.remove(transfer)
-        for block in transfer.blocks:
+        good = status is Status.DONE
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
             if transfer.direction is Direction.STORE:
-                good = status is Status.DONE
-                self.bytes_of_slot[block.slot] = block.key if good else b"torn"
+                self.bytes_of_slot[slot] = key if good else b"torn"
             else:
-                assert self.bytes_of_slot[block.slot] == block.key
+                assert self.bytes_of_slot[slot] == key
         self.workers.report(transfer, Status.DONE, status)
-        assert self.cache.poll() == [transfer]
+        assert self.cache.poll() == [Ended(transfer.id, transfer.direction, good)]
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         transfer = data.draw(st.sampled_from(self.pending))
         self.pending.remove(transfer)
-        self.cache.cancel(transfer)
+        self.cache.cancel(transfer.id)
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -397,9 +398,9 @@ class CacheModel(RuleBasedStateMachine):
         transfer = data.draw(st.sampled_from(self.pending))
         if transfer.direction is Direction.STORE:
             self.pending.remove(transfer)
-            self.cache.discard(transfer.blocks)
+            self.cache.discard(transfer.id)
             self.workers.report(transfer, Status.DONE, Status.DONE)
-            assert self.cache.poll() == [transfer]
+            assert self.cache.poll() == [Ended(transfer.id, transfer.direction, done=True)]
 
     @rule()
     def clear(self) -> None:

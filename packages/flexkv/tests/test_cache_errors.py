@@ -15,17 +15,18 @@ from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
 import flexkv
+from flexkv.client import Transfer
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.host.board import CELLS
 from flexkv.tiers.circuit import CircuitState
-from flexkv.transfer.copies import Transfer
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
-from packages.inside import assert_no_fetch, assert_no_write, free_cells, link_of
+from packages.inside import assert_no_fetch, assert_no_write, free_cells, index_of, link_of
 from packages.line_errors import InjectedError, LineErrors
 from packages.seen_fetch import SeenFetch, see
+from packages.tier_blocks import ready_blocks
 
 SOURCE = Path(flexkv.__path__[0])
 CODE = [SOURCE / name for name in ("cache.py", "index/pins.py", "host/board.py")] + [
@@ -77,12 +78,12 @@ class Story:
         """Copy as the rank would, and poll."""
         board = self.node.arena.board
         for transfer in self.transfers:
-            for block in transfer.blocks:
-                with self.node.arena.slot_view(block.slot) as view:
+            for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+                with self.node.arena.slot_view(slot) as view:
                     if transfer.direction is Direction.LOAD:
-                        assert bytes(view) == content(block.key)
+                        assert bytes(view) == content(key)
                     elif status is Status.DONE:
-                        view[:] = content(block.key)
+                        view[:] = content(key)
             board.report(transfer.cell, 0, status)
         self.transfers.clear()
         self.poll()
@@ -160,20 +161,21 @@ class Story:
         self.end_transfers(Status.FAILED)
         transfer = self.begin_store(self.text(3))
         if transfer is not None:
-            torn = transfer.blocks[1:]
-            self.attempt(lambda: cache.discard(torn))
+            torn = transfer.id
+            self.attempt(lambda: cache.discard(torn, range(1, 3)))
         self.end_transfers()
         transfer = self.begin_store(self.text(2))
         if transfer is not None:
             self.transfers.remove(transfer)
-            self.attempt(lambda: cache.cancel(transfer))
+            cancelled = transfer.id
+            self.attempt(lambda: cache.cancel(cancelled))
         self.fetch(first)
 
     def rest(self) -> None:
         """Nothing is lost, and all goes on."""
         node, cache = self.node, self.node.cache
-        for transfer in cache.transfers:  # those that an error kept from their caller
-            cache.cancel(transfer)
+        for transfer_id in cache.under_way:  # those that an error kept from their caller
+            cache.cancel(transfer_id)
         cache.unpin("owner")
         node.assert_at_rest()
         assert len(free_cells(node.arena.board)) == CELLS
@@ -223,7 +225,8 @@ def test_hits_in_host_memory_go_on_while_the_cache_recovers(
     node.store.release()
     node.until(lambda: fetch.done)
     assert fetch.arrived == 0
-    assert [block.leases for block in transfer.blocks] == [1, 1, 1]
+    blocks = ready_blocks(index_of(node.cache))
+    assert [blocks[key].leases for key in transfer.keys] == [1, 1, 1]
     node.arena.board.report(transfer.cell, 0, Status.DONE)
     node.assert_at_rest()
     assert node.fetched("xyz") == "xyz"

@@ -9,7 +9,7 @@ reserved, awaited or lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from memory_tier import AskedMemoryTier, MemoryTier, Task
 
 from flexkv import KVCache, client
+from flexkv.client import Ended, Transfer
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
@@ -31,7 +32,6 @@ from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier, BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer import demote, fetcher, reads, sources
-from flexkv.transfer.copies import Transfer
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
@@ -129,11 +129,11 @@ class FaultModel(RuleBasedStateMachine):
         missing = self.cache.missing(prefix)
         transfer = self.cache.store(prefix, missing) if missing else None
         if transfer is not None:
-            stored = [block.key for block in transfer.blocks]
-            assert stored == [prefix[i] for i in missing][: len(stored)]
+            stored = len(transfer.keys)
+            assert transfer.keys == [prefix[i] for i in missing][:stored]
             self.transfers.append(transfer)
-            for block in transfer.blocks:
-                self.fill(block.slot, b"torn")
+            for slot in transfer.slots:
+                self.fill(slot, b"torn")
 
     @rule(**PREFIXES)
     def load(self, chain: int, length: int) -> None:
@@ -171,8 +171,7 @@ class FaultModel(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        for transfer in self.cache.poll():
-            self.transfers.remove(transfer)
+        self.remove(self.cache.poll())
 
     @rule()
     def clear(self) -> None:
@@ -249,7 +248,7 @@ class FaultModel(RuleBasedStateMachine):
         assert_no_read(self.cache)
         assert_no_write(self.cache)
         assert not any(demoter.busy for demoter in demoters_of(self.cache))
-        assert self.cache.transfers_under_way == 0
+        assert not self.cache.under_way
         assert len(free_cells(self.arena.board)) == CELLS
         assert not writing_blocks(index)
         assert {block.key for block in ready_blocks(index).values() if block.leases} == set()
@@ -299,23 +298,30 @@ class FaultModel(RuleBasedStateMachine):
     def finish(self, transfer: Transfer, status: Status) -> None:
         """Copy, as the rank would, and poll."""
         kept = set(ready_blocks(index_of(self.cache)))
-        own = [block.key for block in transfer.blocks if block.state.value != "dropped"]
-        for block in transfer.blocks:
+        written = {(each.key, each.slot) for each in writing_blocks(index_of(self.cache)).values()}
+        own = set()
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+            if (key, slot) in written:  # not cleared meanwhile
+                own.add(key)
             if transfer.direction is Direction.STORE and status is Status.DONE:
-                self.fill(block.slot, content(block.key))
+                self.fill(slot, content(key))
             elif transfer.direction is Direction.LOAD:
-                with self.arena.slot_view(block.slot) as view:
-                    assert bytes(view) == content(block.key)
+                with self.arena.slot_view(slot) as view:
+                    assert bytes(view) == content(key)
         self.arena.board.report(transfer.cell, 0, status)
         polled = self.cache.poll()
-        assert transfer in polled
-        for each in polled:
-            self.transfers.remove(each)
+        assert Ended(transfer.id, transfer.direction, status is Status.DONE) in polled
+        self.remove(polled)
         there = set(ready_blocks(index_of(self.cache)))
         if transfer.direction is Direction.STORE:
-            assert not set(own) & kept
+            assert not own & kept
             if status is Status.FAILED:
-                assert not set(own) & there
+                assert not own & there
+
+    def remove(self, ended: Iterable[Ended]) -> None:
+        for each in ended:
+            (transfer,) = (own for own in self.transfers if own.id == each.id)
+            self.transfers.remove(transfer)
 
     def drain(self, outcome: Outcome) -> None:
         """Until nothing is under way but fetches that wait for nothing more."""

@@ -43,11 +43,11 @@ def request(engine: Engine, prompt: str, returns: bool | None) -> int:
     engine.cache.record((), RequestContext(request_id=number, returns=returns), prefix)
     transfer = engine.cache.store(prefix, engine.cache.missing(prefix))
     if transfer is not None:
-        assert [block.key for block in transfer.blocks] == prefix[: len(transfer.blocks)]
+        assert transfer.keys == prefix[: len(transfer.keys)]
         engine.finish(transfer)
     engine.settle()
     engine.cache.ended(number, 100)
-    return 0 if transfer is None else len(transfer.blocks)
+    return 0 if transfer is None else len(transfer.keys)
 
 
 def there(engine: Engine, names: str) -> str:

@@ -105,7 +105,7 @@ def test_a_store_of_the_engine_gets_such_slots_too(
     fill(node)
     transfer = node.cache.store(names("mnop"), range(4))
     assert transfer is not None
-    assert [block.key for block in transfer.blocks] == names("mnop")
+    assert transfer.keys == names("mnop")
     node.arena.board.report(transfer.cell, 0, Status.FAILED)
     store.release()
     node.assert_at_rest()
@@ -149,7 +149,7 @@ def test_a_slot_that_the_arena_has_costs_no_write(
     assert node.fetched("abcd") == "abcd"
     transfer = node.cache.store(names("qr"), range(2))
     assert transfer is not None
-    node.cache.cancel(transfer)
+    node.cache.cancel(transfer.id)
     assert dropped(node) == 0
     store.release()
     node.assert_at_rest()

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
-from flexkv.client import FetchId
-from flexkv.transfer.copies import Transfer
+from flexkv.client import FetchId, Transfer
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
@@ -141,9 +140,9 @@ def test_a_store_that_ended_unseen_is_written_at_the_end(make: Callable[..., Eng
     first = make()
     transfer = first.cache.store(keys("a", "b"), [0, 1])
     assert transfer is not None
-    for block in transfer.blocks:
-        with first.arena.slot_view(block.slot) as view:
-            view[:] = content(block.key)
+    for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+        with first.arena.slot_view(slot) as view:
+            view[:] = content(key)
     first.arena.board.report(transfer.cell, 0, Status.DONE)
     first.close()
     assert first.cache.counters.demoted_blocks == 2

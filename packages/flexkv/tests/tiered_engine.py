@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.client import FetchId
+from flexkv.client import FetchId, Transfer
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
-from flexkv.transfer.copies import Transfer
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Direction, Status
 from packages.inside import store_of
@@ -61,12 +60,12 @@ class Engine:
 
     def finish(self, transfer: Transfer) -> None:
         """Copy, as the rank would: a load must find its own bytes."""
-        for block in transfer.blocks:
-            with self.arena.slot_view(block.slot) as view:
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+            with self.arena.slot_view(slot) as view:
                 if transfer.direction is Direction.STORE:
-                    view[:] = content(block.key)
+                    view[:] = content(key)
                 else:
-                    assert bytes(view) == content(block.key)
+                    assert bytes(view) == content(key)
         self.report(transfer, Status.DONE)
 
     def report(self, transfer: Transfer, status: Status) -> None:

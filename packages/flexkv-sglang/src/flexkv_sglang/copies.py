@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexkv import KVCache
+from flexkv.client import Transfer
 from flexkv.engine.orders import CopyOrder
 from flexkv.index.packed_keys import PackedKeys
-from flexkv.transfer.copies import Transfer
 
 
 @dataclass(slots=True)
@@ -18,12 +18,10 @@ class QueuedLoad:
 
     Attributes:
         order: the copy, the same on all ranks once they have agreed on it.
-        transfer: the load with its leases; None on all ranks but the first, which decides.
         fetched: how many of its pages lower tiers gave; 0 on all ranks but the first.
     """
 
     order: CopyOrder
-    transfer: Transfer | None = None
     fetched: int = 0
 
 
@@ -32,20 +30,21 @@ class Offload:
     """A store that SGLang has ordered. SGLang asks for the ends of stores in its calls' order.
 
     Attributes:
-        transfer: the store under way; None once it has ended, if nothing is copied, and on all
-            ranks but the first.
+        transfer_id: id of the store under way; 0 once it has ended, if nothing is copied, and on
+            all ranks but the first.
         slots: for each page its slot, or -1 if it is not copied; empty if nothing is.
-        stored: whether the cache has all pages of the store, if `transfer` is None or succeeds.
+        stored: whether the cache has all pages of the store, if no store is under way or it
+            succeeds.
     """
 
-    transfer: Transfer | None = None
-    slots: list[int] = field(default_factory=list)
+    transfer_id: int = 0
+    slots: Sequence[int] = ()
     stored: bool = False
 
 
 def reserve(
     cache: KVCache, before: PackedKeys, keys: PackedKeys, missing: Sequence[int]
-) -> tuple[Transfer | None, list[int]]:
+) -> tuple[Transfer | None, Sequence[int]]:
     """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
     that block at least as long as them.
 
@@ -59,7 +58,7 @@ def reserve(
         The store, None if no block got a slot; and for each block its slot, or -1.
     """
     if before and not cache.missing(before):
-        transfer = cache.store(before + keys, [1 + i for i in missing], begins=())
+        transfer = cache.store(before + keys, [1 + i for i in missing], prefix_starts=())
     else:
         transfer = cache.store(keys, missing)
     if transfer is None:
@@ -83,14 +82,14 @@ def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int])
     return CopyOrder(number, cell, copied, [slot for slot in slots if slot >= 0])
 
 
-def _slots_of(transfer: Transfer, keys: PackedKeys, missing: Sequence[int]) -> list[int]:
+def _slots_of(transfer: Transfer, keys: PackedKeys, missing: Sequence[int]) -> Sequence[int]:
     slots = transfer.slots
     if len(slots) == len(keys):
         return slots
     places: Sequence[int] = missing
     if len(slots) < len(missing):
         place_of = {keys[i]: i for i in missing}
-        places = [place_of[block.key] for block in transfer.blocks]
+        places = [place_of[key] for key in transfer.keys]
     chosen = [-1] * len(keys)
     for place, slot in zip(places, slots, strict=True):
         chosen[place] = slot

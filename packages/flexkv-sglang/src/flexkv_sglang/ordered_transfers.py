@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from flexkv import KVCache
 from flexkv.engine.scheduler.ended import EndedTransfers
-from flexkv.types.mover import Status
 from flexkv_sglang.copies import Offload
 
 
@@ -39,10 +38,10 @@ class OrderedTransfers:
         if self._lost_some:
             self._ended.end_lost(self.offloads.keys(), self.offloads.keys())
             self._lost_some = False
-        for transfer in self._ended.take():
-            offload = self.offloads.get(transfer.id)
+        for ended in self._ended.take():
+            offload = self.offloads.get(ended.id)
             if offload is not None:
-                offload.stored &= transfer.status is Status.DONE
-                offload.transfer = None
-            self.offloads.pop(transfer.id, None)
+                offload.stored &= ended.done
+                offload.transfer_id = 0
+            self.offloads.pop(ended.id, None)
         return True

@@ -224,8 +224,8 @@ class RankSide:
         if queued is not None and self._ordered is not None:
             self._ordered.offloads.pop(queued.order.transfer_id, None)
         with self._boundary.guard("cancelling a load", "the next poll cancels it"):
-            if self._cache is not None and queued is not None and queued.transfer is not None:
-                self._cache.cancel(queued.transfer)
+            if self._cache is not None and queued is not None:
+                self._cache.cancel(queued.order.transfer_id)
             if self._followed is not None:
                 self._followed.cancelled(rid)
         return queued is not None
@@ -348,8 +348,8 @@ class RankSide:
             "storing blocks", "they are not cached", partial(self._reserve, offload, hashes)
         )
         if not number:
-            if offload.transfer is not None:  # after an error; the next poll cancels it
-                offload.transfer, offload.stored = None, False
+            if offload.transfer_id:  # after an error; the next poll cancels it
+                offload.transfer_id, offload.stored = 0, False
             return
         slots = self._exchanges.ranks.agree([*offload.slots], count)
         if self._ordered is not None:
@@ -375,7 +375,7 @@ class RankSide:
             return len(self._pending)
         ended = 0
         for offload in self._pending:
-            if offload.transfer is not None:
+            if offload.transfer_id:
                 break
             ended += 1
         return ended
@@ -383,7 +383,7 @@ class RankSide:
     def take_offload(self) -> bool:
         """Remove the oldest offload, which must have ended. Returns whether it is stored."""
         offload = self._pending.popleft()
-        return not self.leads or (offload.stored and offload.transfer is None)
+        return not self.leads or (offload.stored and not offload.transfer_id)
 
     # The engine.
 
@@ -506,7 +506,7 @@ class RankSide:
         number, its cell and how many slots it has."""
         assert self._cache is not None
         keys = self.keys_of(hashes)
-        transfer = queued.transfer = self._cache.load(keys) if len(keys) == pages else None
+        transfer = self._cache.load(keys) if len(keys) == pages else None
         if transfer is None:
             return _NOTHING
         queued.order.slots = transfer.slots
@@ -534,8 +534,8 @@ class RankSide:
         transfer, offload.slots = reserve(self._cache, parent, keys, missing)
         if transfer is None:
             return _NOTHING
-        offload.transfer = transfer
-        offload.stored = len(transfer.blocks) == len(missing)
+        offload.transfer_id = transfer.id
+        offload.stored = len(transfer.slots) == len(missing)
         return transfer.id, transfer.cell, len(keys)
 
     def _held(self, rids: Sequence[str]) -> list[bool]:
@@ -597,10 +597,10 @@ class RankSide:
         return False
 
     def _disable(self, cache: KVCache) -> None:
-        running = [each.transfer for each in self._pending if each.transfer is not None]
-        for transfer in running:
-            # Another rank may copy on, out of pages that SGLang gives to others.
-            cache.discard(transfer.blocks)
+        for offload in self._pending:
+            if offload.transfer_id:
+                # Another rank may copy on, out of pages that SGLang gives to others.
+                cache.discard(offload.transfer_id)
         cache.suspend()
         if self._figures is not None:
             self._figures.note_activity()

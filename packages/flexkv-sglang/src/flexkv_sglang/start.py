@@ -96,7 +96,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             cache = make_cache(config, worker.session, keeps_blocks=keeps, follows_requests=True)
             undo.pop_all()
         _log_start(worker.session, engine.page_size)
-    (waits,) = ranks.agree([int(cache is not None and cache.has_lower_tiers)], 1)
+    (waits,) = ranks.agree([int(cache is not None and bool(cache.info.media))], 1)
     chooser = make_chooser(
         config,
         LoadMode.LAYERWISE,
@@ -121,7 +121,7 @@ def _make_recorder(
     config: CacheConfig, engine: Engine, cache: KVCache, chooser: LoadChooser
 ) -> RequestRecorder | None:
     size = engine.page_size
-    recorder = make_recorder(config, "sglang", size, cache.slot_bytes, chooser)
+    recorder = make_recorder(config, "sglang", size, cache.info.slot_bytes, chooser)
     return None if recorder is None else RequestRecorder(recorder, size)
 
 

@@ -95,7 +95,7 @@ def make_request_side(
             lists_blocks=lists_all_blocks(vllm_config),
         )
         undo.pop_all()
-    if cache.has_lower_tiers and getattr(vllm_config, "shutdown_timeout", None) == 0:
+    if cache.info.media and getattr(vllm_config, "shutdown_timeout", None) == 0:
         logger.info(
             "vLLM's --shutdown-timeout is 0: a server ends at once at SIGTERM, and blocks that "
             "wait to be written to disk are lost; --shutdown-timeout 20 gives it time to write them"

@@ -216,7 +216,7 @@ def test_metrics_are_those_of_flexkvs_own_connector(
     assert values["vllm:flexkv_stored_blocks", ("host",)] == counters.stored_blocks > 14
     assert values["vllm:flexkv_evicted_blocks", ("host",)] == counters.evicted_blocks > 0
     assert values["vllm:flexkv_capacity_blocks", ("host",)] == 14
-    assert values["vllm:flexkv_capacity_bytes", ("host",)] == 14 * world.cache.slot_bytes
+    assert values["vllm:flexkv_capacity_bytes", ("host",)] == 14 * world.cache.info.slot_bytes
     ((labels, one),) = ((key[1], v) for key, v in values.items() if key[0] == "vllm:flexkv_info")
     assert one == 1
     assert labels[0] == flexkv.__version__

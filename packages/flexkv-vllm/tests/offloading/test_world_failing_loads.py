@@ -12,6 +12,8 @@ from engine_world import random_prompt
 from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld, OffloadingWorld
 
+from packages.inside import copies_of
+
 PROMISED = 6
 TOKENS = 130
 
@@ -91,7 +93,8 @@ def test_a_store_counts_only_when_vllm_reports_its_end(
     world.step()
     (held,) = world.manager.held._held.values()
     assert held.request_id == request_id
-    assert held.transfer.held
+    (copy,) = copies_of(world.cache)
+    assert (copy.transfer.id, copy.held) == (held.transfer_id, True)
     world.run()
     world.settle()
     assert len(world.manager.held) == 0

@@ -15,19 +15,19 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from flexkv.client import FetchId, FetchState
+from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.figures.definitions import Counters, HostFigures, ResetCause, TierReading
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
-from flexkv.index.block_index import Block, block_index, publish
+from flexkv.index.block_index import block_index, publish
 from flexkv.index.pins import Pins
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
-from flexkv.transfer.copies import DeviceLink, Transfer
+from flexkv.transfer.copies import DeviceCopy, DeviceLink
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
-from flexkv.types.mover import Direction, Status
+from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence, presence_below
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class KVCache:
         pin_seconds: how long a pin lasts if `pin` is not given a time.
 
     Attributes:
-        policy_name: as given.
+        info: what does not change.
     """
 
     def __init__(
@@ -97,17 +97,22 @@ class KVCache:
         pin_seconds: float = 3600.0,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
-        self._slot_bytes = arena.spec.format.slot_bytes
         self._index = block_index(arena.spec.num_slots, policy)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         self._counters = Counters()
-        self.policy_name = policy_name
         self._meter = Meter()
         self._off = self._stopped = self._recovering = False
         self._device = DeviceLink(arena.board, self._meter)
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
+        self.info = CacheInfo(
+            num_slots=arena.spec.num_slots,
+            slot_bytes=arena.spec.format.slot_bytes,
+            media=tuple(each.tier.medium for each in tiers),
+            must_query=self._below.must_query,
+            policy_name=policy_name,
+        )
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
     @property
@@ -123,30 +128,15 @@ class KVCache:
         return len(self._index)
 
     @property
-    def num_slots(self) -> int:
-        """The number of blocks that the arena can hold."""
-        return self._index.num_slots
-
-    @property
     def free_slots(self) -> int:
         """The number of blocks that the arena takes without an eviction."""
         return self._index.free_slots
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that a block takes in every tier, padding included."""
-        return self._slot_bytes
 
     @property
     def pinned_blocks(self) -> int:
         """The number of blocks in the arena that pins keep. Ends pins whose time is over."""
         self._pins.expire(time.monotonic())
         return self._index.pinned_blocks
-
-    @property
-    def transfers_under_way(self) -> int:
-        """The number of loads and stores that have not ended."""
-        return len(self._device)
 
     @property
     def loading_blocks(self) -> int:
@@ -156,31 +146,21 @@ class KVCache:
     @property
     def tier_figures(self) -> list[TierReading]:
         """The figures and counts of each lower tier."""
-        return self._below.figures(self.slot_bytes)
+        return self._below.figures(self.info.slot_bytes)
 
     def figures(self) -> Figures:
         """All that engines report of the cache: totals since its start, and gauges."""
         host = HostFigures(
             self.counters,
             self.ready_blocks,
-            self.num_slots,
-            self.slot_bytes,
+            self.info.num_slots,
+            self.info.slot_bytes,
             self.pinned_blocks,
             self.disabled,
-            self.transfers_under_way,
-            self.policy_name,
+            len(self.under_way),
+            self.info.policy_name,
         )
         return self._meter.read(host, self.tier_figures)
-
-    @property
-    def has_lower_tiers(self) -> bool:
-        """Whether there is a lower tier."""
-        return self._has_tiers
-
-    @property
-    def must_query(self) -> bool:
-        """Whether a lower tier needs a query to know which blocks it has."""
-        return self._below.must_query
 
     @property
     def disabled(self) -> bool:
@@ -189,8 +169,8 @@ class KVCache:
         return self._off
 
     @property
-    def transfers(self) -> list[Transfer]:
-        """The loads and stores that have not ended."""
+    def under_way(self) -> set[int]:
+        """Ids of the loads and stores that have not ended."""
         return self._device.under_way
 
     @property
@@ -255,11 +235,12 @@ class KVCache:
     @_sound
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
-        `cancel`. None, a miss, if a block is not ready or too many transfers are under way."""
+        `cancel`. The caller does not change `keys` afterwards. None, a miss, if a block is not
+        ready or too many transfers are under way."""
         blocks = None if self._off else self._index.lease(keys)
         if blocks is None:
             return None
-        transfer = self._device.begin(Direction.LOAD, blocks)
+        transfer = self._device.begin(Direction.LOAD, keys, blocks, held=False)
         if transfer is None:
             self._index.release(blocks)
             return None
@@ -302,7 +283,12 @@ class KVCache:
 
     @_sound
     def store(
-        self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int] = (0,)
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Collection[int] = (0,),
+        *,
+        held: bool = False,
     ) -> Transfer | None:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
         is evicted to make room. A block whose predecessor is not in the arena is not stored, nor is
@@ -310,10 +296,13 @@ class KVCache:
 
         Args:
             keys: keys of blocks, each of which builds on the one before. They may begin anywhere in
-                the prefix, at the latest one block before the first to store.
+                the prefix, at the latest one block before the first to store. The caller does not
+                change them afterwards.
             positions: positions in `keys` of the blocks to store, ascending. Blocks that have a
                 slot are left out.
-            begins: positions of blocks that begin a prefix.
+            prefix_starts: positions of blocks that begin a prefix.
+            held: whether `poll` passes over the transfer until `confirm`, because the caller does
+                not know yet whether the bytes to store are right.
 
         Returns:
             A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None
@@ -322,13 +311,13 @@ class KVCache:
         if self._off or self._recovering:
             return None
         self._pins.expire(time.monotonic())
-        blocks = self._below.reserve(keys, positions, begins)
+        blocks = self._below.reserve(keys, positions, prefix_starts)
         if len(blocks) < len(positions):
             absent = set(positions).intersection(self._index.missing(keys))
             self._counters.refused_blocks += len({keys[i] for i in absent})
         if not blocks:
             return None
-        transfer = self._device.begin(Direction.STORE, blocks)
+        transfer = self._device.begin(Direction.STORE, keys, blocks, held=held)
         if transfer is None:
             self._counters.refused_blocks += len(blocks)
             self._index.abandon(blocks)
@@ -336,34 +325,51 @@ class KVCache:
         self._counters.stores += 1
         return transfer
 
-    @_sound
-    def cancel(self, transfer: Transfer) -> None:
-        """Cancel a transfer that was not passed to any worker."""
-        self._device.cancel(transfer)
-        if transfer.direction is Direction.STORE:
-            self._index.abandon(transfer.blocks)
-            self._below.stored(transfer.blocks, False)
-        else:
-            self._index.release(transfer.blocks)
+    def confirm(self, transfer_id: int) -> None:
+        """The bytes of a held store are right: `poll` may publish its blocks. Does nothing if the
+        store is not under way."""
+        self._device.confirm(transfer_id)
 
     @_sound
-    def discard(self, blocks: Sequence[Block]) -> None:
-        """Discard blocks of a store under way, because the engine has overwritten their pages. They
-        are never found."""
+    def cancel(self, transfer_id: int) -> None:
+        """Cancel a transfer that was not passed to any worker. Does nothing if it is not under
+        way."""
+        copy = self._device.cancel(transfer_id)
+        if copy is None:
+            return
+        if copy.transfer.direction is Direction.STORE:
+            self._index.abandon(copy.blocks)
+            self._below.stored(copy.blocks, False)
+        else:
+            self._index.release(copy.blocks)
+
+    @_sound
+    def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
+        """Discard blocks of a store under way, because their bytes are wrong or the engine has
+        overwritten their pages. Lookups never find them. Does nothing if the store is not under
+        way.
+
+        Args:
+            transfer_id: id of the store.
+            positions: positions in the transfer's `keys` of the blocks; None for all.
+        """
+        blocks = self._device.blocks_of(transfer_id)
+        if blocks and positions is not None:
+            blocks = [blocks[i] for i in positions]
         self._index.discard(blocks)
 
     @_sound
-    def poll(self) -> list[Transfer]:
+    def poll(self) -> list[Ended]:
         """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
-        Returns the loads and stores that have ended, with status DONE or FAILED. If this raises,
-        the next call returns them."""
+        Returns the loads and stores that have ended. If this raises, the next call returns
+        them."""
         if self._recovering:
             self._recover()
         else:
             self._below.poll()
         self._index.sweep(_SWEPT_SLOTS)
         ended = self._device.poll(self._finish)
-        if ended and not self._stopped and any(each.status is Status.FAILED for each in ended):
+        if ended and not self._stopped and not all(each.done for each in ended):
             self._check_ranks()
         return ended
 
@@ -464,8 +470,8 @@ class KVCache:
     def pause(self) -> None:
         """The engine pauses and may free its pages, and has the same weights afterwards. All blocks
         stay, except those that are being stored, whose pages may be gone before they are read."""
-        for transfer in self._device.stores:
-            self._index.discard(transfer.blocks)
+        for copy in self._device.stores:
+            self._index.discard(copy.blocks)
         self._counters.count_reset(ResetCause.PAUSE)
 
     def close(self, flush_seconds: float = 0.0) -> bool:
@@ -503,31 +509,31 @@ class KVCache:
             ", ".join(map(str, stopped)),
         )
 
-    def _finish(self, transfer: Transfer) -> None:
-        stored = transfer.direction is Direction.STORE
+    def _finish(self, copy: DeviceCopy) -> None:
+        stored = copy.transfer.direction is Direction.STORE
         finish = self._finish_store if stored else self._finish_load
-        finish(transfer, len(transfer.blocks))
+        finish(copy, len(copy.blocks))
 
-    def _finish_store(self, transfer: Transfer, count: int) -> None:
-        if transfer.status is Status.DONE:
-            publish(self._index, transfer.blocks)
+    def _finish_store(self, copy: DeviceCopy, count: int) -> None:
+        if copy.done:
+            publish(self._index, copy.blocks)
             self._counters.stored_blocks += count
             self._counters.stored_bytes += count * self._block_bytes
         else:
-            self._index.abandon(transfer.blocks)
+            self._index.abandon(copy.blocks)
             self._counters.failed_stores += 1
             if self._counters.failed_stores == 1:
                 logger.warning("a store of %d blocks failed; not cached (logged once)", count)
-        self._below.stored(transfer.blocks, transfer.status is Status.DONE)
+        self._below.stored(copy.blocks, copy.done)
 
-    def _finish_load(self, transfer: Transfer, count: int) -> None:
-        if transfer.status is Status.DONE:
+    def _finish_load(self, copy: DeviceCopy, count: int) -> None:
+        if copy.done:
             self._counters.loaded_blocks += count
             self._counters.loaded_bytes += count * self._block_bytes
         else:
             self._counters.failed_loads += 1
-            self._index.drop(transfer.blocks)
+            self._index.drop(copy.blocks)
             self._below.fetcher.cut_dropped()
             if self._counters.failed_loads == 1:
                 logger.warning("a load of %d blocks failed; dropped (logged once)", count)
-        self._index.release(transfer.blocks)
+        self._index.release(copy.blocks)

@@ -85,7 +85,7 @@ def test_counts_of_the_engine_and_of_shared_tiers_are_apart(engine: Engine) -> N
     assert shared[sample("stored_blocks", "disk")] == 6
     assert shared[sample("copied_bytes", "disk", "read")] > 0
     assert shared[sample("blocks", "host")] == 4
-    assert shared[sample("bytes", "disk")] == 6 * engine.cache.slot_bytes
+    assert shared[sample("bytes", "disk")] == 6 * engine.cache.info.slot_bytes
 
 
 def test_every_metric_has_values_of_its_labels() -> None:

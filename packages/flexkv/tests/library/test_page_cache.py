@@ -141,7 +141,7 @@ def test_more_is_loaded_from_disk_than_host_memory_holds(pages: Pages, tmp_path:
             fill(pages, cache, end, start=end - 6)
             assert cache.flush(60.0)
     with open_cache(settings(slots=4, disk=tmp_path), pages.layout, identity="m") as cache:
-        assert cache.cache.num_slots < 12
+        assert cache.cache.info.num_slots < 12
         assert cache.lookup(KEYS[:12]) == 12
         assert cache.load(KEYS[:12], range(12)) == 12
         assert pages.held() == {i: i + 1 for i in range(12)}
@@ -231,9 +231,9 @@ def test_settings_that_make_no_cache_are_refused(
 def test_settings_may_be_read_before(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", str(5 * SLOT_GB))
     with open_cache(flexkv.load_config(), pages.layout) as cache:
-        assert cache.cache.num_slots == 5
+        assert cache.cache.info.num_slots == 5
     with open_cache(None, pages.layout) as cache:
-        assert cache.cache.num_slots == 5
+        assert cache.cache.info.num_slots == 5
 
 
 def test_a_failed_start_leaves_nothing(pages: Pages, tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_device_that_refuses_raises_and_nothing_is_found(pages: Pages) -> None
             cache.load(KEYS[:2], [0, 1])
         device.refuses = False
         assert cache.lookup(KEYS[4:5]) == 0
-        assert cache.cache.transfers_under_way == 0
+        assert not cache.cache.under_way
 
 
 def test_a_copy_that_failed_keeps_its_error_and_not_the_calls_behind_it(pages: Pages) -> None:
@@ -454,10 +454,10 @@ def test_waiting_has_an_end_and_cancelling_waits_for_the_copy(pages: Pages) -> N
         assert not copy.done
         with pytest.raises(TimeoutError):
             copy.wait(timeout=0.0)
-        assert cache.cache.transfers_under_way == 1
+        assert len(cache.cache.under_way) == 1
         copy.cancel()
         assert copy.done
-        assert cache.cache.transfers_under_way == 0
+        assert not cache.cache.under_way
         assert pages.held() == {0: 1, 1: 2}
 
 
@@ -561,4 +561,4 @@ def test_settings_of_a_mapping_type(pages: Pages) -> None:
             return len(settings())
 
     with open_cache(Custom(), pages.layout) as cache:
-        assert cache.cache.num_slots == 16
+        assert cache.cache.info.num_slots == 16

@@ -51,9 +51,9 @@ class Node:
         prefix = keys(names)
         transfer = self.cache.store(prefix, self.cache.missing(prefix))
         assert transfer is not None
-        for block in transfer.blocks:
-            with self.arena.slot_view(block.slot) as view:
-                view[:] = content(block.key)
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+            with self.arena.slot_view(slot) as view:
+                view[:] = content(key)
         self.arena.board.report(transfer.cell, 0, Status.DONE)
         self.cache.poll()
 

@@ -10,17 +10,17 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from flexkv import KVCache
+from flexkv.client import Transfer
 from flexkv.engine.boundary import ErrorBoundary, answers
 from flexkv.engine.scheduler.storing import UNREPORTED_STEPS, first_of
-from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.patches import blocks_of_requests, drop_from_prefix_cache
 
 
 class _Held(NamedTuple):
-    """A held store: the id of its request, its transfer, and the number of its step."""
+    """A held store: the ids of its request and transfer, and the number of its step."""
 
     request_id: str
-    transfer: Transfer
+    transfer_id: int
     step: int
 
 
@@ -48,29 +48,28 @@ class HeldStores:
         return len(self._held)
 
     def hold(self, request_id: str, transfer: Transfer) -> None:
-        """Hold a new store of a request."""
-        transfer.held = True
-        key = min(block.key for block in transfer.blocks)
-        self._held[key] = _Held(request_id, transfer, self._step)
+        """Note a store of a request, which the cache holds."""
+        key = min(transfer.keys)
+        self._held[key] = _Held(request_id, transfer.id, self._step)
 
     def release(self, keys: Collection[bytes]) -> None:
         """vLLM has reported the end of the store of these blocks."""
         key = min(keys, default=b"")
         held = self._held.get(key)
         if held is not None:
-            held.transfer.held = False
+            self._cache.confirm(held.transfer_id)
             del self._held[key]
 
     def release_all(self) -> None:
         """The cache was cleared or paused: vLLM reports no more ends, and nothing is published."""
         for held in self._held.values():
-            held.transfer.held = False
+            self._cache.confirm(held.transfer_id)
         self._held.clear()
 
     def discard_all(self) -> None:
         """After an error, which may have lost vLLM's report of an end: no held store is found."""
         for held in self._held.values():
-            self._cache.discard(held.transfer.blocks)
+            self._cache.discard(held.transfer_id)
         self.release_all()
 
     def step_is_complete(self) -> None:
@@ -102,7 +101,7 @@ class HeldStores:
                     affected.add(request_id)
         for held in self._held.values():
             if requests is None or held.request_id in affected:
-                self._cache.discard(held.transfer.blocks)
+                self._cache.discard(held.transfer_id)
         drop_from_prefix_cache(side, wrong)
 
     def _lose(self) -> None:

@@ -20,11 +20,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import CacheConfig, KVCache
+from flexkv.client import Transfer
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
 from flexkv.engine.side_figures import CacheFigures, log_totals
-from flexkv.transfer.copies import Transfer
 from flexkv_vllm.compat.offloading import load_source, prefix_of
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.held import HeldStores
@@ -165,7 +165,7 @@ class FlexKVOffloadingManager(OffloadingManager):
                 transfer = self._reserve(list(keys), request, req_context.req_id)
         if transfer is None:
             return _nothing_to_store()
-        reserved = [OffloadKey(block.key) for block in transfer.blocks]
+        reserved = [OffloadKey(key) for key in transfer.keys]
         return PrepareStoreOutput(reserved, self._order(transfer), [])
 
     @answers(always(None), "transfers that ended are seen later")
@@ -272,7 +272,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         if transfer is not None:
             self._request(context).settle()
             self._cache.record(prefix_of(context, keys))
-            self._figures.hit(len(transfer.blocks))
+            self._figures.hit(len(transfer.slots))
             self._loading[transfer.id] = context.req_id
         return transfer
 
@@ -300,10 +300,10 @@ class FlexKVOffloadingManager(OffloadingManager):
             # vLLM also offers blocks that it has itself: some of them were hit.
             there = set(keys).difference(chain[i] for i in positions)
             self._cache.record([key for key in keys if key in there])
-        transfer = self._cache.store(chain, positions) if positions else None
+        transfer = self._cache.store(chain, positions, held=True) if positions else None
         if transfer is not None:
             self._figures.note_activity()
-            request.reserved([block.key for block in transfer.blocks])
+            request.reserved(transfer.keys)
             self.held.hold(request_id, transfer)
         if request.options.pin:
             # vLLM does not pass on the cache salt here, which else is part of the owner.
@@ -326,12 +326,12 @@ class FlexKVOffloadingManager(OffloadingManager):
             self.held.discard_all()
             self._ended.end_lost(self._ordered, {*self._loading, *self._ordered})
             self._lost_some = False
-        for transfer in self._ended.take():
-            request_id = self._loading.get(transfer.id)
-            if request_id is not None and transfer.failed:
+        for ended in self._ended.take():
+            request_id = self._loading.get(ended.id)
+            if request_id is not None and not ended.done:
                 self._load_no_more(request_id)
-            self._loading.pop(transfer.id, None)
-            self._ordered.discard(transfer.id)
+            self._loading.pop(ended.id, None)
+            self._ordered.discard(ended.id)
 
     def _after_error_in(self, cache: KVCache) -> Callable[[], None]:
         def after_error() -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
@@ -19,4 +20,4 @@ class ArenaBlocks(LoadStoreSpec):
     """
 
     cell: int | None = None
-    slots: list[int] = field(default_factory=list)
+    slots: Sequence[int] = ()

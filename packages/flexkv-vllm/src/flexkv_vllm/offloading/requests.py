@@ -44,9 +44,8 @@ class RequestBlocks:
     def __init__(self, cache: KVCache, context: ReqContext, options: RequestOptions) -> None:
         self._cache = cache
         self._from_host = options.load and may_load_from(context, Medium.HOST)
-        below = [tier.medium for tier in cache.tier_figures]
         # A fetch takes a block from whichever lower tier has it.
-        allowed = all(may_load_from(context, medium) for medium in below)
+        allowed = all(may_load_from(context, medium) for medium in cache.info.media)
         self._from_below = options.load and allowed
         self.options = options
         self.stored: dict[bytes, bytes | None] = {}

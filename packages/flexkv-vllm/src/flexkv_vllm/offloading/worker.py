@@ -237,7 +237,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._jobs.setdefault(job_id, job).failed = True
         return True
 
-    def _copy(self, job: Job, pages: GPULoadStoreSpec, slots: list[int]) -> None:
+    def _copy(self, job: Job, pages: GPULoadStoreSpec, slots: Sequence[int]) -> None:
         """Start the copies of a job behind the engine's work so far: the forward pass that computes
         the blocks to store, or work that may still read the blocks to fill.
 
@@ -253,7 +253,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             job.size += len(blocks) * group.block_bytes
 
     def _plan(
-        self, job: Job, pages: GPULoadStoreSpec, slots: list[int]
+        self, job: Job, pages: GPULoadStoreSpec, slots: Sequence[int]
     ) -> list[tuple[GroupMover, array[int], array[int]]]:
         """For each group with blocks: its engine blocks, and the place of each in the arena.
 

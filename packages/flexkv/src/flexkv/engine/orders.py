@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 EVERYTHING = sys.maxsize
@@ -34,7 +35,7 @@ class CopyOrder:
     transfer_id: int
     cell: int
     engine_blocks: list[int]
-    slots: list[int]
+    slots: Sequence[int]
     skip: int = 0
     last: bool = True
     built_on: int = 0

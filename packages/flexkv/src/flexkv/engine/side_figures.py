@@ -181,7 +181,7 @@ class CacheFigures:
                 sample(QUERY_TOKENS.name, medium.value),
                 sample(HIT_TOKENS.name, medium.value),
             )
-            for medium in (Medium.HOST, *(tier.medium for tier in cache.tier_figures))
+            for medium in (Medium.HOST, *cache.info.media)
         ]
         # Tokens and pairs of tokens that were loaded and have no price in seconds yet.
         self._loaded = (0, 0.0)

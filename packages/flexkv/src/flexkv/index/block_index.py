@@ -159,7 +159,7 @@ class BlockIndex(Protocol):
         self,
         keys: Sequence[bytes],
         positions: Iterable[int],
-        begins: Iterable[int],
+        prefix_starts: Iterable[int],
         fetched: bool = False,
         /,
     ) -> list[Block]:
@@ -168,7 +168,7 @@ class BlockIndex(Protocol):
         Args:
             keys: keys of blocks, each of which builds on the one before.
             positions: positions in `keys` of the blocks that need a slot.
-            begins: positions of the first blocks of prefixes.
+            prefix_starts: positions of the first blocks of prefixes.
             fetched: whether a lower tier will give the bytes, for a request that has not begun.
 
         Returns:

@@ -93,7 +93,7 @@ class PageCache:
         while True:
             with self._copier.use() as cache:
                 self._copier.advance()
-                asks = cache.must_query and cache.query(keys)
+                asks = cache.info.must_query and cache.query(keys)
                 places = cache.presence(keys)
             found = [place in {Presence.HOST, Presence.BELOW} for place in places]
             count = next((number for number, has in enumerate(found) if not has), len(keys))

@@ -11,9 +11,8 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flexkv.cache import KVCache
-from flexkv.client import FetchId
+from flexkv.client import FetchId, Transfer
 from flexkv.host.arena import Arena
-from flexkv.transfer.copies import Transfer
 from flexkv.types.errors import FlexKVError
 from flexkv.types.mover import Mover, Status
 
@@ -54,6 +53,7 @@ class Copier:
         self.under_way: dict[PageCopy, None] = {}
         self.gone = ""
         self._lock = threading.RLock()
+        self._copying: dict[int, PageCopy] = {}
         self._arena = arena
         self._work_so_far = work_so_far
 
@@ -74,10 +74,11 @@ class Copier:
         if self.gone:
             raise FlexKVError(f"the cache is {self.gone}; allowed: a cache that is open")
 
-    def submit(self, transfer: Transfer, pages: Sequence[int]) -> int:
+    def submit(self, copy: PageCopy, transfer: Transfer, pages: Sequence[int]) -> int:
         """Begin to copy between pages and the blocks of a transfer.
 
         Args:
+            copy: the copy of which it is a part; `transfer_ended` of it is called.
             transfer: of the cache, not submitted before.
             pages: number of the page of each block.
 
@@ -88,6 +89,7 @@ class Copier:
             RuntimeError, MemoryError: the mover refuses. The transfer fails.
         """
         board = self._arena.board
+        self._copying[transfer.id] = copy
         try:
             return self.mover.submit(
                 transfer.direction,
@@ -106,16 +108,22 @@ class Copier:
 
         When copies have ended, lower tiers begin to write all of their blocks: until its next call
         the program may compute for hours."""
-        self.cache.poll()
+        self._poll()
         ended = 0
         for copy in list(self.under_way):
             copy.advance()
             if copy.ended:
                 del self.under_way[copy]
                 ended += copy.blocks
-        if ended and self.cache.has_lower_tiers:
+        if ended and self.cache.info.media:
             for _ in range(1 + -(-ended // _BLOCKS_A_POLL)):
-                self.cache.poll()
+                self._poll()
+
+    def _poll(self) -> None:
+        for each in self.cache.poll():
+            copy = self._copying.pop(each.id, None)
+            if copy is not None:
+                copy.transfer_ended(done=each.done)
 
 
 class PageCopy(ABC):
@@ -131,7 +139,7 @@ class PageCopy(ABC):
         self.blocks = 0
         self.ended = False
         self._copier = copier
-        self._transfer: Transfer | None = None
+        self._copying_blocks = 0
         self._ticket = 0
         self._copies = False
         self._error: Exception | None = None
@@ -212,25 +220,22 @@ class PageCopy(ABC):
         else:
             time.sleep(min(seconds, _PAUSE_SECONDS))
 
-    def _begin(self, transfer: Transfer, pages: Sequence[int]) -> None:
-        self._transfer = transfer
-        self._ticket = self._copier.submit(transfer, pages)
-        self._copies = True
+    def transfer_ended(self, *, done: bool) -> None:
+        """The transfer under way has ended. If it failed, the copy ends.
 
-    def _take(self) -> bool:
-        """Whether no transfer is under way. Counts the blocks of one that has ended; if it failed,
-        the copy ends."""
-        transfer = self._transfer
-        if transfer is None:
-            return True
-        if transfer.status is Status.PENDING:
-            return False
-        self._transfer, self._copies = None, False
-        if transfer.status is Status.DONE:
-            self.blocks += len(transfer.blocks)
+        Args:
+            done: whether its blocks were copied.
+        """
+        count, self._copying_blocks, self._copies = self._copying_blocks, 0, False
+        if done:
+            self.blocks += count
         else:
             self.ended = True
-        return True
+
+    def _begin(self, transfer: Transfer, pages: Sequence[int]) -> None:
+        self._copying_blocks = len(transfer.slots)
+        self._ticket = self._copier.submit(self, transfer, pages)
+        self._copies = True
 
 
 class PageStore(PageCopy):
@@ -247,10 +252,10 @@ class PageStore(PageCopy):
     ) -> None:
         super().__init__(copier)
         if transfer is not None:
-            self._begin(transfer, [pages[block.key] for block in transfer.blocks])
+            self._begin(transfer, [pages[key] for key in transfer.keys])
 
     def _advance(self) -> None:
-        self.ended = self._take()
+        self.ended = self.ended or not self._copying_blocks
 
     def _stop(self) -> None:
         pass
@@ -274,7 +279,7 @@ class PageLoad(PageCopy):
         self._stopped = False
 
     def _advance(self) -> None:
-        if not self._take() or self.ended:
+        if self._copying_blocks or self.ended:
             return
         cache, rest = self._copier.cache, self._keys[self.blocks :]
         if rest and not self._stopped:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from flexkv.client import Ended, Transfer
 from flexkv.figures.definitions import LOAD_SECONDS, STORE_SECONDS
 from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.index.block_index import Block
 from flexkv.types.mover import Direction, Status
 
+_KEY: Callable[[Block], bytes] = attrgetter("key")
 _SLOT: Callable[[Block], int] = attrgetter("slot")
 
 LOAD_RESERVE = CELLS // 4
@@ -25,38 +27,22 @@ LOAD_RESERVE = CELLS // 4
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
-    """Blocks that workers copy between the arena and the engine's pages. Made by `KVCache`; the
-    adapter reads it.
+class DeviceCopy:
+    """A transfer under way, with what only the cache knows of it.
 
     Attributes:
-        id: number of the transfer; each transfer of a cache has a greater one than those before.
-        direction: LOAD or STORE, as seen from the engine's pages.
-        cell: cell of the completion board in which the ranks report.
-        blocks: blocks in the order of the prefix. Workers copy from or to the slot of each.
-        status: PENDING until `KVCache.poll` returns the transfer.
+        transfer: the transfer, as the adapter has it.
+        blocks: the blocks of its keys.
+        held: whether `DeviceLink.poll` passes over it.
+        done: whether all ranks have copied all blocks; set once they have reported.
         begun: time.monotonic() when the transfer was made, in seconds.
-        held: whether `KVCache.poll` passes over the transfer. The adapter sets it while it does not
-            know whether the bytes to store are right.
     """
 
-    id: int
-    direction: Direction
-    cell: int
+    transfer: Transfer
     blocks: list[Block] = field(repr=False)
-    status: Status = Status.PENDING
-    begun: float = field(default_factory=time.monotonic, repr=False)
     held: bool = False
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended without success."""
-        return self.status is Status.FAILED
-
-    @property
-    def slots(self) -> list[int]:
-        """The arena slots of the blocks, in their order."""
-        return list(map(_SLOT, self.blocks))
+    done: bool = False
+    begun: float = field(default_factory=time.monotonic, repr=False)
 
 
 class DeviceLink:
@@ -77,15 +63,11 @@ class DeviceLink:
             Direction.LOAD: meter.histogram(LOAD_SECONDS),
             Direction.STORE: meter.histogram(STORE_SECONDS),
         }
-        self._pending: dict[int, Transfer] = {}
-        self._ending: deque[Transfer] = deque()
-        self._ended: list[Transfer] = []
+        self._pending: dict[int, DeviceCopy] = {}
+        self._ending: deque[DeviceCopy] = deque()
+        self._ended: list[DeviceCopy] = []
         self.unreported = 0
         self._next_id = 1
-
-    def __len__(self) -> int:
-        """The number of transfers under way."""
-        return len(self._pending)
 
     @property
     def loading_blocks(self) -> int:
@@ -93,24 +75,35 @@ class DeviceLink:
         pending = self._pending.values()
         if not pending:
             return 0
-        return sum(len(t.blocks) for t in pending if t.direction is Direction.LOAD)
+        loads = (each for each in pending if each.transfer.direction is Direction.LOAD)
+        return sum(len(each.blocks) for each in loads)
 
     @property
-    def stores(self) -> list[Transfer]:
+    def stores(self) -> list[DeviceCopy]:
         """The stores under way."""
-        return [t for t in self._pending.values() if t.direction is Direction.STORE]
+        pending = self._pending.values()
+        return [each for each in pending if each.transfer.direction is Direction.STORE]
 
     @property
     def stopped_ranks(self) -> list[int]:
         """Numbers of the ranks that have ended their copies after an error."""
         return self._board.stopped_ranks
 
-    def begin(self, direction: Direction, blocks: list[Block]) -> Transfer | None:
+    @property
+    def under_way(self) -> set[int]:
+        """Ids of the transfers whose end no rank, or not every rank, has reported."""
+        return set(self._pending)
+
+    def begin(
+        self, direction: Direction, keys: Sequence[bytes], blocks: list[Block], *, held: bool
+    ) -> Transfer | None:
         """Make a transfer that the adapter orders from its workers.
 
         Args:
             direction: LOAD or STORE; `LOAD_RESERVE` cells are for loads only.
+            keys: keys among which are those of the blocks, in the same order.
             blocks: blocks that the caller has leased or reserved, in the order of the prefix.
+            held: whether `poll` passes over the transfer until `confirm`.
 
         Returns:
             None if no cell of the board is free.
@@ -118,56 +111,79 @@ class DeviceLink:
         cell = self._board.acquire(LOAD_RESERVE if direction is Direction.STORE else 0)
         if cell is None:
             return None
-        transfer = Transfer(self._next_id, direction, cell, blocks)
+        if len(keys) != len(blocks):
+            keys = list(map(_KEY, blocks))
+        transfer = Transfer(self._next_id, direction, cell, keys, list(map(_SLOT, blocks)))
         self._next_id += 1
-        self._pending[transfer.id] = transfer
+        self._pending[transfer.id] = DeviceCopy(transfer, blocks, held)
         self.unreported += 1
         return transfer
 
-    def cancel(self, transfer: Transfer) -> None:
-        """Take back a transfer that was never ordered."""
-        del self._pending[transfer.id]
-        self.unreported -= 1
-        self._board.give_back(transfer.cell)
+    def confirm(self, transfer_id: int) -> None:
+        """Let `poll` report the end of a held transfer, if it is under way."""
+        copy = self._pending.get(transfer_id)
+        if copy is not None:
+            copy.held = False
 
-    @property
-    def under_way(self) -> list[Transfer]:
-        """The transfers that `poll` has not reported as ended."""
-        return list(self._pending.values())
+    def cancel(self, transfer_id: int) -> DeviceCopy | None:
+        """Take back a transfer that was never ordered, and return it; None if it is not under
+        way."""
+        copy = self._pending.pop(transfer_id, None)
+        if copy is not None:
+            self.unreported -= 1
+            self._board.give_back(copy.transfer.cell)
+        return copy
+
+    def blocks_of(self, transfer_id: int) -> list[Block]:
+        """The blocks of a transfer that is not finished; none of another."""
+        copy = self._pending.get(transfer_id)
+        if copy is None:
+            ending = (each for each in self._ending if each.transfer.id == transfer_id)
+            copy = next(ending, None)
+        return [] if copy is None else copy.blocks
 
     def blocks_in_use(self, direction: Direction) -> list[Block]:
         """The blocks of the loads or the stores that have not been finished, after an error that
         may have lost some; frees the cells of all others, and counts anew."""
-        self._board.keep({each.cell for each in self._pending.values()})
+        self._board.keep({each.transfer.cell for each in self._pending.values()})
         self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
-        transfers = [*self._pending.values(), *self._ending]
-        return [block for t in transfers if t.direction is direction for block in t.blocks]
+        copies = [*self._pending.values(), *self._ending]
+        return [
+            block
+            for each in copies
+            if each.transfer.direction is direction
+            for block in each.blocks
+        ]
 
-    def poll(self, finish: Callable[[Transfer], None]) -> list[Transfer]:
-        """The transfers that all ranks have reported since the last call, apart from held ones;
-        their status is DONE or FAILED. Does not wait.
+    def poll(self, finish: Callable[[DeviceCopy], None]) -> list[Ended]:
+        """The transfers that all ranks have reported since the last call, apart from held ones.
+        Does not wait.
 
         Args:
             finish: called with each of them, once. If it raises, this raises; the next call goes on
                 with the other transfers and returns all.
         """
         reported = []
-        for transfer in self._pending.values():
-            if transfer.held:
+        for copy in self._pending.values():
+            if copy.held:
                 continue
-            status = self._board.status(transfer.cell)
+            status = self._board.status(copy.transfer.cell)
             if status is not Status.PENDING:
-                transfer.status = status
-                reported.append(transfer)
-        for transfer in reported:
-            if transfer.status is Status.DONE:
-                seconds = time.monotonic() - transfer.begun
+                copy.done = status is Status.DONE
+                reported.append(copy)
+        for copy in reported:
+            transfer = copy.transfer
+            if copy.done:
+                seconds = time.monotonic() - copy.begun
                 self._seconds[transfer.direction].observe(seconds)
             self._ending.append(self._pending.pop(transfer.id))
             self._board.give_back(transfer.cell)
         while self._ending:
             self._ended.append(self._ending.popleft())
             finish(self._ended[-1])
-        ended, self._ended = self._ended, []
+        ended = [
+            Ended(each.transfer.id, each.transfer.direction, each.done) for each in self._ended
+        ]
+        self._ended.clear()
         self.unreported -= len(ended)
         return ended

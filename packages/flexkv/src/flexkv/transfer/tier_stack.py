@@ -137,7 +137,7 @@ class TierStack:
         ]
 
     def reserve(
-        self, keys: Sequence[bytes], positions: Sequence[int], begins: Collection[int]
+        self, keys: Sequence[bytes], positions: Sequence[int], prefix_starts: Collection[int]
     ) -> list[Block]:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
         blocks give theirs up that wait to be written to a shared store.
@@ -145,13 +145,13 @@ class TierStack:
         Args:
             keys: keys of blocks; see `BlockIndex.reserve_all`.
             positions: positions in `keys` of the blocks to store, ascending.
-            begins: positions of blocks that begin a prefix.
+            prefix_starts: positions of blocks that begin a prefix.
 
         Returns:
             The blocks that got a slot, in the order of `positions`.
         """
         index = self._index
-        blocks = index.reserve_all(keys, positions, begins)
+        blocks = index.reserve_all(keys, positions, prefix_starts)
         made = len(blocks)
         if made == len(positions):
             return blocks
@@ -160,7 +160,7 @@ class TierStack:
             absent = set(index.missing(keys))
             refused = [i for i in positions if i in absent]
             while refused and self._reclaimer.make_for_store():
-                blocks += index.reserve_all(keys, refused, begins)
+                blocks += index.reserve_all(keys, refused, prefix_starts)
                 refused = [i for i in refused if keys[i] not in index]
             undo.pop_all()
         if len(blocks) == made:

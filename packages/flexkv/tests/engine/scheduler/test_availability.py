@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexkv.client import CacheInfo
 from flexkv.engine.scheduler.availability import Availability
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.hits import full_reach, longest_hit
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
+from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 
 FULL = Group(0, Reach.ALL, 0, 16, 1)
@@ -28,7 +30,7 @@ PLACES = list(Presence)
 class Cache:
     """Has blocks where it is told; notes which it is asked about."""
 
-    has_lower_tiers = True
+    info = CacheInfo(0, 0, (Medium.DISK,), must_query=False, policy_name="")
 
     def __init__(self, where: dict[bytes, Presence]) -> None:
         self._where = where

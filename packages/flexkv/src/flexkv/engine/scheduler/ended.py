@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 from flexkv.cache import KVCache
-from flexkv.transfer.copies import Transfer
-from flexkv.types.mover import Direction, Status
+from flexkv.client import Ended
+from flexkv.types.mover import Direction
 
 
 class EndedTransfers:
@@ -24,14 +24,14 @@ class EndedTransfers:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self.waiting: deque[Transfer] = deque()
+        self.waiting: deque[Ended] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether `take` may find anything."""
         return bool(self.waiting) or self._cache.busy
 
-    def take(self) -> Iterator[Transfer]:
+    def take(self) -> Iterator[Ended]:
         """Poll the cache, and yield the loads and stores that have ended. The next call yields
         those again that the caller has not handled because of an error, behind all others."""
         self.waiting.extend(self._cache.poll())
@@ -48,11 +48,10 @@ class EndedTransfers:
             ordered: ids of the transfers that workers know or will know.
             running: ids of the transfers whose end the caller expects.
         """
-        for transfer in self._cache.transfers:
-            if transfer.id not in ordered:
-                self._cache.cancel(transfer)
-        known = {each.id for each in (*self._cache.transfers, *self.waiting)}
+        for transfer_id in set(self._cache.under_way) - ordered:
+            self._cache.cancel(transfer_id)
+        known = {*self._cache.under_way, *(each.id for each in self.waiting)}
         self.waiting.extend(
-            Transfer(transfer_id, Direction.LOAD, -1, [], Status.FAILED)
+            Ended(transfer_id, Direction.LOAD, done=False)
             for transfer_id in sorted(running - known)
         )

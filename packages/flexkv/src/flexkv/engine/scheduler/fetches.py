@@ -32,7 +32,7 @@ class Fetches:
         self, cache: KVCache, ahead: bool, ended: Callable[[FetchId, FetchState], None]
     ) -> None:
         self._cache = cache
-        self._has_tiers = cache.has_lower_tiers
+        self._has_tiers = bool(cache.info.media)
         self._ahead = ahead
         self._ended = ended
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flexkv.client import Ended
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.load_in_parts import Loading
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
-from flexkv.transfer.copies import Transfer
-from flexkv.types.mover import Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +152,13 @@ class Loads:
             orders.failed_loads[tracked.id] = engine_blocks
         self.end(tracked)
 
-    def ended(self, transfer: Transfer) -> None:
+    def ended(self, transfer: Ended) -> None:
         """A transfer has ended; if it is no load, nothing happens."""
         running = self._running.get(transfer.id)
         if running is None:
             return
         tracked = running.tracked
-        if transfer.status is Status.DONE:
+        if transfer.done:
             if tracked.built_on == transfer.id:
                 tracked.built_on = 0
         else:

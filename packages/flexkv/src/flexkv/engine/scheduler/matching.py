@@ -234,7 +234,7 @@ class Matcher:
     def _awaits_answers(self, tracked: TrackedRequest, limit: int) -> bool:
         """Whether a lower tier is queried about blocks of the first `limit` tokens: what a hit
         needs depends on its answer. Queries if need be."""
-        if not self._cache.must_query:
+        if not self._cache.info.must_query:
             return False
         keys: list[bytes] = []
         scattered: list[bytes] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from flexkv.client import Ended
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool
@@ -16,7 +17,6 @@ from flexkv.engine.scheduler.loading import Loads
 from flexkv.engine.scheduler.matching import Matcher
 from flexkv.engine.scheduler.request import Match, TrackedRequest
 from flexkv.engine.side_figures import CacheFigures
-from flexkv.transfer.copies import Transfer
 
 
 class PrefixLoads:
@@ -176,7 +176,7 @@ class PrefixLoads:
         """
         return self._chooser.step_begins(spans_of(scheduled, requests))
 
-    def ended(self, transfer: Transfer) -> None:
+    def ended(self, transfer: Ended) -> None:
         """Record the end of a transfer, which may be a load's."""
         self._loads.ended(transfer)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from flexkv.client import Ended, Transfer
 from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
@@ -17,8 +18,6 @@ from flexkv.engine.scheduler.full_blocks import Filled
 from flexkv.engine.scheduler.groups import Group, Reach
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions, pin_owner
-from flexkv.index.block_index import Block
-from flexkv.transfer.copies import Transfer
 
 
 class _Run(NamedTuple):
@@ -53,14 +52,14 @@ class _Chains:
 
     Attributes:
         keys: each key follows the key of the block that it builds on.
-        begins: places in `keys` of blocks that build on none.
+        prefix_starts: places in `keys` of blocks that build on none.
         runs: the blocks to store.
         places: places of their keys in `keys`, ascending.
         pins: pins to make once the blocks have slots.
     """
 
     keys: list[bytes] = field(default_factory=list)
-    begins: set[int] = field(default_factory=set)
+    prefix_starts: set[int] = field(default_factory=set)
     runs: list[_Run] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     pins: list[_Pin] = field(default_factory=list)
@@ -80,7 +79,7 @@ class _Running:
     """A store under way, which outlives its requests.
 
     Attributes:
-        transfer: the transfer of the core.
+        transfer: as the cache made it.
         runs: the sources of its blocks, in their order.
         engine_blocks: the engine's blocks that it reads.
         step: number of the step whose end proves them.
@@ -95,12 +94,12 @@ class _Running:
         """Whether it reads blocks of this request."""
         return any(run.request.request_id == request_id for run in self.runs)
 
-    def blocks_by_run(self) -> Iterator[tuple[_Run, list[Block]]]:
-        """The blocks of each run."""
+    def positions_by_run(self) -> Iterator[tuple[_Run, range]]:
+        """The positions of each run's blocks in the transfer."""
         stop = 0
         for run in self.runs:
             start, stop = stop, stop + run.blocks
-            yield run, self.transfer.blocks[start:stop]
+            yield run, range(start, stop)
 
 
 class Stores:
@@ -188,7 +187,7 @@ class Stores:
             with self._boundary.guard("ordering stores", "the blocks of the step are not cached"):
                 self._begin(chains, built_on, orders)
 
-    def ended(self, transfer: Transfer) -> None:
+    def ended(self, transfer: Ended) -> None:
         """A transfer has ended; if it is no store, nothing happens."""
         self.under_way.pop(transfer.id, None)
 
@@ -207,7 +206,7 @@ class Stores:
     def step_ended(self, number: int) -> None:
         """The steps up to `number` have ended, after `distrust`: their stores count."""
         while self._held and self._held[0].step <= number:
-            self._held.popleft().transfer.held = False
+            self._cache.confirm(self._held.popleft().transfer.id)
         while self._begun and self._begun[0][0] <= number:
             self._begun.popleft()
 
@@ -228,15 +227,13 @@ class Stores:
         for running in self._held:
             if running.engine_blocks.isdisjoint(wrong):
                 continue
-            for run, blocks in running.blocks_by_run():
-                of_block = (run.block(i).engine_blocks for i in range(run.blocks))
-                self._cache.discard(
-                    [
-                        block
-                        for block, sources in zip(blocks, of_block, strict=True)
-                        if not wrong.isdisjoint(sources)
-                    ]
-                )
+            discarded = [
+                position
+                for run, positions in running.positions_by_run()
+                for i, position in enumerate(positions)
+                if not wrong.isdisjoint(run.block(i).engine_blocks)
+            ]
+            self._cache.discard(running.transfer.id, discarded)
         return wrong
 
     def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:
@@ -265,9 +262,9 @@ class Stores:
                 for run in running.runs
                 if not written.isdisjoint(run.engine_blocks)
             }
-            for run, blocks in running.blocks_by_run():
-                if run.request.request_id in torn:
-                    self._cache.discard(blocks)
+            by_run = running.positions_by_run()
+            whole = (where for run, where in by_run if run.request.request_id in torn)
+            self._cache.discard(running.transfer.id, list(chain.from_iterable(whole)))
 
     def hold(self, request_id: str, orders: StepOrders) -> bool:
         """Whether stores still read the blocks of an ended request; workers then report their
@@ -354,7 +351,7 @@ class Stores:
             if first:
                 at += 1
             else:
-                chains.begins.add(at)
+                chains.prefix_starts.add(at)
             if options.store:
                 chains.runs.append(_Run(tracked.request, group, first, end - first, blocks))
                 chains.places += range(at, at + end - first)
@@ -384,7 +381,7 @@ class Stores:
             if group.reach is Reach.ALL and start < first:
                 keys.append(own[0])
             elif len(keys) == begin:
-                chains.begins.add(begin)
+                chains.prefix_starts.add(begin)
             for run in runs:
                 at = run.position - start
                 if options.store:
@@ -398,23 +395,22 @@ class Stores:
             chains.pins.append(_Pin(stored, owner, options.pin_seconds))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
-        transfer = self._cache.store(chains.keys, chains.places, chains.begins)
+        transfer = self._cache.store(chains.keys, chains.places, chains.prefix_starts, held=True)
         if transfer is not None:
             try:
-                all_stored = len(transfer.blocks) == len(chains.places)
-                stored = chains.runs if all_stored else list(_with_slots(chains, transfer.blocks))
+                all_stored = len(transfer.slots) == len(chains.places)
+                stored = chains.runs if all_stored else list(_with_slots(chains, transfer.keys))
                 engine_blocks = list(chain.from_iterable(run.engine_blocks for run in stored))
                 order = CopyOrder(
                     transfer.id, transfer.cell, engine_blocks, transfer.slots, built_on=built_on
                 )
                 blocks = frozenset(engine_blocks)
                 running = _Running(transfer, stored, blocks, self._step + 1)
-                transfer.held = True
                 self.under_way[transfer.id] = running
                 self._held.append(running)
                 orders.stores.append(order)
             except BaseException:
-                self._cache.cancel(transfer)
+                self._cache.cancel(transfer.id)
                 raise
             self._tell(running)
         for pin in chains.pins:
@@ -422,8 +418,9 @@ class Stores:
 
     def _tell(self, running: _Running) -> None:
         if self._describe is not None:
-            for run, blocks in running.blocks_by_run():
-                found = ((run.position + i, block.key) for i, block in enumerate(blocks))
+            keys = running.transfer.keys
+            for run, positions in running.positions_by_run():
+                found = ((run.position + i, keys[at]) for i, at in enumerate(positions))
                 self._describe(run.request, run.group, found)
 
 
@@ -440,13 +437,14 @@ def _chains_of(tracked: TrackedRequest, batch: StoreBatch) -> _Chains:
     return chains
 
 
-def _with_slots(chains: _Chains, blocks: Iterable[Block]) -> Iterator[_Run]:
-    """The sources of `blocks`, which are those of `chains` that got a slot, block by block."""
-    granted = iter(blocks)
-    block = next(granted, None)
+def _with_slots(chains: _Chains, stored: Iterable[bytes]) -> Iterator[_Run]:
+    """The sources of the blocks of `chains` that got a slot, block by block; `stored` are the keys
+    of these blocks."""
+    granted = iter(stored)
+    key = next(granted, None)
     places = iter(chains.places)
     for run in chains.runs:
         for i, place in zip(range(run.blocks), places, strict=False):
-            if block is not None and chains.keys[place] == block.key:
+            if chains.keys[place] == key:
                 yield run.block(i)
-                block = next(granted, None)
+                key = next(granted, None)
