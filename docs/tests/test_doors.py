@@ -26,18 +26,15 @@ STARTERS = {
 
 LEFT: dict[str, set[str]] = {
     "flexkv.engine.scheduler.availability": {"flexkv.cache"},
-    "flexkv.engine.scheduler.ended": {"flexkv.cache", "flexkv.transfer.copies"},
+    "flexkv.engine.scheduler.ended": {"flexkv.cache"},
     "flexkv.engine.scheduler.engine_cache": {"flexkv.cache"},
     "flexkv.engine.scheduler.fetches": {"flexkv.cache"},
     "flexkv.engine.scheduler.hit_reports": {"flexkv.cache"},
     "flexkv.engine.scheduler.load_in_parts": {"flexkv.cache"},
-    "flexkv.engine.scheduler.loading": {"flexkv.transfer.copies"},
-    "flexkv.engine.scheduler.prefix_loads": {"flexkv.transfer.copies"},
     "flexkv.engine.scheduler.request": {"flexkv.cache"},
-    "flexkv.engine.scheduler.storing": {"flexkv.index.block_index", "flexkv.transfer.copies"},
     "flexkv.engine.side_figures": {"flexkv.cache"},
     "flexkv_sglang.awaited": {"flexkv.cache"},
-    "flexkv_sglang.copies": {"flexkv.cache", "flexkv.index.packed_keys", "flexkv.transfer.copies"},
+    "flexkv_sglang.copies": {"flexkv.cache", "flexkv.index.packed_keys"},
     "flexkv_sglang.following": {"flexkv.cache", "flexkv.index.packed_keys"},
     "flexkv_sglang.look_ahead": {"flexkv.cache"},
     "flexkv_sglang.ordered_transfers": {"flexkv.cache"},
@@ -47,8 +44,8 @@ LEFT: dict[str, set[str]] = {
     "flexkv_sglang.tier_events": {"flexkv.cache"},
     "flexkv_vllm.events": {"flexkv.cache"},
     "flexkv_vllm.offloading.events": {"flexkv.cache"},
-    "flexkv_vllm.offloading.held": {"flexkv.cache", "flexkv.transfer.copies"},
-    "flexkv_vllm.offloading.manager": {"flexkv.cache", "flexkv.transfer.copies"},
+    "flexkv_vllm.offloading.held": {"flexkv.cache"},
+    "flexkv_vllm.offloading.manager": {"flexkv.cache"},
     "flexkv_vllm.offloading.requests": {"flexkv.cache"},
 }
 """All other modules above the door that import modules below it."""
