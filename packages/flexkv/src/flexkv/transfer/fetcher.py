@@ -87,26 +87,30 @@ class _Fetch:
         self.stop += count
         self.queried, self._state = medium, None
 
-    def complete(self, position: int, block: Block | None, medium: Medium | None) -> None:
-        """The block at `position` is no longer being written.
+    def complete(
+        self, positions: Sequence[int], blocks: Sequence[Block | None], medium: Medium | None
+    ) -> None:
+        """The blocks at `positions` are no longer being written.
 
         Args:
-            position: position of the block.
-            block: the block, leased; None if nobody gave it.
-            medium: the tier that gave it; None if none did.
+            positions: positions of blocks.
+            blocks: these blocks, leased; None for one that nobody gave.
+            medium: the tier that gave them; None if none did.
         """
-        expected, came = self.media[position], medium or Medium.HOST
-        if expected in self.expected:
-            self.expected[expected] -= 1
-        if expected is not came:
-            self.media[position] = came
-            self._runs, self._grouped = [], 0
+        came = medium or Medium.HOST
+        for position, block in zip(positions, blocks, strict=True):
+            expected = self.media[position]
+            if expected in self.expected:
+                self.expected[expected] -= 1
+            if expected is not came:
+                self.media[position] = came
+                self._runs, self._grouped = [], 0
+            self.blocks[position] = block
+            if block is None:
+                self.cut(position)
         if medium is not None:
             count, _ = self.gave.get(medium, (0, 0.0))
-            self.gave[medium] = count + 1, time.monotonic()
-        self.blocks[position] = block
-        if block is None:
-            self.cut(position)
+            self.gave[medium] = count + len(positions), time.monotonic()
         self._state = None
 
     def advance(self) -> bool:
@@ -303,13 +307,13 @@ class Fetcher:
             source: the tier that gave them, if one did.
         """
         medium = None if source is None else source.medium
-        advanced: dict[_Fetch, None] = {}
+        completed: dict[_Fetch, list[int]] = {}
         for key in keys if self._waiting else ():
             for fetch, position in self._waiting.pop(key, ()):
-                found = self._index.lease([key])
-                fetch.complete(position, found[0] if found else None, medium)
-                advanced[fetch] = None
-        for fetch in advanced:
+                completed.setdefault(fetch, []).append(position)
+        for fetch, positions in completed.items():
+            blocks = self._lease([fetch.keys[position] for position in positions])
+            fetch.complete(positions, blocks, medium)
             self._advance(fetch)
 
     def cut_dropped(self) -> None:
@@ -470,9 +474,9 @@ class Fetcher:
         wanted = fetch.keys[first : first + len(plan)]
         there: list[Block | None] = [None] * len(wanted)
         # All blocks that the arena has, so that it does not evict them for the others.
-        for i in [i for i, source in enumerate(plan) if source is None]:
-            found = index.lease([wanted[i]])
-            there[i] = found[0] if found else None
+        present = [i for i, source in enumerate(plan) if source is None]
+        for i, block in zip(present, self._lease([wanted[i] for i in present]), strict=True):
+            there[i] = block
         places = {wanted[i]: i for i in reversed(range(len(plan))) if plan[i] is not None}
         absent = sorted(places.values())  # a key that is wanted twice is read once
         before = fetch.keys[first - 1 : first] if first else []
@@ -497,6 +501,12 @@ class Fetcher:
         self.reads.raise_priority(joined, fetch.priority)
         for source, own in reads.items():
             self.reads.begin(source, own, fetch.priority)
+
+    def _lease(self, keys: Sequence[bytes]) -> Sequence[Block | None]:
+        """Lease the blocks of `keys`; None for each that is not ready."""
+        lease = self._index.lease
+        found = lease(keys)
+        return [(lease([key]) or (None,))[0] for key in keys] if found is None else found
 
     def _reserve(
         self,
