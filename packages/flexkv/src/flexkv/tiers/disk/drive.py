@@ -126,6 +126,7 @@ class Drive:
 
     Attributes:
         link: where its jobs run.
+        index: the slots of its blocks.
         traffic: of blocks.
         reads: counts the jobs that read; what takes longer than the link's stall time has failed.
         writes: counts the jobs that write.
@@ -133,6 +134,7 @@ class Drive:
 
     def __init__(self, store: DiskStore, link: Link, day_bytes: int | None) -> None:
         self.link = link
+        self.index: SlotIndex = store.index
         self.traffic = Traffic()
         self._store = store
         self._day_bytes = day_bytes
@@ -160,10 +162,6 @@ class Drive:
     @property
     def slot_bytes(self) -> int:
         return self._store.slot_bytes
-
-    @property
-    def index(self) -> SlotIndex:
-        return self._store.index
 
     @property
     def readable(self) -> bool:
@@ -260,7 +258,7 @@ class Drive:
         ended = self._ended.take(all_writes)
         for job in ended:
             running = self._running.pop(job)
-            moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
+            moved = job.outcomes.count(Outcome.DONE)
             if moved:
                 self.traffic.add(moved * self.slot_bytes, job.seconds, running.writes)
             if running.writes:
@@ -336,7 +334,7 @@ class Drive:
         priority: Priority,
     ) -> Job:
         """A job that reads adjacent slots."""
-        checksums = [self.index.checksum(slot) for slot in slots]
+        checksums = self.index.checksums(slots)
         work = partial(self._store.read, slots[0], keys, checksums, self._seal, buffers)
         job = Job(priority, len(slots) * self._store.slot_bytes, work, len(slots))
         self._running[job] = _Running(slots, writes=False)
@@ -370,7 +368,7 @@ class Drive:
         return list(zip(jobs, runs, strict=True))
 
     def _note_rate(self, job: Job) -> None:
-        if all(outcome is Outcome.DONE for outcome in job.outcomes):
+        if job.outcomes.count(Outcome.DONE) == len(job.outcomes):
             rate = job.size / max(job.seconds, 1e-6)
             weight = 1.0 if self._measures else _RATE_WEIGHT
             self._write_rate += weight * (rate - self._write_rate)
@@ -417,7 +415,7 @@ class Drive:
         if Outcome.DROPPED in job.outcomes:
             (self.writes if writes else self.reads).drop()
         elif not job.hangs:  # a job that hung has failed already
-            self._note(job, all(each is Outcome.FAILED for each in job.outcomes), writes)
+            self._note(job, job.outcomes.count(Outcome.FAILED) == len(job.outcomes), writes)
 
     def _note(self, job: Job, failed: bool, writes: bool) -> None:
         device, what = (self.writes, "writes to") if writes else (self.reads, "reads from")

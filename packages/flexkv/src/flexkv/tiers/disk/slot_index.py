@@ -262,6 +262,11 @@ class SlotIndex:
         start = slot * CHECKSUM_BYTES
         return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
+    def checksums(self, slots: Iterable[int]) -> list[bytes]:
+        """The `checksum` of each slot."""
+        known, size = self._checksums, CHECKSUM_BYTES
+        return [bytes(known[slot * size : (slot + 1) * size]) for slot in slots]
+
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
         """Count the blocks of a prefix as used, the first block last, so that the prefix is evicted
         from its end.
@@ -273,12 +278,17 @@ class SlotIndex:
             are among them, so that they are not evicted before it.
         """
         outdated: list[bytes] = []
+        following, previous, ring = self._next, self._previous, self._ring
         oldest = self._writes - self.num_slots // 2
         for key, slot in zip(reversed(keys), self._slots.get_all(reversed(keys)), strict=True):
             if slot == NO_SLOT or self._states[slot] != self._ready:
                 continue
-            self._unlink(slot)
-            self._link(slot, self._ring)
+            # `_unlink` and `_link`, without two calls for each block of a prefix.
+            before, after = previous[slot], following[slot]
+            following[before], previous[after] = after, before
+            newest = following[ring]
+            following[slot], previous[slot] = newest, ring
+            previous[newest] = following[ring] = slot
             if outdated or self._recorded[slot] < oldest:
                 self._recorded[slot] = self._writes
                 outdated.append(key)

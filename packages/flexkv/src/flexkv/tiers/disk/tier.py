@@ -99,6 +99,8 @@ class DiskTier:
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         wanted = list(keys)
         answers = [drive.index.present(wanted) for drive in self._readable()]
+        if len(answers) == 1:
+            return answers[0]
         return [any(answer) for answer in zip(*answers, strict=True)] or [False] * len(wanted)
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
