@@ -207,8 +207,9 @@ def test_blocks_of_before_the_watch_that_a_reset_removes_are_no_changes() -> Non
     index = filled(4, [b"a", b"b"])
     index.watch()
     index.clear()
-    assert index.drain_changes(9) == {}
-    assert not index.has_changes
+    while index.has_changes:
+        assert index.drain_changes(1) == {}
+    assert index.free_slots == 4
 
 
 def test_resets_may_be_as_many_as_an_engine_lives_to_see() -> None:
