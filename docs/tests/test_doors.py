@@ -25,28 +25,10 @@ STARTERS = {
 """The modules that start a cache or its tiers, so they import what they start."""
 
 LEFT: dict[str, set[str]] = {
-    "flexkv.engine.scheduler.availability": {"flexkv.cache"},
-    "flexkv.engine.scheduler.ended": {"flexkv.cache"},
-    "flexkv.engine.scheduler.engine_cache": {"flexkv.cache"},
-    "flexkv.engine.scheduler.fetches": {"flexkv.cache"},
-    "flexkv.engine.scheduler.hit_reports": {"flexkv.cache"},
-    "flexkv.engine.scheduler.load_in_parts": {"flexkv.cache"},
-    "flexkv.engine.scheduler.request": {"flexkv.cache"},
-    "flexkv.engine.side_figures": {"flexkv.cache"},
-    "flexkv_sglang.awaited": {"flexkv.cache"},
-    "flexkv_sglang.copies": {"flexkv.cache", "flexkv.index.packed_keys"},
-    "flexkv_sglang.following": {"flexkv.cache", "flexkv.index.packed_keys"},
-    "flexkv_sglang.look_ahead": {"flexkv.cache"},
-    "flexkv_sglang.ordered_transfers": {"flexkv.cache"},
+    "flexkv_sglang.copies": {"flexkv.index.packed_keys"},
+    "flexkv_sglang.following": {"flexkv.index.packed_keys"},
     "flexkv_sglang.page_keys": {"flexkv.index.packed_keys"},
-    "flexkv_sglang.side": {"flexkv.cache", "flexkv.index.packed_keys"},
-    "flexkv_sglang.start": {"flexkv.cache"},
-    "flexkv_sglang.tier_events": {"flexkv.cache"},
-    "flexkv_vllm.events": {"flexkv.cache"},
-    "flexkv_vllm.offloading.events": {"flexkv.cache"},
-    "flexkv_vllm.offloading.held": {"flexkv.cache"},
-    "flexkv_vllm.offloading.manager": {"flexkv.cache"},
-    "flexkv_vllm.offloading.requests": {"flexkv.cache"},
+    "flexkv_sglang.side": {"flexkv.index.packed_keys"},
 }
 """All other modules above the door that import modules below it."""
 

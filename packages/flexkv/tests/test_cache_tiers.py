@@ -343,7 +343,7 @@ def test_a_renewal_ends_the_write_that_is_under_way(make: Callable[..., Engine])
     written = engine.disk.contains(prefix)
     assert written == sorted(written, reverse=True)
     assert 0 < sum(written) < 64
-    assert engine.cache.free_slots == 64
+    assert index_of(engine.cache).free_slots == 64
 
 
 def test_a_close_writes_the_blocks_that_wait(make: Callable[..., Engine]) -> None:

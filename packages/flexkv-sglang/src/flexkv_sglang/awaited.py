@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv import KVCache
-from flexkv.client import FetchId
+from flexkv.client import CacheClient, FetchId
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
@@ -39,7 +38,7 @@ class AwaitedPrefixes:
         block_tokens: tokens of a block.
     """
 
-    def __init__(self, cache: KVCache, chooser: LoadChooser, block_tokens: int) -> None:
+    def __init__(self, cache: CacheClient, chooser: LoadChooser, block_tokens: int) -> None:
         self._cache = cache
         self._chooser = chooser
         self._block_tokens = block_tokens

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv import KVCache
-from flexkv.client import Transfer
+from flexkv.client import CacheClient, Transfer
 from flexkv.engine.orders import CopyOrder
 from flexkv.index.packed_keys import PackedKeys
 
@@ -43,7 +42,7 @@ class Offload:
 
 
 def reserve(
-    cache: KVCache, before: PackedKeys, keys: PackedKeys, missing: Sequence[int]
+    cache: CacheClient, before: PackedKeys, keys: PackedKeys, missing: Sequence[int]
 ) -> tuple[Transfer | None, Sequence[int]]:
     """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
     that block at least as long as them.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.scheduler.request_options import OptionsReader, tenant_session
 from flexkv.eviction import RequestContext
 from flexkv.index.packed_keys import PackedKeys
@@ -42,7 +42,7 @@ class FollowedRequests:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         page_size: int,
         keys_of: Callable[[Sequence[str]], PackedKeys],
         recorder: RequestRecorder | None,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv_sglang.awaited import AwaitedPrefixes
 
@@ -81,7 +81,7 @@ class LookAhead:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         awaited: AwaitedPrefixes,
         keys_of: Callable[[Sequence[str]], Sequence[bytes]],
         boundary: ErrorBoundary,

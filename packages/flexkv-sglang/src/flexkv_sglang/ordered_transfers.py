@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv_sglang.copies import Offload
 
@@ -19,7 +19,7 @@ class OrderedTransfers:
             ranks have agreed on, and removes those that it cancels.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
         self._ended = EndedTransfers(cache)
         self.offloads: dict[int, Offload | None] = {}

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
@@ -81,7 +81,7 @@ class RankSide:
         self,
         worker: WorkerSide,
         ranks: Ranks,
-        cache: KVCache | None,
+        cache: CacheClient | None,
         *,
         page_size: int,
         chooser: LoadChooser,
@@ -556,7 +556,7 @@ class RankSide:
 
         def decision() -> Sequence[int]:
             assert self._cache is not None
-            return [*make(), int(not self._cache.free_slots)]
+            return [*make(), int(self._cache.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
         self.delays = bool(full) and not self.may_wait
@@ -596,7 +596,7 @@ class RankSide:
             return True
         return False
 
-    def _disable(self, cache: KVCache) -> None:
+    def _disable(self, cache: CacheClient) -> None:
         for offload in self._pending:
             if offload.transfer_id:
                 # Another rank may copy on, out of pages that SGLang gives to others.

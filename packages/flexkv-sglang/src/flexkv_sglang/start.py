@@ -12,7 +12,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from flexkv import CacheConfig, KVCache
+from flexkv import CacheConfig
+from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.start import make_cache, make_chooser, make_recorder
@@ -118,7 +119,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
 
 
 def _make_recorder(
-    config: CacheConfig, engine: Engine, cache: KVCache, chooser: LoadChooser
+    config: CacheConfig, engine: Engine, cache: CacheClient, chooser: LoadChooser
 ) -> RequestRecorder | None:
     size = engine.page_size
     recorder = make_recorder(config, "sglang", size, cache.info.slot_bytes, chooser)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv.types.changes import Changes, Medium
 
 _HASH_BYTES = 32
@@ -51,7 +51,7 @@ class TierEvents:
         cache: the engine's cache; borrowed. Its changes are recorded from now on.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
         self._epoch = b""
         self._pages: dict[int, tuple[int, Page]] = {}

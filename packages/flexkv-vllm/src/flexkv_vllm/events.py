@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.types.changes import Medium
@@ -81,7 +81,7 @@ class BlockEvents:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         keys: BlockKeys,
         has_stamps: bool,
         traits: Mapping[int, dict[str, Any]],
@@ -289,7 +289,7 @@ class BlockEvents:
 def make_events(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
-    cache: KVCache,
+    cache: CacheClient,
     keys: BlockKeys,
 ) -> BlockEvents | None:
     """What tells KV events; None if the user did not turn them on in vLLM."""

@@ -128,9 +128,9 @@ class KVCache:
         return len(self._index)
 
     @property
-    def free_slots(self) -> int:
-        """The number of blocks that the arena takes without an eviction."""
-        return self._index.free_slots
+    def is_full(self) -> bool:
+        """Whether the arena has no free slot, so that a store evicts."""
+        return not self._index.free_slots
 
     @property
     def pinned_blocks(self) -> int:

@@ -165,8 +165,18 @@ class CacheClient(Protocol):
         ...
 
     @property
+    def is_full(self) -> bool:
+        """Whether the arena has no free slot, so that a store evicts."""
+        ...
+
+    @property
     def under_way(self) -> Collection[int]:
         """Ids of the transfers that `poll` has not returned."""
+        ...
+
+    @property
+    def loading_blocks(self) -> int:
+        """The number of blocks in the loads among them."""
         ...
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -368,6 +378,13 @@ class CacheClient(Protocol):
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
         If this raises, the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
+        ...
+
+    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
+        """Forget the blocks in host memory, because the caller names its blocks by other keys from
+        now on. Blocks below stay for other engines, and for later processes that use these keys.
+        Blocks of transfers under way are not published. Later polls free the slots. `cause` is one
+        of `ResetCause`; for metrics."""
         ...
 
     def pause(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
 
-from flexkv import KVCache
+from flexkv.client import CacheClient
 from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
 
@@ -17,7 +17,7 @@ class OffloadedBlocks:
             blocks that its disks hold already.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
         self._failed = False
         cache.watch()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from flexkv import KVCache
-from flexkv.client import Transfer
+from flexkv.client import CacheClient, Transfer
 from flexkv.engine.boundary import ErrorBoundary, answers
 from flexkv.engine.scheduler.storing import UNREPORTED_STEPS, first_of
 from flexkv_vllm.compat.patches import blocks_of_requests, drop_from_prefix_cache
@@ -36,7 +35,7 @@ class HeldStores:
         lost: whether wrong blocks may be found, because they could not be discarded.
     """
 
-    def __init__(self, cache: KVCache, boundary: ErrorBoundary) -> None:
+    def __init__(self, cache: CacheClient, boundary: ErrorBoundary) -> None:
         self.lost = False
         self._cache = cache
         self._boundary = boundary

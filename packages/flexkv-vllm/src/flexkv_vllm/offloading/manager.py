@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from flexkv import CacheConfig, KVCache
-from flexkv.client import Transfer
+from flexkv import CacheConfig
+from flexkv.client import CacheClient, Transfer
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
@@ -67,7 +67,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         unmap: Callable[[], None],
         boundary: ErrorBoundary,
         tells_events: bool,
@@ -333,7 +333,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._loading.pop(ended.id, None)
             self._ordered.discard(ended.id)
 
-    def _after_error_in(self, cache: KVCache) -> Callable[[], None]:
+    def _after_error_in(self, cache: CacheClient) -> Callable[[], None]:
         def after_error() -> None:
             cache.recover()
             self._lost_some = True

@@ -12,8 +12,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from flexkv import KVCache
-from flexkv.client import FetchId, FetchState
+from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
 from flexkv.types.changes import Medium
@@ -41,7 +40,7 @@ class RequestBlocks:
             discarded ones.
     """
 
-    def __init__(self, cache: KVCache, context: ReqContext, options: RequestOptions) -> None:
+    def __init__(self, cache: CacheClient, context: ReqContext, options: RequestOptions) -> None:
         self._cache = cache
         self._from_host = options.load and may_load_from(context, Medium.HOST)
         # A fetch takes a block from whichever lower tier has it.
@@ -181,7 +180,7 @@ class RequestMaker:
         allowed: see `OptionsReader`.
     """
 
-    def __init__(self, cache: KVCache, allowed: Collection[str] | None) -> None:
+    def __init__(self, cache: CacheClient, allowed: Collection[str] | None) -> None:
         self._cache = cache
         self._options = OptionsReader(allowed)
 

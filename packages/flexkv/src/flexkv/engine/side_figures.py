@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from flexkv.cache import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left
@@ -142,7 +142,7 @@ _BUSY_SECONDS = 0.1
 nobody reads the figures more often."""
 
 
-def log_totals(cache: KVCache, boundary: ErrorBoundary) -> None:
+def log_totals(cache: CacheClient, boundary: ErrorBoundary) -> None:
     """Log what a cache has done, and the errors of the process, as FlexKV's last line."""
     counts = {**cache.figures().counts, **boundary.failures}
     text = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
@@ -164,7 +164,7 @@ class CacheFigures:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         boundary: ErrorBoundary,
         ignored_parameters: Callable[[], int],
         prefill: Callable[[], tuple[float, float] | None] = lambda: None,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from flexkv.cache import KVCache
-from flexkv.client import FetchState
+from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.open_tiers import open_tiers
 from flexkv.engine.recorder import Recorder, open_recorder
@@ -154,7 +154,7 @@ def make_chooser(
     config: CacheConfig,
     mode: LoadMode,
     spec: ArenaSpec,
-    cache: KVCache | None,
+    cache: CacheClient | None,
     *,
     on_cores: bool = False,
     steps_behind: int = 1,

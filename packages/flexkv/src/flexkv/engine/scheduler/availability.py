@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexkv.cache import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.request import TrackedRequest
@@ -34,7 +34,7 @@ class Availability:
     """
 
     def __init__(
-        self, cache: KVCache, tracked: TrackedRequest, keys: BlockKeys, *, below: bool
+        self, cache: CacheClient, tracked: TrackedRequest, keys: BlockKeys, *, below: bool
     ) -> None:
         self._cache = cache
         self._tracked = tracked

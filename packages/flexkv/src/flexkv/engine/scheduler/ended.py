@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
-from flexkv.cache import KVCache
-from flexkv.client import Ended
+from flexkv.client import CacheClient, Ended
 from flexkv.types.mover import Direction
 
 
@@ -22,7 +21,7 @@ class EndedTransfers:
         waiting: those that `take` will yield, besides those that the cache finds.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
         self.waiting: deque[Ended] = deque()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexkv.cache import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.ended import EndedTransfers
@@ -31,7 +31,7 @@ class EngineCache:
     """
 
     session: Session
-    cache: KVCache
+    cache: CacheClient
     groups: Groups
     keys: BlockKeys
     boundary: ErrorBoundary

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from flexkv.cache import KVCache
-from flexkv.client import FetchId, FetchState
+from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
 from flexkv.types.changes import Medium
@@ -29,7 +28,7 @@ class Fetches:
     """
 
     def __init__(
-        self, cache: KVCache, ahead: bool, ended: Callable[[FetchId, FetchState], None]
+        self, cache: CacheClient, ahead: bool, ended: Callable[[FetchId, FetchState], None]
     ) -> None:
         self._cache = cache
         self._has_tiers = bool(cache.info.media)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from flexkv.cache import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.recorder import Recorder
@@ -29,7 +29,7 @@ class HitReports:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         chooser: LoadChooser,
         figures: CacheFigures,
         recorder: Recorder | None,

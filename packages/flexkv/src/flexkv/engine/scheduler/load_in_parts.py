@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.cache import KVCache
+from flexkv.client import CacheClient
 from flexkv.engine.orders import CopyOrder
 
 _PARTS = 8
@@ -49,7 +49,7 @@ class Loading:
         whole load is of use."""
         return self.start + self._place(self.ordered) * self.engine_block_tokens
 
-    def next_part(self, cache: KVCache, more_may_come: bool) -> CopyOrder | None:
+    def next_part(self, cache: CacheClient, more_may_come: bool) -> CopyOrder | None:
         """Order blocks that are in host memory and not ordered yet; None if there are none or few.
         Once the order is given, the caller calls `advance`.
 

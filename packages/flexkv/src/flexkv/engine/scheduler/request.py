@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from flexkv.cache import KVCache
-from flexkv.client import FetchId
+from flexkv.client import CacheClient, FetchId
 from flexkv.engine.choice.load_choice import Left
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.hit_sources import limited
@@ -187,7 +186,7 @@ class Requests:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CacheClient,
         ended: Callable[[TrackedRequest], None],
         allowed: Collection[str] | None = None,
     ) -> None:

@@ -34,7 +34,7 @@ class RequestOptions:
         load: whether cached blocks may be loaded for it.
         store: whether its blocks are cached.
         max_load_tokens: the most tokens to load; None for no limit.
-        pin: whether its blocks stay in host memory; see `KVCache.pin`.
+        pin: whether its blocks stay in host memory; see `CacheClient.pin`.
         pin_seconds: time until the pin ends; None for the setting's.
         pin_name: name of the pin, within the same cache salt.
         unpin: whether to end the earlier pins of that name.

@@ -243,8 +243,8 @@ class RequestSide(Generic[Orders]):
     # Resets and pauses.
 
     def reset(self, cause: str = "request") -> bool:
-        """Discard every block. `cause`: see `KVCache.clear`. Returns whether that succeeded; until
-        a reset does, nothing is loaded or stored.
+        """Discard every block. `cause`: see `CacheClient.clear`. Returns whether that succeeded;
+        until a reset does, nothing is loaded or stored.
 
         Running requests continue with their blocks, but blocks that they compute on top of these
         are not stored.
@@ -261,7 +261,7 @@ class RequestSide(Generic[Orders]):
 
     def pause(self) -> bool:
         """The engine pauses and keeps its weights; it has preempted or ended all requests. See
-        `KVCache.pause`. Returns whether that succeeded; if not, call `reset`."""
+        `CacheClient.pause`. Returns whether that succeeded; if not, call `reset`."""
         if self.is_off:
             return True
         with self._boundary.guard("pausing", "all blocks are discarded"):
