@@ -127,13 +127,13 @@ def by_distance(rng: random.Random, seconds: float = 1.0) -> list[Request]:
     return in_order(timed)
 
 
-def without_times(rng: random.Random) -> list[Request]:
-    """The same, all at one time: no age tells prompts apart."""
-    return by_distance(rng, 0.0)
+def in_a_moment(rng: random.Random) -> list[Request]:
+    """The same within seconds: no age tells prompts apart."""
+    return by_distance(rng, 0.001)
 
 
 @pytest.mark.parametrize("slots", [300, 600])
-@pytest.mark.parametrize("make", [begin_to_return, by_distance, without_times])
+@pytest.mark.parametrize("make", [begin_to_return, by_distance, in_a_moment])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_finds_hardly_less_than_lru(
     make: Callable[[random.Random], list[Request]], slots: int, seed: int
@@ -146,7 +146,7 @@ def test_it_finds_hardly_less_than_lru(
 def test_it_falls_back_to_the_order_of_use_and_returns() -> None:
     orders = []
     node = Node(100, HazardPolicy(100))
-    for request in without_times(random.Random(1)):
+    for request in in_a_moment(random.Random(1)):
         node.run(request)
         orders.append(node.state.trusts_hazard)
         if not node.state.trusts_hazard:
@@ -155,6 +155,14 @@ def test_it_falls_back_to_the_order_of_use_and_returns() -> None:
     assert {True, False} == set(orders)
     switches = sum(before and not after for before, after in itertools.pairwise(orders))
     assert node.state.switches == switches
+
+
+def test_with_a_clock_that_stands_still_the_order_is_that_of_lru() -> None:
+    node = Node(300, HazardPolicy(300))
+    for request in by_distance(random.Random(2), seconds=0.0):
+        node.run(request)
+        assert not node.state.trusts_hazard or node.requests < 50
+    assert node.state.hits >= 0.999 * node.state.lru_hits
 
 
 def test_a_falling_clock_counts_as_standing_still() -> None:

@@ -50,7 +50,10 @@ class Guard {
   void lost(const Key& key) noexcept;
 
   // Whether hazard's order rules, and not LRU's.
-  bool trusts_hazard() const noexcept { return trusts_; }
+  bool trusts_hazard() const noexcept { return trusts_ && clock_runs_; }
+
+  // Whether time has passed since rates were learned before. If not, no age tells blocks apart.
+  void set_clock_runs(bool runs) noexcept { clock_runs_ = runs; }
 
   // How many of the blocks used last are immune.
   std::uint32_t immune() const noexcept { return immune_; }
@@ -73,6 +76,7 @@ class Guard {
   std::uint32_t immune_;
   double credit_;
   bool trusts_ = true;
+  bool clock_runs_ = true;
   GuardCounts counts_;
 };
 

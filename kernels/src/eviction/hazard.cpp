@@ -61,7 +61,7 @@ void Hazard::forget_all() {
 
 void Hazard::advance(double now) {
   if (start_ < 0) {
-    start_ = now_ = now;
+    start_ = now_ = learned_now_ = now;
   }
   now_ = std::max(now_, now);  // ages would wrap if the time fell
   const double ticks = (now_ - start_) * static_cast<double>(Segments::kTicksOfSecond);

@@ -135,7 +135,8 @@ class Hazard {
   double start_ = -1;
   double now_ = 0;
   std::uint32_t requests_ = 0;
-  std::uint32_t learned_at_ = 0;
+  std::uint32_t learned_at_ = 0;  // of `requests_`
+  double learned_now_ = 0;
 };
 
 }  // namespace flexkv::eviction

@@ -97,10 +97,13 @@ void Hazard::began(std::span<const Key> keys, const Request& request, double now
   }
   ++requests_;
   const std::uint32_t since = requests_ - learned_at_;
-  if (since >= std::clamp(learned_at_ / kLearnShare, kLearnRequests, kLearnMost)) {
+  if (!segments_.is_learning() &&
+      since >= std::clamp(learned_at_ / kLearnShare, kLearnRequests, kLearnMost)) {
     segments_.learn(since);
     learned_at_ = requests_;
+    guard_.set_clock_runs(now_ > std::exchange(learned_now_, now_));
   }
+  segments_.learn_on();
 }
 
 Hazard::Shape Hazard::shape_of(std::span<const Key> keys, std::uint32_t known,
@@ -191,9 +194,8 @@ void Hazard::take_over(std::span<const Key> keys, const Shape& shape) {
 void Hazard::take_from(std::uint32_t owner, std::uint32_t stop) {
   Segment& segment = segments_[owner];
   const std::uint32_t count = stop - segment.start;
-  const float weight = segment.weight();
   const float share = static_cast<float>(count) / static_cast<float>(segment.length);
-  rates_.note(segment.number, segments_.age(segment), weight, weight * share);
+  segments_.note(owner, segment.weight() * share);
   segment.length = static_cast<std::uint16_t>(segment.length - count);
   segment.start = clipped(stop);
   taken_.push_back({owner, segment.generation});
@@ -271,6 +273,7 @@ void Hazard::move_block(std::uint32_t block, std::uint32_t id) {
 
 void Hazard::ended(std::string_view id, std::uint32_t output_tokens, double now) {
   advance(now);
+  segments_.learn_on();
   const auto found = running_.find(std::string(id));
   if (found == running_.end()) {
     return;

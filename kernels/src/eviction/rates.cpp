@@ -28,6 +28,7 @@ constexpr int kRounds = 3;
 
 // Bins that blocks are taken to be seen in before anything is learned: up to 40 minutes.
 constexpr std::size_t kFirstBins = 24;
+constexpr std::size_t kLeastBins = 2;
 
 // Every second bin is a time that keeping may end.
 constexpr std::size_t kHorizonStep = 2;
@@ -71,33 +72,39 @@ std::uint8_t bin_of(float age) noexcept {
 
 float end_of(std::uint8_t bin) noexcept { return kEdges.end[bin]; }
 
-void Exposure::spend(std::span<Row> rows) const {
-  for (std::size_t c = 0; c < rows_.size(); ++c) {
-    float beyond = 0;
-    for (std::size_t b = kBins; b-- > 0;) {
-      rows[c][b] += rows_[c].seconds[b] + beyond * kEdges.width[b];
-      beyond += rows_[c].weight[b];
-    }
+void Exposure::spend(std::size_t number, Row& row) const noexcept {
+  const Reached& one = rows_[number];
+  float beyond = 0;
+  for (std::size_t b = kBins; b-- > 0;) {
+    row[b] += one.seconds[b] + beyond * kEdges.width[b];
+    beyond += one.weight[b];
   }
 }
 
-void Exposure::scale(float share) {
-  for (Reached& row : rows_) {
-    for (std::size_t b = 0; b < kBins; ++b) {
-      row.weight[b] *= share;
-      row.seconds[b] *= share;
-    }
+void Exposure::scale(std::size_t number, float share) noexcept {
+  Reached& one = rows_[number];
+  for (std::size_t b = 0; b < kBins; ++b) {
+    one.weight[b] *= share;
+    one.seconds[b] *= share;
   }
 }
 
-void Exposure::clear() noexcept { std::ranges::fill(rows_, Reached{}); }
+void Exposure::take(std::size_t number, Exposure& other) noexcept {
+  Reached& one = rows_[number];
+  Reached& taken = other.rows_[number];
+  for (std::size_t b = 0; b < kBins; ++b) {
+    one.weight[b] += taken.weight[b];
+    one.seconds[b] += taken.seconds[b];
+  }
+  taken = Reached{};
+}
 
 Rates::Rates(std::vector<std::vector<float>> priors)
-    : priors_(std::move(priors)), levels_(priors_), base_(kEdges.prior), seen_(kFirstBins) {
+    : priors_(std::move(priors)), model_{priors_, {}, kEdges.prior, kFirstBins} {
   Row ones;
   ones.fill(1);
   for (std::size_t i = 0; i < kShaped; ++i) {
-    shapes_[i].assign(priors_[i].size(), ones);
+    model_.shapes[i].assign(priors_[i].size(), ones);
   }
 }
 
@@ -111,10 +118,12 @@ std::uint16_t Rates::class_of(const Factors& factors) {
   }
   const auto number = static_cast<std::uint16_t>(classes_.size());
   classes_.push_back({factors});
-  events_.push_back(Row{});
-  worths_.push_back(Row{});
-  ended_.add_class();
-  current_.add_class();
+  for (std::vector<Row>* const rows : {&events_, &late_events_, &worths_}) {
+    rows->push_back(Row{});
+  }
+  for (Exposure* const exposure : {&ended_, &current_, &late_}) {
+    exposure->add_class();
+  }
   numbers_.emplace(name, number);
   value(number);
   orders_.push_back(learned_ ? number : first_worth_as(number));
@@ -130,98 +139,155 @@ std::uint16_t Rates::first_worth_as(std::uint16_t number) const noexcept {
 }
 
 void Rates::note(std::uint16_t number, float age, float weight, float back) {
-  ended_.add(number, age, weight);
+  const bool is_late = number >= fitted_ && number < fitting_;
+  (is_late ? late_ : ended_).add(number, age, weight);
   if (back > 0) {
-    events_[number][bin_of(age)] += back;
+    (is_late ? late_events_ : events_)[number][bin_of(age)] += back;
   }
 }
 
-void Rates::learn(std::uint32_t requests) {
-  const float share = std::exp(-static_cast<float>(requests) / kMemory);
-  ended_.scale(share);
-  for (Row& row : events_) {
-    for (float& each : row) {
-      each *= share;
-    }
-  }
-  exposure_.assign(classes_.size(), Row{});
-  ended_.spend(exposure_);
-  current_.spend(exposure_);
-  current_.clear();
-  seen_ = 2;
-  for (const Row& row : exposure_) {
-    for (std::size_t b = kBins; b-- > seen_;) {
-      if (row[b] > 0) {
-        seen_ = b + 1;
-        break;
-      }
-    }
-  }
-  fit();
-  for (std::size_t c = 0; c < classes_.size(); ++c) {
-    value(c);
-  }
-  learned_ = true;
-}
-
-float Rates::product_of(const Class& one) const noexcept {
+float Rates::product_of(const Model& model, const Class& one) noexcept {
   float product = 1;
   for (std::size_t i = 0; i < kFactors; ++i) {
-    product *= levels_[i][one.factors[i]];
+    product *= model.levels[i][one.factors[i]];
   }
   return product;
 }
 
-// Fit the numbers of which rates are products to what came back.
-void Rates::fit() {
-  const std::size_t count = classes_.size();
-  Row events_by_bin{};
-  for (std::size_t c = 0; c < count; ++c) {
-    float sum = 0;
-    for (std::size_t b = 0; b < seen_; ++b) {
-      sum += events_[c][b];
-      events_by_bin[b] += events_[c][b];
-    }
-    classes_[c].events = sum;
+// What is to be fitted of one class. What was noted meanwhile counts the next time.
+void Rates::gather(std::size_t number, float share) noexcept {
+  ended_.scale(number, share);
+  Row& events = events_[number];
+  for (float& each : events) {
+    each *= share;
   }
+  Row& row = exposure_[number];
+  ended_.spend(number, row);
+  current_.spend(number, row);
+  current_.clear(number);
+  fit_events_[number] = events;
+  for (std::size_t b = 0; b < kBins; ++b) {
+    events[b] += std::exchange(late_events_[number][b], 0.0F);
+  }
+  ended_.take(number, late_);
+  fitted_ = number + 1;
+  for (std::size_t b = kBins; b-- > next_.seen;) {
+    if (row[b] > 0) {
+      next_.seen = b + 1;
+      break;
+    }
+  }
+}
+
+// Fit the numbers of which rates are products to what came back: the base rates and levels by turns, then
+// shapes, then each class's own number.
+Work Rates::fit(Budget& budget, std::uint32_t requests) {
+  const std::size_t count = fitting_;
+  exposure_.assign(count, Row{});
+  fit_events_.assign(count, Row{});
+  next_ = model_;
+  next_.seen = kLeastBins;
+  const float share = std::exp(-static_cast<float>(requests) / kMemory);
+  for (std::size_t c = 0; c < count; ++c) {
+    gather(c, share);
+    co_await budget.spend(4);
+  }
+  const std::size_t seen = next_.seen;
+  Row events_by_bin{};
+  std::vector<float> events(count);
   std::vector<float> expected(count);
+  for (std::size_t c = 0; c < count; ++c) {
+    for (std::size_t b = 0; b < seen; ++b) {
+      events[c] += fit_events_[c][b];
+      events_by_bin[b] += fit_events_[c][b];
+    }
+    co_await budget.spend(1);
+  }
   for (int round = 0; round < kRounds; ++round) {
     Row wanted{};
     for (std::size_t c = 0; c < count; ++c) {
-      const float product = product_of(classes_[c]);
-      for (std::size_t b = 0; b < seen_; ++b) {
+      const float product = product_of(next_, classes_[c]);
+      for (std::size_t b = 0; b < seen; ++b) {
         wanted[b] += product * exposure_[c][b];
       }
+      co_await budget.spend(1);
     }
-    for (std::size_t b = 0; b < seen_; ++b) {
-      const float pseudo = kBaseWidths * kEdges.width[b];
-      base_[b] = (events_by_bin[b] + kEdges.prior[b] * pseudo) / (wanted[b] + pseudo);
-    }
+    fit_base(wanted, events_by_bin);
     for (std::size_t c = 0; c < count; ++c) {
       float sum = 0;
-      for (std::size_t b = 0; b < seen_; ++b) {
-        sum += exposure_[c][b] * base_[b];
+      for (std::size_t b = 0; b < seen; ++b) {
+        sum += exposure_[c][b] * next_.base[b];
       }
       expected[c] = sum;
+      co_await budget.spend(1);
     }
-    fit_levels(expected);
+    fit_levels(expected, events);
+    co_await budget.spend(static_cast<int>(count / 2));
   }
-  fit_shapes();
+  // `exposure_` becomes what was expected to come back.
+  for (std::size_t c = 0; c < count; ++c) {
+    const float product = product_of(next_, classes_[c]);
+    for (std::size_t b = 0; b < seen; ++b) {
+      exposure_[c][b] *= next_.base[b] * product;
+    }
+    co_await budget.spend(1);
+  }
+  for (std::size_t i = 0; i < kShaped; ++i) {
+    std::vector<Row>& shapes = next_.shapes[i];
+    std::vector<Row> got(shapes.size());
+    std::vector<Row> wanted(shapes.size());
+    for (std::size_t c = 0; c < count; ++c) {
+      const std::uint8_t level = classes_[c].factors[i];
+      for (std::size_t b = 0; b < seen; ++b) {
+        got[level][b] += fit_events_[c][b];
+        wanted[level][b] += exposure_[c][b];
+      }
+      co_await budget.spend(1);
+    }
+    for (std::size_t j = 0; j < shapes.size(); ++j) {
+      for (std::size_t b = 0; b < seen; ++b) {
+        shapes[j][b] = (got[j][b] + kLevelEvents) / (wanted[j][b] + kLevelEvents);
+      }
+    }
+    for (std::size_t c = 0; c < count; ++c) {
+      const Row& shape = shapes[classes_[c].factors[i]];
+      for (std::size_t b = 0; b < seen; ++b) {
+        exposure_[c][b] *= shape[b];
+      }
+      co_await budget.spend(1);
+    }
+  }
+  for (std::size_t c = 0; c < count; ++c) {
+    float back = 0;
+    for (std::size_t b = 0; b < seen; ++b) {
+      back += exposure_[c][b];
+    }
+    classes_[c].own = (events[c] + kClassEvents) / (back + kClassEvents);
+    co_await budget.spend(1);
+  }
+  std::swap(model_, next_);
 }
 
-void Rates::fit_levels(const std::vector<float>& expected) {
-  std::vector<float> product(classes_.size());
+void Rates::fit_base(const Row& wanted, const Row& events) noexcept {
+  for (std::size_t b = 0; b < next_.seen; ++b) {
+    const float pseudo = kBaseWidths * kEdges.width[b];
+    next_.base[b] = (events[b] + kEdges.prior[b] * pseudo) / (wanted[b] + pseudo);
+  }
+}
+
+void Rates::fit_levels(const std::vector<float>& expected, const std::vector<float>& events) {
+  std::vector<float> product(expected.size());
   for (std::size_t c = 0; c < product.size(); ++c) {
-    product[c] = product_of(classes_[c]);
+    product[c] = product_of(next_, classes_[c]);
   }
   for (std::size_t i = 0; i < kFactors; ++i) {
-    std::vector<float>& levels = levels_[i];
+    std::vector<float>& levels = next_.levels[i];
     std::vector<float> got(levels.size());
     std::vector<float> wanted(levels.size());
     for (std::size_t c = 0; c < product.size(); ++c) {
       const std::uint8_t level = classes_[c].factors[i];
       product[c] /= levels[level];
-      got[level] += classes_[c].events;
+      got[level] += events[c];
       wanted[level] += expected[c] * product[c];
     }
     for (std::size_t j = 0; j < levels.size(); ++j) {
@@ -233,61 +299,33 @@ void Rates::fit_levels(const std::vector<float>& expected) {
   }
 }
 
-// Shapes, then each class's own number. `exposure_` becomes what was expected to come back.
-void Rates::fit_shapes() {
-  for (std::size_t c = 0; c < classes_.size(); ++c) {
-    const float product = product_of(classes_[c]);
-    for (std::size_t b = 0; b < seen_; ++b) {
-      exposure_[c][b] *= base_[b] * product;
-    }
-  }
-  for (std::size_t i = 0; i < kShaped; ++i) {
-    std::vector<Row>& shapes = shapes_[i];
-    std::vector<Row> got(shapes.size());
-    std::vector<Row> wanted(shapes.size());
-    for (std::size_t c = 0; c < classes_.size(); ++c) {
-      const std::uint8_t level = classes_[c].factors[i];
-      for (std::size_t b = 0; b < seen_; ++b) {
-        got[level][b] += events_[c][b];
-        wanted[level][b] += exposure_[c][b];
-      }
-    }
-    for (std::size_t j = 0; j < shapes.size(); ++j) {
-      for (std::size_t b = 0; b < seen_; ++b) {
-        shapes[j][b] = (got[j][b] + kLevelEvents) / (wanted[j][b] + kLevelEvents);
-      }
-    }
-    for (std::size_t c = 0; c < classes_.size(); ++c) {
-      const Row& shape = shapes[classes_[c].factors[i]];
-      for (std::size_t b = 0; b < seen_; ++b) {
-        exposure_[c][b] *= shape[b];
-      }
-    }
-  }
-  for (std::size_t c = 0; c < classes_.size(); ++c) {
-    float expected = 0;
-    for (std::size_t b = 0; b < seen_; ++b) {
-      expected += exposure_[c][b];
-    }
-    classes_[c].own = (classes_[c].events + kClassEvents) / (expected + kClassEvents);
-  }
+void Rates::stage(std::size_t number) {
+  staged_.resize(number + 1);
+  value(number, staged_[number]);
 }
 
-// Work out what blocks of a class are worth: the most hits per second that keeping them for some
-// time gives. Not the rate of the moment: users pause before they go on.
-void Rates::value(std::size_t number) {
+void Rates::commit() noexcept {
+  std::ranges::copy(staged_, worths_.begin());
+  staged_ = {};
+  learned_ = true;
+}
+
+// The worth is the most hits per second that keeping the blocks for some time gives. Not the rate of the
+// moment: users pause before they go on.
+void Rates::value(std::size_t number, Row& worth) const noexcept {
   const Class& one = classes_[number];
-  const double product = static_cast<double>(product_of(one)) * static_cast<double>(one.own);
+  const double product =
+      static_cast<double>(product_of(model_, one)) * static_cast<double>(one.own);
   std::array<double, kBins> rate;
   std::array<double, kBins> left;  // the share that is not back by the end of a bin
   std::array<double, kBins> held;  // seconds that all were held by then
   double hazard = 0;
   double before = 1;
   double seconds = 0;
-  for (std::size_t b = 0; b < seen_; ++b) {
-    double all = static_cast<double>(base_[b]) * product;
+  for (std::size_t b = 0; b < model_.seen; ++b) {
+    double all = static_cast<double>(model_.base[b]) * product;
     for (std::size_t i = 0; i < kShaped; ++i) {
-      all *= static_cast<double>(shapes_[i][one.factors[i]][b]);
+      all *= static_cast<double>(model_.shapes[i][one.factors[i]][b]);
     }
     rate[b] = std::max(all, kLeastRate);
     hazard += rate[b] * static_cast<double>(kEdges.width[b]);
@@ -296,14 +334,12 @@ void Rates::value(std::size_t number) {
     held[b] = seconds;
     before = left[b];
   }
-  Row& worth = worths_[number];
   worth.fill(0);
-  for (std::size_t b = 0; b < seen_; ++b) {
-    const double own = std::exp(-rate[b] * static_cast<double>(kEdges.width[b]));
-    const double own_held = (1 - own) / rate[b];
-    const double scale = own / left[b];
+  for (std::size_t b = 0; b < model_.seen; ++b) {
+    const double scale = 1 / (b == 0 ? 1 : left[b - 1]);
+    const double own_held = (1 - left[b] * scale) / rate[b];
     double best = rate[b];
-    for (std::size_t later = b + 1; later < seen_; later += kHorizonStep) {
+    for (std::size_t later = b + 1; later < model_.seen; later += kHorizonStep) {
       const double back = 1 - scale * left[later];
       const double kept = own_held + scale * (held[later] - held[b]);
       best = std::max(best, back / kept);
@@ -313,8 +349,13 @@ void Rates::value(std::size_t number) {
 }
 
 std::size_t Rates::bytes() const noexcept {
-  return (events_.capacity() + exposure_.capacity() + worths_.capacity()) * sizeof(Row) +
-         classes_.capacity() * sizeof(Class) + ended_.bytes() + current_.bytes();
+  std::size_t rows = 0;
+  for (const std::vector<Row>* const each :
+       {&events_, &late_events_, &fit_events_, &exposure_, &worths_, &staged_}) {
+    rows += each->capacity();
+  }
+  return rows * sizeof(Row) + classes_.capacity() * sizeof(Class) + ended_.bytes() +
+         current_.bytes() + late_.bytes();
 }
 
 }  // namespace flexkv::eviction

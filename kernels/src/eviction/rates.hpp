@@ -17,6 +17,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "work.hpp"
+
 namespace flexkv::eviction {
 
 // Ages up to 4 s are the first bin, then there are 2.5 an octave; the last begins after a day.
@@ -45,11 +47,13 @@ class Exposure {
 
   void add_class() { rows_.emplace_back(); }
 
-  // Adds the seconds by bin to `rows`, one for each class.
-  void spend(std::span<Row> rows) const;
+  // Of one class: adds its seconds by bin to `row`; multiplies it by `share`; moves what `other` has of it
+  // here.
+  void spend(std::size_t number, Row& row) const noexcept;
+  void scale(std::size_t number, float share) noexcept;
+  void take(std::size_t number, Exposure& other) noexcept;
+  void clear(std::size_t number) noexcept { rows_[number] = Reached{}; }
 
-  void scale(float share);
-  void clear() noexcept;
   std::size_t bytes() const noexcept { return rows_.capacity() * sizeof(Reached); }
 
  private:
@@ -93,11 +97,22 @@ class Rates {
   // Blocks of `weight` are followed no further at an age in seconds; `back` of it came back.
   void note(std::uint16_t number, float age, float weight, float back);
 
-  // What is followed still. Emptied by `learn`.
+  // From now on `fit` looks at nothing that is noted, until it has looked at what was noted before.
+  void freeze() noexcept { fitted_ = 0, fitting_ = classes_.size(); }
+
+  // What was followed still when it was frozen. Emptied by `fit`.
   Exposure& current() noexcept { return current_; }
 
-  // Learn from what was noted and what is followed still; `requests` have come since the last time.
-  void learn(std::uint32_t requests);
+  // Fits rates to what was noted and what is followed still; `requests` have come since the last time.
+  // New classes are worth what these rates say at once; `value` has others follow.
+  Work fit(Budget& budget, std::uint32_t requests);
+
+  // Work out what blocks of a class are worth by the last rates.
+  void value(std::size_t number) noexcept { value(number, worths_[number]); }
+
+  // The same for the first time that rates were learned: of all classes at once, from `commit` on.
+  void stage(std::size_t number);
+  void commit() noexcept;
 
   std::size_t bytes() const noexcept;
 
@@ -109,30 +124,43 @@ class Rates {
   struct Class {
     Factors factors;
     float own = 1;
-    float events = 0;
   };
 
-  void fit();
-  void fit_levels(const std::vector<float>& by_class);
-  void fit_shapes();
-  void value(std::size_t number);
+  // What rates are products of, but for the classes' own numbers.
+  struct Model {
+    std::vector<std::vector<float>> levels;
+    std::array<std::vector<Row>, kShaped> shapes;
+    Row base;
+    std::size_t seen;  // bins that blocks were seen in
+  };
+
+  void gather(std::size_t number, float share) noexcept;
+  void fit_base(const Row& wanted, const Row& events) noexcept;
+  void fit_levels(const std::vector<float>& expected, const std::vector<float>& events);
+  void value(std::size_t number, Row& worth) const noexcept;
   std::uint16_t first_worth_as(std::uint16_t number) const noexcept;
-  float product_of(const Class& one) const noexcept;
+  static float product_of(const Model& model, const Class& one) noexcept;
 
   std::vector<std::vector<float>> priors_;
-  std::vector<std::vector<float>> levels_;
-  std::array<std::vector<Row>, kShaped> shapes_;
-  Row base_;
+  Model model_;
+  Model next_;  // while it is fitted
   std::vector<Class> classes_;
-  std::vector<Row> events_;
-  std::vector<Row> exposure_;  // while it learns
   std::vector<Row> worths_;
+  std::vector<Row> staged_;
   std::vector<std::uint16_t> orders_;  // see `order_of`
   bool learned_ = false;
+  std::vector<Row> events_;
   Exposure ended_;
   Exposure current_;
+  // What is noted while it learns, of the classes that `fit` has yet to look at.
+  std::vector<Row> late_events_;
+  Exposure late_;
+  std::size_t fitted_ = 0;
+  std::size_t fitting_ = 0;
+  // Of the classes that it learns from.
+  std::vector<Row> fit_events_;
+  std::vector<Row> exposure_;
   std::unordered_map<std::uint64_t, std::uint16_t> numbers_;
-  std::size_t seen_;  // bins that blocks were seen in
 };
 
 }  // namespace flexkv::eviction

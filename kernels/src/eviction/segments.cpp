@@ -10,10 +10,19 @@ namespace {
 // Segments that one which enters a list late is put before, at most: it is nearly as old as these.
 constexpr int kMostSteps = 8;
 
+// Segments that come of age in one call, at most, and units of learning: about 0.1 ms each. After a pause
+// the others follow in the next calls.
+constexpr int kMostAged = 1024;
+constexpr int kSlice = 4000;
+
+// Costs of one class, and of so many segments.
+constexpr int kValueUnits = 20;
+constexpr std::uint32_t kSegmentsOfUnit = 4;
+
 }  // namespace
 
 Segments::Segments(Rates& rates, std::uint32_t segments, std::uint32_t live)
-    : rates_(rates), segments_(segments), live_(live) {
+    : rates_(rates), segments_(segments), live_(live), ranked_(WorthLess{rates}) {
   clear();
 }
 
@@ -32,18 +41,23 @@ void Segments::clear() {
   next_ = 0;
   bins_.fill(Ends{});
   std::ranges::fill(lists_, Ends{});
-  ranked_.assign(ranked_.size(), false);
-  heap_.clear();
+  ranked_.clear();
+  learning_ = Work();
+  counted_ = kNone;
 }
 
 void Segments::advance(std::uint32_t tick) {
   tick_ = tick;
+  int left = kMostAged;
   for (std::uint8_t bin = kBins - 1; bin-- > 0;) {
     while (bins_[bin].first != kNone) {
       const std::uint32_t live = bins_[bin].first;
       const float old = age(segments_[live_[live].segment]);
       if (old < end_of(bin)) {
         break;
+      }
+      if (left-- == 0) {
+        return;
       }
       const bool listed = live_[live].listed;
       if (listed) {
@@ -65,7 +79,7 @@ std::uint32_t Segments::make() {
   const std::uint32_t id = next_;
   next_ = next_ + 1 == segments_.size() ? 0 : next_ + 1;
   if (segments_[id].used) {
-    rates_.note(segments_[id].number, age(segments_[id]), segments_[id].weight(), 0);
+    note(id, 0);
     free(id);
   }
   segments_[id].used = true;
@@ -128,8 +142,8 @@ void Segments::open(std::uint32_t id) {
 }
 
 std::uint32_t Segments::lowest() {
-  while (!heap_.empty()) {
-    const std::uint32_t list = heap_.front().list;
+  while (!ranked_.empty()) {
+    const std::uint32_t list = ranked_.top();
     while (lists_[list].first != kNone) {
       const std::uint32_t live = lists_[list].first;
       if (live_[live].leaves != kNone) {
@@ -137,9 +151,7 @@ std::uint32_t Segments::lowest() {
       }
       leave_list(live);
     }
-    std::pop_heap(heap_.begin(), heap_.end());
-    heap_.pop_back();
-    ranked_[list] = false;
+    ranked_.pop();
   }
   return kNone;
 }
@@ -153,31 +165,65 @@ std::uint32_t Segments::newest() const noexcept {
   return kNone;
 }
 
-void Segments::learn(std::uint32_t requests) {
-  Exposure& current = rates_.current();
-  for (const Segment& segment : segments_) {
-    if (segment.used) {
-      current.add(segment.number, age(segment), segment.weight());
+void Segments::note(std::uint32_t id, float back) {
+  const Segment& segment = segments_[id];
+  if (id >= counted_ && counted_ != kNone && was_there(segment)) {
+    rates_.current().add(segment.number, age_when_counted(segment), segment.weight());
+  }
+  rates_.note(segment.number, age(segment), segment.weight(), back);
+}
+
+void Segments::learn(std::uint32_t requests) { learning_ = learning(requests); }
+
+void Segments::learn_on() {
+  if (!learning_.done()) {
+    budget_.grant(kSlice);
+    learning_.resume();
+  }
+}
+
+// Learns from what was when it began, however long it takes.
+Work Segments::learning(std::uint32_t requests) {
+  rates_.freeze();
+  counted_at_ = tick_;
+  for (counted_ = 0; counted_ < segments_.size(); ++counted_) {
+    if (counted_ % kSegmentsOfUnit == 0) {
+      co_await budget_.spend(1);
+    }
+    const Segment& segment = segments_[counted_];
+    if (segment.used && was_there(segment)) {
+      rates_.current().add(segment.number, age_when_counted(segment), segment.weight());
     }
   }
+  counted_ = kNone;
+  Work fit = rates_.fit(budget_, requests);
+  for (fit.resume(); !fit.done(); fit.resume()) {
+    co_await std::suspend_always();
+  }
   const bool first = !rates_.learned();
-  rates_.learn(requests);
+  for (std::size_t number = 0; number < rates_.classes(); ++number) {
+    if (first) {
+      rates_.stage(number);
+    } else {
+      rates_.value(number);
+      for (std::size_t list = number * kBins; list < (number + 1) * kBins; ++list) {
+        if (ranked_.has(static_cast<std::uint32_t>(list))) {
+          ranked_.move(static_cast<std::uint32_t>(list));
+        }
+      }
+    }
+    co_await budget_.spend(kValueUnits);
+  }
   if (first) {
+    rates_.commit();
     list_again();
-    return;
   }
-  for (Ranked& each : heap_) {
-    each.worth = rates_.worth(static_cast<std::uint16_t>(each.list / kBins),
-                              static_cast<std::uint8_t>(each.list % kBins));
-  }
-  std::make_heap(heap_.begin(), heap_.end());
 }
 
 // Each class has lists of its own from now on.
 void Segments::list_again() {
   std::ranges::fill(lists_, Ends{});
-  ranked_.assign(ranked_.size(), false);
-  heap_.clear();
+  ranked_.clear();
   for (const Ends& bin : bins_) {
     for (std::uint32_t live = bin.first; live != kNone; live = live_[live].newer) {
       if (live_[live].listed) {
@@ -216,7 +262,6 @@ void Segments::enter_list(std::uint32_t live) {
   const std::uint32_t list = list_of(segments_[live_[live].segment].number, live_[live].bin);
   if (list >= lists_.size()) {
     lists_.resize(rates_.classes() * kBins);
-    ranked_.resize(lists_.size());
   }
   Ends& ends = lists_[list];
   const std::uint32_t born = segments_[live_[live].segment].born;
@@ -233,7 +278,9 @@ void Segments::enter_list(std::uint32_t live) {
   live_[live].next = behind;
   (before == kNone ? ends.first : live_[before].next) = live;
   (behind == kNone ? ends.last : live_[behind].previous) = live;
-  rank(list);
+  if (!ranked_.has(list)) {
+    ranked_.push(list);
+  }
 }
 
 void Segments::leave_list(std::uint32_t live) {
@@ -242,17 +289,6 @@ void Segments::leave_list(std::uint32_t live) {
   (one.previous == kNone ? ends.first : live_[one.previous].next) = one.next;
   (one.next == kNone ? ends.last : live_[one.next].previous) = one.previous;
   one.listed = false;
-}
-
-void Segments::rank(std::uint32_t list) {
-  if (ranked_[list]) {
-    return;
-  }
-  ranked_[list] = true;
-  heap_.push_back({rates_.worth(static_cast<std::uint16_t>(list / kBins),
-                                static_cast<std::uint8_t>(list % kBins)),
-                   list});
-  std::push_heap(heap_.begin(), heap_.end());
 }
 
 std::size_t Segments::bytes() const noexcept {

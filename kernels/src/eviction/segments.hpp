@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "blocks.hpp"
+#include "numbers.hpp"
+#include "heap.hpp"
 #include "rates.hpp"
+#include "work.hpp"
 
 namespace flexkv::eviction {
 
@@ -116,7 +118,14 @@ class Segments {
   // The segment that was made last, of those that have blocks in the tier, or kNone.
   std::uint32_t newest() const noexcept;
 
+  // Begins to learn from what was noted and is followed now; `requests` have come since the last time.
+  // `learn_on` does a part of that, bounded, if there is any left.
   void learn(std::uint32_t requests);
+  void learn_on();
+  bool is_learning() const noexcept { return !learning_.done(); }
+
+  // The segment is followed no further; `back` of its weight came back.
+  void note(std::uint32_t id, float back);
 
   void clear();
 
@@ -127,12 +136,17 @@ class Segments {
  private:
   static constexpr float kSecondsOfTick = 1 / kTicksOfSecond;
 
-  // A list of segments of one class and bin, by what they are worth.
-  struct Ranked {
-    float worth;
-    std::uint32_t list;
-    bool operator<(const Ranked& other) const noexcept {  // for a heap whose top is the lowest
-      return worth != other.worth ? worth > other.worth : list > other.list;
+  // Whether a list of segments of one class and bin is worth less than another.
+  struct WorthLess {
+    const Rates& rates;
+    bool operator()(std::uint32_t one, std::uint32_t other) const noexcept {
+      const float a = worth(one);
+      const float b = worth(other);
+      return a != b ? a < b : one < other;
+    }
+    float worth(std::uint32_t list) const noexcept {
+      return rates.worth(static_cast<std::uint16_t>(list / kBins),
+                         static_cast<std::uint8_t>(list % kBins));
     }
   };
 
@@ -143,8 +157,16 @@ class Segments {
   void leave_bin(std::uint32_t live);
   void enter_list(std::uint32_t live);
   void leave_list(std::uint32_t live);
-  void rank(std::uint32_t list);
+  // Whether the segment had begun its age when it began to learn, and that age.
+  bool was_there(const Segment& segment) const noexcept {
+    return static_cast<std::int32_t>(counted_at_ - segment.born) >= 0;
+  }
+  float age_when_counted(const Segment& segment) const noexcept {
+    return static_cast<float>(counted_at_ - segment.born) * kSecondsOfTick;
+  }
+
   void list_again();
+  Work learning(std::uint32_t requests);
 
   Rates& rates_;
   std::vector<Segment> segments_;
@@ -154,8 +176,12 @@ class Segments {
   std::uint32_t tick_ = 0;
   std::array<Ends, kBins> bins_{};  // oldest first
   std::vector<Ends> lists_;         // by class and bin, oldest first
-  std::vector<bool> ranked_;
-  std::vector<Ranked> heap_;
+  Heap<WorthLess> ranked_;          // of the lists with segments, and some others
+  // Segments before the place were counted for what it learns, with the ages of that tick.
+  std::uint32_t counted_ = kNone;
+  std::uint32_t counted_at_ = 0;
+  Budget budget_;
+  Work learning_;
 };
 
 }  // namespace flexkv::eviction
