@@ -181,6 +181,8 @@ class DeviceLink:
         while self._ending:
             self._ended.append(self._ending.popleft())
             finish(self._ended[-1])
+        if not self._ended:
+            return []
         ended = [
             Ended(each.transfer.id, each.transfer.direction, each.done) for each in self._ended
         ]
