@@ -204,7 +204,7 @@ def test_what_is_fetched_stays_until_the_fetch_ends(make: Callable[..., Engine])
     assert fetch is not None
     engine.wait(fetch)
     others = keys("p", "q", "r")
-    assert len(engine.cache.store(others, [0, 1, 2]).blocks) == 1  # type: ignore[union-attr]
+    assert len(engine.cache.store(others, [0, 1, 2]).slots) == 1  # type: ignore[union-attr]
     assert engine.cache.lookup(keys("a", "b", "c")) == 3
     engine.cache.end_fetch(fetch)
 
