@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from flexkv.cli import plan_progress
 from flexkv.eviction import FOLLOWING, POLICIES
 from packages.flexkv.tests.cli.stores import Flexkv
 
@@ -246,6 +250,72 @@ def test_curves_are_drawn(flexkv: Flexkv, trace: Path, tmp_path: Path, ending: s
     assert head.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in head
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_comes_through_standard_input(trace: Path, packed: bool) -> None:
+    data = trace.read_bytes()
+    ended = subprocess.run(
+        [sys.executable, "-m", "flexkv", "plan", "-", *TOKEN, "--json"],
+        input=gzip.compress(data) if packed else data,
+        capture_output=True,
+        check=True,
+    )
+    found = json.loads(ended.stdout)
+    assert found["trace"]["name"] == "standard input"
+    assert found["trace"]["requests"] == 70
+
+
+def test_what_is_skipped_is_counted_by_reason(flexkv: Flexkv, tmp_path: Path) -> None:
+    start = "DEBUG 11-25 10:00:00 [logger.py:1] "
+    path = tmp_path / "t"
+    path.write_text(
+        f"{start}Request r1 details: prompt: 'a', prompt_token_ids: {[1] * 40}, x\n"
+        f"{start}Received request r2: params: X, lora_request: None.\n"
+    )
+    ended = flexkv("plan", path, *TOKEN)
+    assert "  skipped   1 request without token ids" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("unit", "says"),
+    [
+        ("s", " prompt tokens a second\n"),
+        ("ms", " a second: is the unit of time right? See --time-unit\n"),
+        ("auto", " a second: is the unit of time right? See --time-unit\n"),
+    ],
+)
+def test_an_absurd_rate_is_said(flexkv: Flexkv, tmp_path: Path, unit: str, says: str) -> None:
+    rows = (
+        {"timestamp": i, "input_length": 512, "output_length": 1, "hash_ids": [i % 9]}
+        for i in range(1001)
+    )
+    path = tmp_path / "t"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert says in flexkv("plan", path, *TOKEN, "--time-unit", unit).out
+
+
+def test_starts_that_are_made_are_said(flexkv: Flexkv, tmp_path: Path) -> None:
+    request = {"t": 1.5, "type": "s", "in": 128, "out": 5, "hash_ids": [1, 2]}
+    session = {"id": "a", "block_size": 64, "requests": [request, request | {"t": 60.0}]}
+    path = tmp_path / "t"
+    path.write_text(json.dumps(session, indent=1))
+    ended = flexkv("plan", path, *TOKEN, "--sessions-per-hour", "8")
+    assert "  starts    of 1 sessions are not in the file" in ended.out
+
+
+def test_steps_without_a_terminal_are_lines_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with plan_progress.ProgressShown() as shown:
+        shown.show("reading the trace", 0.5)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(plan_progress, "QUIET_SECONDS", 0.0)
+        shown.show("reading the trace", 0.75)
+        shown.show("one pass", None)
+    assert (
+        capsys.readouterr().err == "flexkv plan: reading the trace: 75 %\nflexkv plan: one pass\n"
+    )
+
+
 BAD = {
     "no trace": [],
     "two traces": ["{trace}", "{trace}", *TOKEN],
@@ -258,6 +328,10 @@ BAD = {
     "a broken line": ["{folder}/broken", *TOKEN],
     "the wrong format": ["{trace}", "--format", "flexkv", *TOKEN],
     "an unknown format": ["{trace}", "--format", "csv", *TOKEN],
+    "an unknown unit": ["{trace}", "--time-unit", "minutes", *TOKEN],
+    "no sessions": ["{trace}", "--sessions-per-hour", "0", *TOKEN],
+    "starts of sessions that the trace has": ["{trace}", "--sessions-per-hour", "5", *TOKEN],
+    "empty standard input": ["-", *TOKEN],
     "no size of a token": ["{trace}"],
     "two sizes of a token": ["{trace}", "--model", "{folder}/config.json", *TOKEN],
     "no such model": ["{trace}", "--model", "{folder}/none"],

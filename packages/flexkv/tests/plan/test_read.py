@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.plan.read import read_trace
+from flexkv.plan.read import ReadOptions, read_trace
 from flexkv.plan.trace import Trace
 from flexkv.types.errors import TraceError
 
@@ -126,7 +126,9 @@ def test_names_mean_nothing_behind_another_head(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_off_ends_the_trace(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "t", HEAD, recorded()))
     path.write_text(path.read_text() + '{"t": 3, "in": 3')
-    assert len(read_trace(str(path)).trace.requests) == 1
+    trace = read_trace(str(path)).trace
+    assert len(trace.requests) == 1
+    assert trace.skipped == {"in a last line whose end is missing": 1}
     path.write_text(path.read_text() + "\n")
     with pytest.raises(TraceError, match=r"line 3 of .*no JSON"):
         read_trace(str(path))
@@ -165,8 +167,16 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
         (mooncake(0, 512, [1]) | {"input_length": 1.5}, "input_length is 1.5"),
         (mooncake(0, 512, [1]) | {"timestamp": "x"}, "timestamp is 'x'"),
         (mooncake(0, 512, [1]) | {"timestamp": None}, "timestamp is None"),
-        (mooncake(0, 5000, [1]), "1 numbers for 5000 tokens"),
+        (mooncake(0, 512, [1]) | {"timestamp": True}, "timestamp is True"),
+        (mooncake(0, 512, [1]) | {"timestamp": -5}, "timestamp is -5"),
+        (mooncake(0, 512, [1]) | {"timestamp": "2026-13-01"}, "timestamp is '2026-13-01'"),
+        (mooncake(0, 5000, [1]), "1 ids for 5000 tokens"),
         ({"hash_ids": [True]}, r"hash_ids is \[True\]"),
+        (
+            {"hash_ids": [1], "input_length": 512, "session_id": "s"},
+            "start of the session is missi",
+        ),
+        ({"block_size": 64, "requests": []}, "start of the session is missing"),
         ({"hash_ids": "abc"}, "hash_ids is 'abc'"),
         ({"prompt_token_ids": [1 << 31] * 20}, "a token id is out of range"),
         ({"prompt_token_ids": ["x"]}, "prompt_token_ids is"),
@@ -197,3 +207,185 @@ def test_a_bad_line_of_a_recording_is_named(
 ) -> None:
     with pytest.raises(TraceError, match=f"line 2 of .*{says}.*; allowed: "):
         read_trace(write(tmp_path / "t", HEAD, recorded(**fields)))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text(json.dumps(mooncake(0, 512, [1])) + "\n", encoding="utf-8-sig")
+    assert len(read_trace(str(path)).trace.requests) == 1
+
+
+def bailian(chat: int, parent: int, timestamp: float, length: int, last: int) -> dict[str, object]:
+    ids = [*range(length // 16), last]
+    return {
+        "chat_id": chat,
+        "parent_chat_id": parent,
+        "timestamp": timestamp,
+        "input_length": length,
+        "output_length": 7,
+        "type": "text",
+        "turn": 1,
+        "hash_ids": ids,
+    }
+
+
+def test_bailians_times_are_seconds_and_its_chats_are_sessions(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t",
+        bailian(159, -1, 61.125, 521, 99),
+        bailian(160, 159, 3661.125, 540, 98),
+        bailian(161, -1, 3662.0, 521, 97),
+        bailian(162, 160, 3663.0, 540, 98),
+    )
+    trace = read_trace(path).trace
+    assert (trace.form, trace.block_tokens) == ("bailian", 16)
+    assert [each.seconds for each in trace.requests[:2]] == [61.125, 3661.125]
+    assert [each.session for each in trace.requests] == ["159", "159", "161", "159"]
+    assert trace.requests[0].blocks == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("first", "unit", "seconds"),
+    [
+        (2000, "auto", 2.0),
+        (2000, "s", 2000.0),
+        (2000, "us", 0.002),
+        (1_753_780_607, "auto", 1_753_780_607.0),
+        (1_753_780_607_500, "auto", 1_753_780_607.5),
+        ("1753780607500000000", "auto", 1_753_780_607.5),
+        ("2025-07-29T09:16:47.5Z", "auto", 1_753_780_607.5),
+    ],
+)
+def test_the_unit_of_time(tmp_path: Path, first: object, unit: str, seconds: float) -> None:
+    path = write(tmp_path / "t", mooncake(0, 512, [1]) | {"timestamp": first})
+    (request,) = read_trace(path, ReadOptions(unit=unit)).trace.requests
+    assert request.seconds == pytest.approx(seconds, abs=1e-6)
+
+
+def test_turns_of_benchmark_clients_follow_by_their_delay(tmp_path: Path) -> None:
+    row = {"input_length": 512, "output_length": 5}
+    path = write(
+        tmp_path / "t",
+        row | {"session_id": "a", "timestamp": 1000, "hash_ids": ["x"]},
+        row | {"session_id": "b", "timestamp": 1500, "hash_ids": ["x"]},
+        {"session_id": "a", "delay": 2500, "input_length": 1024, "hash_ids": ["x", -(1 << 70)]},
+    )
+    trace = read_trace(path).trace
+    assert [(each.seconds, each.session) for each in trace.requests] == [
+        (1.0, "a"),
+        (1.5, "b"),
+        (3.5, "a"),
+    ]
+    assert [each.blocks for each in trace.requests] == [[0], [0], [0, 1]]
+    assert trace.requests[2].output_tokens == 0
+
+
+def session(name: str, *requests: dict[str, object], **fields: object) -> dict[str, object]:
+    return {"id": name, "block_size": 64, "requests": list(requests)} | fields
+
+
+def agent(t: float, *ids: int) -> dict[str, object]:
+    return {"t": t, "type": "s", "in": 64 * len(ids), "out": 9, "hash_ids": list(ids)}
+
+
+def test_sessions_of_agents_start_at_equal_distances(tmp_path: Path) -> None:
+    subagent = {"type": "subagent", "t": 5.0, "requests": [agent(0.0, 7), agent(1.0, 7, 8)]}
+    absolute = {"type": "subagent", "t": 8.0, "requests": [agent(8.5, 7)]}
+    path = write(
+        tmp_path / "t",
+        session("a", agent(0.0, 1, 2), subagent, absolute, {"t": 9.0, "type": "n"}),
+        session("b", agent(0.5, 1, 2)),
+    )
+    read = read_trace(path, ReadOptions(sessions_per_hour=60))
+    trace = read.trace
+    assert (trace.form, trace.block_tokens, read.made_starts) == ("sessions", 64, 2)
+    assert trace.skipped == {"without hash_ids": 1}
+    assert [(each.seconds, each.blocks) for each in trace.requests] == [
+        (0.0, [0, 1]),
+        (5.0, [2]),
+        (6.0, [2, 3]),
+        (8.5, [2]),
+        (60.5, [4, 5]),
+    ]
+    with pytest.raises(TraceError, match=r"line 1 .* start of the session is missing; allowed: "):
+        read_trace(path)
+
+
+def test_ids_of_global_scope_mean_the_same_in_all_sessions(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t",
+        session("a", agent(0.0, 1, 2), hash_id_scope="global"),
+        session("b", agent(0.0, 1, 2), hash_id_scope="global"),
+    )
+    trace = read_trace(path, ReadOptions(sessions_per_hour=60)).trace
+    assert [each.blocks for each in trace.requests] == [[0, 1], [0, 1]]
+
+
+def test_objects_over_several_lines_or_on_one_are_read(tmp_path: Path) -> None:
+    first, second = session("a", agent(0.0, 1)), session("b", agent(0.0, 1))
+    path = tmp_path / "t"
+    path.write_text(json.dumps(first, indent=1) + "\n" + json.dumps(second, indent=1))
+    assert len(read_trace(str(path), ReadOptions(sessions_per_hour=60)).trace.requests) == 2
+    path.write_text(json.dumps(first) + json.dumps(second))
+    assert len(read_trace(str(path), ReadOptions(sessions_per_hour=60)).trace.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reading", "says"),
+    [
+        (ReadOptions(sessions_per_hour=5), "'5' from --sessions-per-hour has no use"),
+        (ReadOptions(form="flexkv", unit="s"), "'s' from --time-unit cannot be used .* flexkv"),
+        (ReadOptions(form="vllm", unit="ms"), "'ms' from --time-unit cannot be used .* vllm"),
+        (ReadOptions(form="sessions", block_tokens=16), "16 from --block-tokens cannot be used"),
+    ],
+)
+def test_options_without_a_use_are_refused(tmp_path: Path, reading: ReadOptions, says: str) -> None:
+    path = write(tmp_path / "t", mooncake(0, 512, [1]))
+    with pytest.raises(TraceError, match=f"{says}.*; allowed: "):
+        read_trace(path, reading)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (
+            ["INFO 11-25 10:00:00 [logger.py:1] Received request r1: params: X, lora: None."] * 2,
+            "1 requests without token ids.*--enable-log-requests, and VLLM_LOGGING_LEVEL=DEBUG",
+        ),
+        (
+            ["[2026-11-25 10:00:00] Receive: obj=GenerateReqInput(rid='r1', text='hi')"],
+            "1 requests without token ids.*--log-requests-level 3",
+        ),
+        (
+            ["INFO 11-25 10:00:00 [engine.py:1] Engine 000: Avg prompt throughput: 0.0 tokens/s"],
+            "no line of a known trace.*--enable-log-requests.*--log-requests-level 3",
+        ),
+    ],
+)
+def test_a_log_without_ids_names_the_flags_that_log_them(
+    tmp_path: Path, lines: list[str], says: str
+) -> None:
+    with pytest.raises(TraceError, match=says):
+        read_trace(write(tmp_path / "t", *lines))
+
+
+def test_a_request_that_is_logged_twice_is_skipped_in_neither(tmp_path: Path) -> None:
+    start = "DEBUG 11-25 10:00:00 [logger.py:1] "
+    path = write(
+        tmp_path / "t",
+        f"{start}Request r1 details: prompt: 'a', prompt_token_ids: {A}, prompt_embeds shape: None",
+        f"{start}Received request r1: params: X, lora_request: None.",
+        f"{start}Received request r2: params: X, lora_request: None.",
+    )
+    trace = read_trace(path).trace
+    assert len(trace.requests) == 1
+    assert list(trace.skipped.values()) == [1]
+
+
+def test_progress_is_the_share_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", *(mooncake(i, 512, [i]) for i in range(5000)))
+    shares: list[float] = []
+    read_trace(path, progress=shares.append)
+    assert len(shares) == 25
+    assert shares == sorted(shares)
+    assert 0.9 < shares[-1] <= 1.0

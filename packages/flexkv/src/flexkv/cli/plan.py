@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay a trace of requests and print hit rate, saved time of prefill and disk writes by gigabytes
-of cache; then compare policies and admissions, and name the settings to use. TRACE is Mooncake's
-JSONL, a log of vLLM or SGLang with token ids, or a recording of an engine with FlexKV
-(FLEXKV_TRACE). No engine, GPU or cache is needed or touched. Exit code 0."""
+of cache; then compare policies and admissions, and name the settings to use. TRACE is JSONL as of
+Mooncake or Qwen-Bailian, a log of vLLM or SGLang with token ids, or a recording of an engine with
+FlexKV (FLEXKV_TRACE). No engine, GPU or cache is needed or touched. Exit code 0."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-
 from flexkv.cli import plan_options
 from flexkv.cli.common import print_json, size
 from flexkv.cli.plan_options import Options, read_options
+from flexkv.cli.plan_progress import ProgressShown
 from flexkv.cli.plan_report import Report, as_json, print_report, setting_gib
 from flexkv.plan import plot
 from flexkv.plan.curve import LRUCurve
 from flexkv.plan.model import ModelCache, read_model
-from flexkv.plan.read import TraceFile, read_trace
+from flexkv.plan.read import ReadOptions, TraceFile, read_trace
 from flexkv.plan.saving import LoadCost, PrefillCost, Savings
 from flexkv.plan.sizing import GIB, Limits, size_up
 from flexkv.types.deadline import call_beside
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if options.model is not None:
         reading = functools.partial(read_model, options.model, options.kv_dtype)
         model = call_beside(options.model, reading)
-    with _progress() as progress:
+    with ProgressShown() as progress:
         report = _report(options, model, progress)
     if options.plot is not None:
         plot.draw(options.plot, report.curves)
@@ -52,9 +50,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(options: Options, model: ModelCache | None, progress: Progress) -> Report:
-    task = progress.add_task("reading the trace", total=None)
-    reading = functools.partial(read_trace, options.trace, options.form, options.block_tokens)
+def _report(options: Options, model: ModelCache | None, progress: ProgressShown) -> Report:
+    how = ReadOptions(
+        options.form, options.block_tokens, options.time_unit, options.sessions_per_hour
+    )
+    reading = functools.partial(
+        read_trace, options.trace, how, functools.partial(progress.show, "reading the trace")
+    )
     read = call_beside(options.trace, reading)
     trace = read.trace
     block_bytes = _block_bytes(read, options, model)
@@ -71,7 +73,7 @@ def _report(options: Options, model: ModelCache | None, progress: Progress) -> R
         load = LoadCost(gib / options.load_rate, gib / options.disk_rate)
         longest = max(len(each.blocks) + len(each.answer) for each in trace.requests)
         savings = Savings(cost, load, trace.block_tokens, longest)
-    progress.update(task, description="one pass for LRU of all sizes")
+    progress.show("one pass for LRU of all sizes", None)
     engine_blocks = _blocks(options.engine, block_bytes)
     curve = LRUCurve(trace, savings, engine_blocks)
     most_disk = options.most_disk
@@ -90,9 +92,7 @@ def _report(options: Options, model: ModelCache | None, progress: Progress) -> R
         admissions=options.admissions,
         most_uses=options.most_uses,
         settable=functools.partial(_settable, block_bytes),
-        progress=lambda name, done: progress.update(
-            task, description=f"replaying {name}", total=1.0, completed=done
-        ),
+        progress=lambda name, done: progress.show(f"replaying {name}", done),
     )
     return Report(
         read, block_bytes, model, cost, curve, sizing, most_memory, most_disk, options.drive_writes
@@ -138,14 +138,3 @@ def _blocks(gib: float, block_bytes: float) -> int:
 def _settable(block_bytes: float, blocks: int, most: int | None) -> int:
     found = _blocks(setting_gib(blocks, block_bytes), block_bytes)
     return found if most is None else min(found, most)
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -9,8 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flexkv.eviction import POLICIES
+from flexkv.plan import clock
 from flexkv.plan.model import KV_DTYPES
-from flexkv.plan.read import AUTO, FORMS
+from flexkv.plan.read import AUTO, FORMS, STANDARD_INPUT
 from flexkv.plan.sizing import GIB
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.errors import TraceError
@@ -35,6 +36,8 @@ class Options:
         trace: path of the trace.
         form: format of the trace.
         block_tokens: tokens of a block; None for what the trace says.
+        time_unit: unit of the trace's times.
+        sessions_per_hour: sessions that start in an hour; None if the trace names their starts.
         model: path of the model's configuration; None for `token_bytes`.
         kv_dtype: dtype of the engine's KV cache.
         token_bytes: bytes of a token; None for what the trace or the model says.
@@ -56,6 +59,8 @@ class Options:
     trace: str
     form: str
     block_tokens: int | None
+    time_unit: str
+    sessions_per_hour: float | None
     model: str | None
     kv_dtype: str
     token_bytes: float | None
@@ -81,6 +86,7 @@ def read_options(args: argparse.Namespace) -> Options:
         TraceError: a value is not allowed.
     """
     _one_of("--format", args.format, FORMS)
+    _one_of("--time-unit", args.time_unit, (clock.AUTO, *clock.UNITS))
     _one_of("--kv-dtype", args.kv_dtype, KV_DTYPES)
     if args.model is not None and args.token_bytes is not None:
         raise TraceError("--model and --token-bytes are both given; allowed: one of them")
@@ -89,6 +95,8 @@ def read_options(args: argparse.Namespace) -> Options:
         args.trace,
         args.format,
         _whole("--block-tokens", args.block_tokens, _MOST_TOKENS),
+        args.time_unit,
+        _number("--sessions-per-hour", args.sessions_per_hour, 1e-3, _MOST_RATE),
         args.model,
         args.kv_dtype,
         _number("--token-bytes", args.token_bytes, 1, float(GIB)),
@@ -110,7 +118,11 @@ def read_options(args: argparse.Namespace) -> Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    parser.add_argument("trace", metavar="TRACE", help="the trace; may be compressed by gzip")
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help=f"the trace, or {STANDARD_INPUT} for standard input; may be compressed by gzip",
+    )
     parser.add_argument(
         "--format",
         default=AUTO,
@@ -121,6 +133,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-tokens",
         metavar="N",
         help="tokens of a block; default: what the trace says, 16 for logs with token ids",
+    )
+    parser.add_argument(
+        "--time-unit",
+        default=clock.AUTO,
+        metavar="UNIT",
+        help=f"unit of the trace's times: {', '.join(clock.UNITS)}; default: that of the format; "
+        "for times since 1970, the unit that gives a date of today",
+    )
+    parser.add_argument(
+        "--sessions-per-hour",
+        metavar="N",
+        help="sessions that start in an hour, for traces that name times within a session only",
     )
     token = parser.add_argument_group("the size of a token (a recording says it itself)")
     token.add_argument(

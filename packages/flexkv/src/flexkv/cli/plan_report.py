@@ -20,6 +20,10 @@ from flexkv.plan.sizing import DAY_SECONDS, GIB, LEAST_SECONDS, LRU, Row, Sizing
 _BAR = 16
 """Characters of the longest bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_LEAST_RATED = 10
+_LEAST_REQUESTS, _MOST_REQUESTS, _MOST_TOKENS = 1 / 600, 300.0, 1e6
+"""Requests and prompt tokens a second that one engine does not see: less than one request in ten
+minutes, or more than it could compute. Not tuned."""
 _LEAST_WRITES_GIB = 0.001
 """The least limit of writes to name."""
 
@@ -158,7 +162,8 @@ def as_json(report: Report) -> dict[str, object]:
             "name": trace.name,
             "format": trace.form,
             "requests": len(trace.requests),
-            "skipped_requests": trace.skipped,
+            "skipped_requests": dict(trace.skipped),
+            "made_starts": report.read.made_starts,
             "seconds": trace.seconds,
             "prompt_tokens": trace.prompt_tokens,
             "block_tokens": trace.block_tokens,
@@ -224,10 +229,11 @@ def _written_json(report: Report, blocks: int) -> dict[str, object]:
 def _print_trace(report: Report) -> None:
     trace, measured = report.read.trace, report.read.measured
     requests = f"{len(trace.requests):,} requests"
-    if trace.skipped:
-        requests += f" ({trace.skipped:,} more have no token ids)"
     print(f"{printable(trace.name)} ({trace.form})")
     _line("requests", f"{requests} in {_time(trace.seconds)}, {trace.prompt_tokens:,} tokens")
+    for reason, count in trace.skipped.items():
+        _line("skipped", f"{count:,} {'request' if count == 1 else 'requests'} {reason}")
+    _print_rate(report)
     distinct = f"{trace.distinct_blocks:,} distinct"
     _line("blocks", f"{trace.blocks:,} of {trace.block_tokens} tokens, {distinct}")
     token = size(round(report.block_bytes / trace.block_tokens))
@@ -245,6 +251,24 @@ def _print_trace(report: Report) -> None:
         own = _percent(_share(measured.engine_tokens, measured.prompt_tokens))
         hits = _percent(_share(measured.hit_tokens, measured.prompt_tokens))
         _line("measured", f"the engine itself hit {own} of the tokens, FlexKV {hits}")
+
+
+def _print_rate(report: Report) -> None:
+    trace = report.read.trace
+    count, seconds = len(trace.requests), trace.seconds
+    if report.read.made_starts:
+        made = f"{report.read.made_starts:,} sessions"
+        _line("starts", f"of {made} are not in the file; they are made at equal distances")
+    if count < _LEAST_RATED:
+        return
+    if not seconds:
+        _line("rate", "all requests have one time, so policies that learn from it learn nothing")
+        return
+    requests, tokens = count / seconds, trace.prompt_tokens / seconds
+    text = f"{requests:,.3g} requests and {tokens:,.0f} prompt tokens a second"
+    if requests > _MOST_REQUESTS or tokens > _MOST_TOKENS or requests < _LEAST_REQUESTS:
+        text += ": is the unit of time right? See --time-unit"
+    _line("rate", text)
 
 
 def _print_sizes(report: Report) -> None:

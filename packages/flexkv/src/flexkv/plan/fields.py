@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _MOST_SHOWN = 60
 """The most characters of a value that an error prints."""
@@ -47,6 +47,26 @@ def json_object(line: str) -> dict[str, object]:
     if not isinstance(content, dict):
         raise LineError("the line", show(content), "a JSON object")
     return content
+
+
+def json_objects(text: str) -> Iterator[dict[str, object]]:
+    """Parse JSON objects that follow one another, at least one.
+
+    Raises:
+        LineError: the text is something else, or one of the values is no JSON object.
+    """
+    decoder, place = json.JSONDecoder(), 0
+    text = text.strip()
+    while place < len(text):
+        try:
+            content, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise LineError("the line", f"{NO_JSON} ({error})", "a JSON object") from None
+        if not isinstance(content, dict):
+            raise LineError("the line", show(content), "a JSON object")
+        yield content
+        while text[place : place + 1].isspace():
+            place += 1
 
 
 def natural(line: Mapping[str, object], field: str, least: int = 0) -> int:

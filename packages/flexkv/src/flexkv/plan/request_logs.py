@@ -13,17 +13,26 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from flexkv.plan.fields import LineError, json_object, number, show
+from flexkv.plan.clock import SECONDS, Clock, date_seconds
+from flexkv.plan.fields import LineError, json_object, show
 from flexkv.plan.tokens import LEAST_TOKEN, MOST_TOKEN, TokenRequests
 from flexkv.plan.trace import Trace
 
 VLLM, SGLANG, TOKENS = "vllm", "sglang", "tokens"
+FLAGS = {
+    VLLM: "--enable-log-requests, and VLLM_LOGGING_LEVEL=DEBUG",
+    SGLANG: "--log-requests --log-requests-level 3",
+}
+"""What makes an engine log the ids of prompts."""
+NO_IDS = "without token ids, or with ids that the log has shortened"
 _YEAR = 2000
 """The year of vLLM's log lines, which name none. This year has a 29 February."""
 _YEAR_SECONDS = 366 * 86400.0
 
 _VLLM_TIME = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
 _VLLM_REQUEST = re.compile(r"(?:Request (\S+) details|Received request (\S+)): prompt: ")
+_VLLM_RECEIVED = re.compile(r"Received request (\S+): params: ")
+"""This line has no ids. With VLLM_LOGGING_LEVEL=DEBUG, a line with ids comes before it."""
 _VLLM_ANSWER = re.compile(r"Generated response (\S+)( \(streaming (?:delta|complete)\))?")
 _SGLANG_TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)")
 _SGLANG_ID = re.compile(r"\brid='([^']*)'")
@@ -39,9 +48,8 @@ def form_of(line: str) -> str | None:
         if _RECEIVED[1] in line or _FINISHED[1] in line:
             return SGLANG
         return TOKENS if '"prompt_token_ids"' in line else None
-    if _VLLM_REQUEST.search(line) and "prompt_token_ids: " in line:
-        return VLLM
-    return None
+    with_ids = _VLLM_REQUEST.search(line) and "prompt_token_ids: " in line
+    return VLLM if with_ids or _VLLM_RECEIVED.search(line) else None
 
 
 class Parser:
@@ -50,10 +58,15 @@ class Parser:
     Args:
         form: format of the log.
         block_tokens: tokens of a block.
+        unit: unit of time of JSON objects, as for `Clock`. Engines log dates.
     """
 
-    def __init__(self, form: str, block_tokens: int) -> None:
+    def __init__(self, form: str, block_tokens: int, unit: str) -> None:
         self._form = form
+        self._clock = Clock(unit, SECONDS)
+        self._objects = 0
+        self._with_ids: set[str] = set()
+        self._without_ids: set[str] = set()
         self._requests = TokenRequests(block_tokens)
         self._read = {VLLM: self._vllm, SGLANG: self._sglang, TOKENS: self._tokens}[form]
         self._last_time = 0.0
@@ -74,13 +87,18 @@ class Parser:
 
     def trace(self, name: str) -> Trace:
         """Make a trace of all lines so far."""
-        return self._requests.trace(name, self._form)
+        count = len(self._without_ids)
+        return self._requests.trace(name, self._form, {NO_IDS: count} if count else {})
 
     def _vllm(self, line: str) -> None:
         begun = _VLLM_REQUEST.search(line)
         if begun is not None:
             ids = _ids_behind(line, "prompt_token_ids: ", (", ",))
             self._begin(begun[1] or begun[2], self._vllm_time(line), ids)
+            return
+        received = _VLLM_RECEIVED.search(line)
+        if received is not None:
+            self._begin(received[1], self._vllm_time(line), None)
             return
         ended = _VLLM_ANSWER.search(line)
         ids = None
@@ -121,7 +139,7 @@ class Parser:
             return
         if received:
             when = _SGLANG_TIME.search(line)
-            seconds = self._last_time if when is None else _iso_seconds(when[1])
+            seconds = self._last_time if when is None else date_seconds(when[1])
             self._begin(found[1], seconds, _ids_behind(line, "input_ids="))
         else:
             self._requests.answer(found[1], _ids_behind(line, "'output_ids': ") or [])
@@ -134,7 +152,7 @@ class Parser:
         if event == "request.received":
             obj = content.get("obj")
             ids = _ids(obj.get("input_ids")) if isinstance(obj, dict) else None
-            self._begin(rid, _iso_seconds(content.get("timestamp")), ids)
+            self._begin(rid, date_seconds(content.get("timestamp")), ids)
         elif event == "request.finished":
             out = content.get("out")
             ids = _ids(out.get("output_ids")) if isinstance(out, dict) else None
@@ -149,8 +167,10 @@ class Parser:
             raise LineError(
                 "prompt_token_ids", show(content["prompt_token_ids"]), "a list of token ids"
             )
-        seconds = number(content, "timestamp") if "timestamp" in content else self._last_time
-        name = str(content.get("request_id") or f"line {len(self._requests)}")
+        timed = "timestamp" in content
+        seconds = self._clock.seconds(content, "timestamp") if timed else self._last_time
+        self._objects += 1
+        name = str(content.get("request_id") or f"object {self._objects}")
         self._begin(name, seconds, prompt, str(content.get("session") or ""))
         output = content.get("output_token_ids")
         if output is not None:
@@ -165,8 +185,9 @@ class Parser:
         self._last_time = max(self._last_time, seconds)
         if ids:
             self._requests.add(name, seconds, ids, session)
-        else:
-            self._requests.skipped += 1
+            self._with_ids.add(name)
+        elif name not in self._with_ids:
+            self._without_ids.add(name)
 
 
 def _ids_behind(line: str, name: str, followed: tuple[str, ...] = ("",)) -> list[int] | None:
@@ -197,13 +218,3 @@ def _ids(value: object) -> list[int] | None:
     if not isinstance(value, list) or any(type(each) is not int for each in value):
         return None
     return value
-
-
-def _iso_seconds(value: object) -> float:
-    try:
-        when = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        when = None
-    if when is None:
-        raise LineError("timestamp", show(value), "a time as 2026-01-31T12:00:00")
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
@@ -44,19 +44,12 @@ class TokenRequests:
 
     Args:
         block_tokens: tokens of a block.
-
-    Attributes:
-        skipped: the number of requests without token ids, counted by the caller.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._size = block_tokens
         self._requests: list[_Request] = []
         self._by_id: dict[str, _Request] = {}
-        self.skipped = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def add(
         self, request_id: str, seconds: float, prompt: Sequence[int], session: str = ""
@@ -89,8 +82,14 @@ class TokenRequests:
             request.output_tokens += len(tokens)
             self._extend(request, tokens)
 
-    def trace(self, name: str, form: str) -> Trace:
-        """Make a trace of all requests so far, in the order of their arrival."""
+    def trace(self, name: str, form: str, skipped: Mapping[str, int]) -> Trace:
+        """Make a trace of all requests so far, in the order of their arrival.
+
+        Args:
+            name: name of the file.
+            form: format of the file.
+            skipped: the number of requests that are left out, by reason.
+        """
         prefixes, requests = Prefixes(), []
         for each in sorted(self._requests, key=lambda request: request.seconds):
             # The engine does not compute the last token of an answer.
@@ -107,7 +106,7 @@ class TokenRequests:
                     each.session,
                 )
             )
-        return Trace(name, form, self._size, requests, len(prefixes), skipped=self.skipped)
+        return Trace(name, form, self._size, requests, len(prefixes), skipped=skipped)
 
     def _extend(self, request: _Request, tokens: Sequence[int]) -> None:
         added = request.tokens + array("i", tokens)

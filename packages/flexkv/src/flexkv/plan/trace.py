@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 NO_BLOCK = -1
@@ -45,7 +45,7 @@ class Trace:
         block_bytes: bytes of a block over all ranks; None if unknown.
         prefill: seconds to compute a token and a pair of tokens, measured by the recording engine;
             None if unknown.
-        skipped: the number of requests without token ids or keys, which are left out.
+        skipped: the number of requests that are left out, by reason.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Trace:
     distinct_blocks: int
     block_bytes: int | None = None
     prefill: tuple[float, float] | None = None
-    skipped: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
