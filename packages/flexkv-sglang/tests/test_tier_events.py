@@ -109,7 +109,7 @@ def test_evicted_pages_are_told(subscribe: Callable[..., Subscriber]) -> None:
     subscriber = subscribe()
     arena = subscriber.rank.side._cache
     assert arena is not None
-    room = arena.num_slots
+    room = arena.info.num_slots
     for number in range(room // 10 + 2):
         subscriber.offload(f"prompt {number}", 10)
         subscriber.leave(f"prompt {number}", 10)
@@ -202,7 +202,7 @@ def test_a_page_that_has_come_back_meanwhile_is_not_told(
     subscriber.listen()
     arena = subscriber.rank.side._cache
     assert arena is not None
-    for number in range(arena.num_slots // 10 + 2):
+    for number in range(arena.info.num_slots // 10 + 2):
         subscriber.offload(f"prompt {number}", 10, told=False)
     assert arena.missing(subscriber.rank.side.keys_of(hashes_of("a", 3)))
     subscriber.offload("a", 3)
