@@ -271,6 +271,11 @@ class World(StagedWorkers):
         return flexkv_of(self.connector)._scheduler
 
     @property
+    def events(self) -> Any:
+        """What reports KV events; None if nobody listens."""
+        return flexkv_of(self.connector)._events
+
+    @property
     def cache(self) -> Any:
         return self.side._cache
 

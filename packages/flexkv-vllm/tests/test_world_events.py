@@ -85,7 +85,7 @@ def test_only_blocks_in_host_memory_are_described(make_world: MakeWorld) -> None
         world.generate(random_prompt(rng, 50))
         drain(subscriber)
     in_host = {block.key for block in index_of(world.cache).blocks}
-    events = world.side._events
+    events = world.events
     assert events is not None
     assert described(events) == in_host
     (request,) = list(world.requests.values())[-1:]
@@ -162,7 +162,7 @@ def test_blocks_of_adapters_on_disk_are_told_once_they_are_asked_for(
     prompt = random_prompt(random.Random(6), 101)
     for restarted in (False, True):
         world = make_world(events=True, slots=14, disk_slots=100)
-        world.side._events._has_stamps = True
+        world.events._has_stamps = True
         subscriber = Subscriber(world)
         world.step()
         subscriber.listen()
@@ -193,7 +193,7 @@ def test_blocks_of_adapters_are_told_by_vllms_hashes(make_world: MakeWorld, tmp_
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
     adapter = LoRARequest("name", 7, str(tmp_path / "adapter"))
     world = make_world(events=True, slots=14, disk_slots=100)
-    world.side._events._has_stamps = True
+    world.events._has_stamps = True
     subscriber = Subscriber(world)
     world.add(random_prompt(random.Random(6), 101), adapter=adapter)
     world.run()
@@ -235,7 +235,7 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
     drain(subscriber)
     assert len(subscriber.told[DISK]) == 6
     assert subscriber.told == loadable(world)
-    assert len(described(world.side._events)) == world.cache.ready_blocks
+    assert len(described(world.events)) == world.cache.ready_blocks
 
 
 def test_nobody_listens_and_nothing_is_kept(make_world: MakeWorld) -> None:
@@ -278,7 +278,7 @@ def live_and_compare(
         disturb=compare,
     ).run(60, until=[lambda _: compared])
     drain(subscriber)
-    assert len(described(world.side._events)) == world.cache.ready_blocks
+    assert len(described(world.events)) == world.cache.ready_blocks
 
 
 @pytest.mark.parametrize("admission", ["write_through", "on_evict"])

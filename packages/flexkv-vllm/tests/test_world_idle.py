@@ -182,7 +182,7 @@ def test_an_error_in_telling_events_lets_the_engine_rest(
         raise RuntimeError("broken by the test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.side._events, "_take", broken)
+        patch.setattr(world.events, "_take", broken)
         serve(world, random_prompt(random.Random(5), 4 * FEW * BLOCK_TOKENS + 1))
         rest_long(world, clock)
         subscriber.listen()
