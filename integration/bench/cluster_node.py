@@ -67,7 +67,7 @@ class FlexKV:
 
     def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Ask about blocks."""
-        self.tier.ask(keys)
+        self.tier.query(keys)
         while not (answers := self.tier.drain_answers()):
             time.sleep(0)
         has = answers[0].has

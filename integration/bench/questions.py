@@ -72,7 +72,7 @@ class PacedStore:
             raise ConnectionError("the store is gone")
         time.sleep(self.seconds)
         for number, question in enumerate(questions):
-            answer(number, [True] * (len(question.keys) + len(question.behind)))
+            answer(number, [True] * (len(question.keys) + len(question.scattered)))
 
     def get(
         self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]

@@ -7,13 +7,13 @@ from collections import Counter as Count
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from memory_tier import AskedMemoryTier, MemoryTier
+from memory_tier import MemoryTier, QueriedMemoryTier
 
 from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import Block, block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, EvictionWriteback
-from flexkv.transfer.sources import AskedSource, IndexedSource
+from flexkv.transfer.sources import IndexedSource, QueriedSource
 from flexkv.types.admission import ADMISSIONS
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
@@ -35,7 +35,7 @@ class Arena:
         self.tier = MemoryTier()
         memory = memoryview(bytearray(slots))
         source = (
-            AskedSource(AskedMemoryTier(self.tier, 1.0), 0, 1.0)
+            QueriedSource(QueriedMemoryTier(self.tier, 1.0), 0, 1.0)
             if asked
             else IndexedSource(self.tier, 0, 1.0)
         )

@@ -89,7 +89,7 @@ class MemoryStore:
         with self._lock:
             self.calls.append(len(questions))
             for number, question in enumerate(questions):
-                wanted = [*question.keys, *question.behind]
+                wanted = [*question.keys, *question.scattered]
                 self.finds.append(wanted)
                 answer(number, [(epoch, key) in self.blocks for key in wanted])
 

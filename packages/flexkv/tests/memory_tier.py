@@ -173,8 +173,8 @@ class MemoryTier:
         return True
 
 
-class AskedMemoryTier:
-    """See `AskedTier`: a `MemoryTier` that others fill, and that answers when the test says.
+class QueriedMemoryTier:
+    """See `QueriedTier`: a `MemoryTier` that others fill, and that answers when the test says.
 
     Attributes:
         memory: what it has, and its reads and writes.
@@ -206,8 +206,8 @@ class AskedMemoryTier:
     def register(self, address: int, size: int) -> None:
         pass
 
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
-        keys = [*keys, *behind]
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> int:
+        keys = [*keys, *scattered]
         assert self._asking.isdisjoint(keys), "asked twice at a time"
         self._asking.update(keys)
         ticket = next(self._asked)

@@ -80,7 +80,7 @@ class Client:
         return self.outcomes(self.begin_write(text), len(text))
 
     def ask(self, text: str) -> Sequence[bool] | None:
-        ticket = self.tier.ask(names(text))
+        ticket = self.tier.query(names(text))
         answer = self.answer()
         assert answer.ticket == ticket
         return answer.has
@@ -105,7 +105,7 @@ class Client:
         """Have a question hang in each call that may run."""
         self.store.hanging = {"find"}
         for number in range(questions.CALLS):
-            self.tier.ask(names("?"))
+            self.tier.query(names("?"))
             self.until(partial(self._hangs, number + 1))
 
     def _hangs(self, calls: int) -> bool:

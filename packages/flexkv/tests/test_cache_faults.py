@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from memory_tier import AskedMemoryTier, MemoryTier, Task
+from memory_tier import MemoryTier, QueriedMemoryTier, Task
 
 from flexkv import KVCache, client
 from flexkv.client import Ended, Transfer
@@ -101,7 +101,7 @@ class FaultModel(RuleBasedStateMachine):
         self.patch.setattr(demote, "_BLOCKS", 2)  # some of a chain waits
         self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
         self.tiers: list[MemoryTier] = [CheckedTier(), CheckedTier(), MemoryTier()]
-        self.asked = AskedMemoryTier(self.tiers[2], STALL_SECONDS / 5)
+        self.asked = QueriedMemoryTier(self.tiers[2], STALL_SECONDS / 5)
         tiers = [
             AttachedTier(tier, ADMISSIONS[admission], STALL_SECONDS)
             for tier in (*self.tiers[:2], self.asked)

@@ -147,7 +147,7 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
         assert time.monotonic() < late
     bucket.fault = lambda *_: (403, "AccessDenied")
     for _ in range(circuit.FAILURES):
-        attached.tier.ask([b"key"])
+        attached.tier.query([b"key"])
     while not attached.tier.figures.openings:
         attached.tier.drain_answers()
         assert time.monotonic() < late

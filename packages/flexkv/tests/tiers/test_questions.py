@@ -34,7 +34,7 @@ def test_questions_that_are_always_late_are_asked_no_more(
     for _ in range(FAILURES):
         assert client.tier.readable
         client.store.hanging = {"find"}
-        client.tier.ask(names("a"))
+        client.tier.query(names("a"))
         client.until(lambda: client.store.waiting == ["find"])
         clock.skip(LONG)
         assert not polled or client.tier.drain_answers() == []
@@ -53,7 +53,7 @@ def test_the_wait_for_a_thread_makes_a_question_late(
     """The questions that wait at their deadline fail, and the store never gets them."""
     client = make(question_seconds=LONG, timeout_seconds=10 * LONG)
     client.occupy_calls()
-    tickets = [client.tier.ask(names("a")) for _ in range(FAILURES)]
+    tickets = [client.tier.query(names("a")) for _ in range(FAILURES)]
     assert client.tier.drain_answers() == []
     clock.skip(LONG)
     failed = [Answer(ticket, None, late=True) for ticket in tickets]
@@ -76,7 +76,7 @@ def test_questions_that_wait_become_one_call(make: Callable[..., Client]) -> Non
     client.store.fill({key: content(key) for key in names("bx")})
     client.occupy_calls()
     calls = len(client.store.calls)
-    asked = {client.tier.ask(names(text), names("x")): text for text in "abcdefghij"}
+    asked = {client.tier.query(names(text), names("x")): text for text in "abcdefghij"}
     client.store.release()
     answers = {answer.ticket: answer for answer in client.answers(questions.CALLS + len(asked))}
     assert {text: answers[ticket].has for ticket, text in asked.items()} == {
@@ -92,9 +92,9 @@ def test_a_call_has_a_bound_of_keys_and_one_epoch(
     client = make()
     client.occupy_calls()
     for text in ("ab", "c", "defgh", "i", "j", "k", "l"):
-        client.tier.ask(names(text))
+        client.tier.query(names(text))
     client.tier.clear()
-    client.tier.ask(names("m"))
+    client.tier.query(names("m"))
     client.store.release()
     client.answers(questions.CALLS + 8)
     assert sorted(client.store.calls) == [1] * (questions.CALLS + 3) + [2, 3]
@@ -106,9 +106,9 @@ def test_a_question_beyond_the_bound_fails_at_once(
     monkeypatch.setattr(questions, "MOST_WAITING", 2)
     client = make()
     client.occupy_calls()
-    waiting = [client.tier.ask(names("a")) for _ in range(2)]
+    waiting = [client.tier.query(names("a")) for _ in range(2)]
     for _ in range(FAILURES + 1):
-        refused = client.tier.ask(names("b"))
+        refused = client.tier.query(names("b"))
         assert client.tier.drain_answers() == [Answer(refused, None, late=True)]
     assert client.tier.readable  # the store had no part in it
     client.store.release()
@@ -122,7 +122,7 @@ def test_a_question_whose_call_hangs_fails_at_the_timeout_and_has_no_second_answ
 ) -> None:
     client = make(question_seconds=LONG, timeout_seconds=2 * LONG)
     client.store.hanging = {"find"}
-    ticket = client.tier.ask(names("a"))
+    ticket = client.tier.query(names("a"))
     client.until(lambda: client.store.waiting == ["find"])
     clock.skip(LONG)
     assert client.tier.drain_answers() == []
@@ -138,7 +138,7 @@ def test_a_drained_tier_answers_nothing_of_before(make: Callable[..., Client]) -
     client = make()
     client.store.fill({b"a": content(b"a")})
     client.occupy_calls()
-    client.tier.ask(names("a"))
+    client.tier.query(names("a"))
     assert client.tier.drain()
     client.store.release()
     link = link_of(questions_of(client.tier))
@@ -158,7 +158,7 @@ def test_a_drained_tier_asks_again_after_an_error(
     with monkeypatch.context() as patch:
         patch.setattr(link_of(questions_of(client.tier)), "submit", fail)
         with pytest.raises(MemoryError):
-            client.tier.ask(names("a"))
+            client.tier.query(names("a"))
     assert client.tier.drain()
     assert client.ask("a") == [False]
 
@@ -200,7 +200,7 @@ def test_one_hung_question_leaves_the_store_readable(
 ) -> None:
     client = make(question_seconds=20 * LONG, timeout_seconds=10 * LONG)
     client.store.hanging = {"find"}
-    client.tier.ask(names("a"))
+    client.tier.query(names("a"))
     client.until(lambda: client.store.waiting == ["find"])
     client.store.hanging.clear()
     clock.skip(10 * LONG + 1)

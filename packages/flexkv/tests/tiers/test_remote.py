@@ -14,7 +14,7 @@ from memory_store import MemoryStore
 from store_client import DONE, SLOT, Client, clients, content, names
 
 from flexkv.tiers import circuit, remote
-from flexkv.tiers.base import AskedTier, BlockResult
+from flexkv.tiers.base import BlockResult, QueriedTier
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
@@ -31,7 +31,7 @@ def make() -> Iterator[Callable[..., Client]]:
 
 def test_it_is_a_tier_that_is_asked(make: Callable[..., Client]) -> None:
     client = make()
-    assert isinstance(client.tier, AskedTier)
+    assert isinstance(client.tier, QueriedTier)
     client.tier.register(4096, 8192)
     assert client.store.registered == (4096, 8192)
     buffer = client.buffers[3]

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import pytest
 from demote_arena import arena, keys, long_prefix
-from memory_tier import AskedMemoryTier, MemoryTier
+from memory_tier import MemoryTier, QueriedMemoryTier
 
 from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter
-from flexkv.transfer.sources import AskedSource
+from flexkv.transfer.sources import QueriedSource
 from flexkv.types.admission import ADMISSIONS
 from packages.inside import demoting
 from packages.tier_blocks import ready_blocks
@@ -152,7 +152,7 @@ def test_blocks_whose_beginning_is_too_long_to_be_written_may_be_offered() -> No
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_what_a_reset_tier_gets_from_before_is_not_remembered(is_reset: bool) -> None:
     memory = MemoryTier()
-    source = AskedSource(AskedMemoryTier(memory, 1.0), 0, 1.0)
+    source = QueriedSource(QueriedMemoryTier(memory, 1.0), 0, 1.0)
     index = block_index(8, LRUPolicy())
     views = memoryview(bytearray(8))
     admission = ADMISSIONS["write_through"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from memory_tier import AskedMemoryTier, MemoryTier
+from memory_tier import MemoryTier, QueriedMemoryTier
 
 from flexkv import KVCache
 from flexkv.client import FetchState
@@ -33,7 +33,7 @@ class Node:
         self.disk, self.objects = MemoryTier(Medium.DISK), MemoryTier(Medium.OBJECTS)
         self.disk.blocks = {key: key * SLOT for key in KEYS[:2]}
         self.objects.blocks = {key: key * SLOT for key in KEYS[2:]}
-        self.asked = AskedMemoryTier(self.objects, 60.0)
+        self.asked = QueriedMemoryTier(self.objects, 60.0)
         tiers = [
             AttachedTier(tier, ADMISSIONS["second_hit"], 60.0) for tier in (self.disk, self.asked)
         ]

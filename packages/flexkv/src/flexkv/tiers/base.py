@@ -4,10 +4,10 @@
 A tier copies blocks between the caller's buffers and itself, in batches. Every block has its own
 result. No call waits: the caller submits work and polls for its results.
 
-There are two kinds of tiers. An `IndexedTier`, such as a disk, knows which blocks it has. An
-`AskedTier` must query a store, for instance one on a network that other nodes fill. A fetch from an
-`AskedTier` begins with a query. A block without an answer by the tier's deadline is a miss.
-`flexkv.tiers.remote` makes an `AskedTier` of a store whose calls block. Most new tiers need only
+There are two kinds of tiers. An `IndexedTier`, such as a disk, knows which blocks it has. A
+`QueriedTier` must query a store, for instance one on a network that other nodes fill. A fetch from
+a `QueriedTier` begins with a query. A block without an answer by the tier's deadline is a miss.
+`flexkv.tiers.remote` makes a `QueriedTier` of a store whose calls block. Most new tiers need only
 such a store.
 """
 
@@ -47,7 +47,7 @@ class Answer:
 
     Attributes:
         ticket: ticket of the question, as `ask` returned it.
-        has: for each key whether the tier has its block, first for `keys` and then for `behind`;
+        has: for each key whether the tier has its block, first for `keys` and then for `scattered`;
             None if the question failed, or could not be asked by its deadline.
         late: whether there was no answer at the deadline, or the tier had no room for the question.
     """
@@ -252,10 +252,10 @@ class IndexedTier(LowerTier, Protocol):
 
 
 @runtime_checkable
-class AskedTier(LowerTier, Protocol):
-    """A tier that has to ask which blocks it has. The cache remembers for a while what the tier has
-    answered, read and written. It asks about a key again only after the answer, or after `clear`.
-    The tier emits no events, because a store does not report what it evicts.
+class QueriedTier(LowerTier, Protocol):
+    """A tier that needs a query to know which blocks it has. The cache remembers for a while what
+    the tier has answered, read and written. It queries a key again only after the answer, or after
+    `clear`. The tier emits no events, because a store does not report what it evicts.
 
     Attributes:
         question_seconds: the deadline of a question. A block without an answer by then is a miss
@@ -266,7 +266,7 @@ class AskedTier(LowerTier, Protocol):
 
     @property
     def readable(self) -> bool:
-        """Whether the tier can be asked and read now. A stalled tier cannot, nor can one whose
+        """Whether the tier can be queried and read now. A stalled tier cannot, nor can one whose
         circuit is open."""
         ...
 
@@ -280,23 +280,23 @@ class AskedTier(LowerTier, Protocol):
         """
         ...
 
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
-        """Ask which of these blocks the tier has. Does not wait. Returns the question's ticket.
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> int:
+        """Query which of these blocks the tier has. Does not wait. Returns the question's ticket.
 
         Args:
             keys: keys of a prefix, in order; a block is of use only behind those before it.
-            behind: keys of further blocks. Each is of use on its own if `keys` is empty, or if the
-                tier has the first block of `keys`.
+            scattered: keys of further blocks. Each is of use on its own if `keys` is empty, or if
+                the tier has the first block of `keys`.
         """
         ...
 
     def drain_answers(self) -> list[Answer]:
         """The answers since the last call. Each question has exactly one. It may come after the
-        deadline, but a question that the tier could not ask by then has failed."""
+        deadline, but a question that the tier could not put by then has failed."""
         ...
 
 
-AnyTier: TypeAlias = IndexedTier | AskedTier
+AnyTier: TypeAlias = IndexedTier | QueriedTier
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,14 @@ MOST_WAITING = 1024
 
 
 class Question(NamedTuple):
-    """See `AskedTier.ask`."""
+    """See `QueriedTier.query`."""
 
     keys: Sequence[bytes]
-    behind: Sequence[bytes] = ()
+    scattered: Sequence[bytes] = ()
 
 
 Found: TypeAlias = Sequence[bool] | OSError
-"""The answers for the keys of a question and then for those behind; or why there are none."""
+"""The answers for the keys of a question, the scattered ones last; or why there are none."""
 
 Find: TypeAlias = Callable[[str, Sequence[Question], Callable[[int, Found], None]], None]
 """See `BlockStore.find`."""
@@ -106,7 +106,7 @@ class Questions:
         """See `Link`."""
         return self._link.stalled
 
-    def ask(self, ticket: int, epoch: str, question: Question) -> bool:
+    def begin(self, ticket: int, epoch: str, question: Question) -> bool:
         """Ask for the blocks of an epoch. Returns False, and asks nothing, if too many wait."""
         asked = Asked(ticket, epoch, question, time.monotonic())
         with self._lock:
@@ -201,7 +201,7 @@ class Questions:
                 asked.ended = asked.ended or now
                 self._waiting.popleft()
                 continue
-            keys += len(asked.question.keys) + len(asked.question.behind)
+            keys += len(asked.question.keys) + len(asked.question.scattered)
             if taken and (keys > CALL_KEYS or asked.epoch != taken[0].epoch):
                 break
             self._waiting.popleft()

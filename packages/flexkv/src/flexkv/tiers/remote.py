@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store that engines share over a network, as a lower tier.
 
-A `BlockStore` has calls that block. `RemoteTier` makes an `AskedTier` of it, with threads, a
+A `BlockStore` has calls that block. `RemoteTier` makes a `QueriedTier` of it, with threads, a
 bounded queue, circuits and figures, and handles resets.
 
 Start: the tier opens its store in the background, and retries until that succeeds. Before, the tier
@@ -67,7 +67,7 @@ class BlockStore(Protocol):
     """
 
     def register(self, address: int, size: int) -> None:
-        """See `AskedTier.register`. Called before any other method but `open`."""
+        """See `QueriedTier.register`. Called before any other method but `open`."""
         ...
 
     def open(self) -> str:
@@ -83,7 +83,7 @@ class BlockStore(Protocol):
         self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
     ) -> None:
         """Ask for each key of each question whether the store has its complete block; see
-        `AskedTier.ask`. A store asks for all questions together if it can.
+        `QueriedTier.query`. A store asks for all questions together if it can.
 
         Args:
             epoch: of the blocks.
@@ -154,7 +154,7 @@ class _Batch:
 
 
 class RemoteTier:
-    """See `AskedTier`.
+    """See `QueriedTier`.
 
     Args:
         medium: the tier's name.
@@ -259,11 +259,11 @@ class RemoteTier:
     def register(self, address: int, size: int) -> None:
         self._store.register(address, size)
 
-    def ask(self, keys: Sequence[bytes], behind: Sequence[bytes] = ()) -> int:
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> int:
         ticket = next(self._tickets)
         if not self._is_open:
             self._refused.append(Answer(ticket, None))
-        elif self._questions.ask(ticket, self._epoch, Question(list(keys), list(behind))):
+        elif self._questions.begin(ticket, self._epoch, Question(list(keys), list(scattered))):
             self._reads.begin()
         else:
             self._refused.append(Answer(ticket, None, late=True))

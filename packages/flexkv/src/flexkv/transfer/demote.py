@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flexkv.index.block_index import Block, BlockIndex, BlockState
-from flexkv.tiers.base import AskedTier, BlockResult
+from flexkv.tiers.base import BlockResult, QueriedTier
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
 from flexkv.types.admission import Admission
@@ -269,7 +269,7 @@ class Demoter:
 
     def _reaches(self, key: bytes, unknown: bool = False) -> bool:
         """Whether the tier has the block of `key` or is writing it; `unknown` if the tier would
-        have to be asked."""
+        need a query."""
         if key in self._writing:
             return True
         has = self.source.contains([key])[0]
@@ -452,7 +452,7 @@ class SlotReclaimer:
 
     def make_for_store(self) -> bool:
         """`make_for_fetch`, but cancel only writes to shared stores."""
-        shared = [each for each in self._demoters if isinstance(each.source.tier, AskedTier)]
+        shared = [each for each in self._demoters if isinstance(each.source.tier, QueriedTier)]
         return self._make(shared)
 
     def _make(self, demoters: Sequence[Demoter]) -> bool:

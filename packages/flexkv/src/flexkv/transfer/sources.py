@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv.figures.definitions import TierCounters
-from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
+from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
 
 HAS_SECONDS = 60.0
 """Seconds for which a block counts as present after the tier has reported or written it. If the
@@ -59,7 +59,7 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
         """Query the tier about keys for which `contains` returned None. Does not wait. The
-        arguments are those of `AskedTier.ask`."""
+        arguments are those of `QueriedTier.query`."""
 
     @abc.abstractmethod
     def note(self, keys: Sequence[bytes], has: bool) -> None:
@@ -114,10 +114,10 @@ class _TierQuery:
     late: bool = False
 
 
-class AskedSource(Source):
+class QueriedSource(Source):
     """A tier that has to be queried, and its answers of the last seconds."""
 
-    def __init__(self, tier: AskedTier, place: int, stall_seconds: float) -> None:
+    def __init__(self, tier: QueriedTier, place: int, stall_seconds: float) -> None:
         super().__init__(tier, place, stall_seconds)
         self._remote = tier
         self._known: dict[bytes, tuple[bool, float]] = {}
@@ -181,7 +181,7 @@ class AskedSource(Source):
         if not all_keys:
             return
         deadline = time.monotonic() + self._remote.question_seconds
-        self._queries[self._remote.ask(keys, scattered)] = _TierQuery(all_keys, deadline)
+        self._queries[self._remote.query(keys, scattered)] = _TierQuery(all_keys, deadline)
         self._querying.update(dict.fromkeys(all_keys, deadline))
 
     def _has(self, key: bytes, now: float, readable: bool) -> bool | None:
@@ -203,8 +203,8 @@ class AskedSource(Source):
 def sources_of(tiers: Sequence[AttachedTier]) -> list[Source]:
     """A source for each of `tiers`, the fastest first."""
     return [
-        AskedSource(each.tier, place, each.stall_seconds)
-        if isinstance(each.tier, AskedTier)
+        QueriedSource(each.tier, place, each.stall_seconds)
+        if isinstance(each.tier, QueriedTier)
         else IndexedSource(each.tier, place, each.stall_seconds)
         for place, each in enumerate(tiers)
     ]

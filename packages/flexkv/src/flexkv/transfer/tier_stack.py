@@ -17,7 +17,7 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex
-from flexkv.tiers.base import AnyTier, AskedTier, AttachedTier, IndexedTier
+from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
 from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import Demoter, EvictionWriteback, SlotReclaimer
 from flexkv.transfer.fetcher import Fetcher
@@ -70,7 +70,7 @@ class TierStack:
             index, slot_view, self._sources, seconds, self._reclaimer.make_for_fetch
         )
         self._indexed: list[IndexedTier] = [
-            tier for tier in self.tiers if not isinstance(tier, AskedTier)
+            tier for tier in self.tiers if not isinstance(tier, QueriedTier)
         ]
         self.uses = PrefixAccesses(index, self._indexed, on_hit)
         self._drains_since: float | None = None
@@ -121,9 +121,9 @@ class TierStack:
         return [source.counters for source in self._sources]
 
     def register(self, address: int, size: int) -> None:
-        """See `AskedTier.register`."""
+        """See `QueriedTier.register`."""
         for tier in self.tiers:
-            if isinstance(tier, AskedTier):
+            if isinstance(tier, QueriedTier):
                 tier.register(address, size)
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:

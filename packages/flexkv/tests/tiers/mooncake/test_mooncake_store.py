@@ -284,7 +284,7 @@ def test_a_master_that_hangs_fails_questions_and_reads(monkeypatch: pytest.Monke
         tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(60.0, 1.0))
         tier.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
         master.pause()
-        ticket = tier.ask([b"a" * 32])
+        ticket = tier.query([b"a" * 32])
         read = tier.read([b"a" * 32], [arena.slot_view(0)], Priority.LOAD)
         answers: list[Answer] = []
         results: list[BlockResult] = []

@@ -213,7 +213,7 @@ def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
     while not tier.readable:
         assert time.monotonic() < late
         time.sleep(0.001)
-    tier.ask(KEYS)
+    tier.query(KEYS)
     answers: list[Answer] = []
     while not answers:
         assert time.monotonic() < late

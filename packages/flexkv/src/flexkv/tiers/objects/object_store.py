@@ -112,7 +112,7 @@ class ObjectBlocks:
         wait for the others.
 
         A block of `keys` behind an absent one counts as absent, and a block before a present one as
-        present. Each block of `behind` takes a request, and none if the first of `keys` is absent.
+        present. Each scattered block takes a request, and none if the first of `keys` is absent.
         """
         folder = self.epochs.folder(epoch)
 
