@@ -13,10 +13,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from patience import PATIENCE_SECONDS
-
 from flexkv import Mover
 from flexkv.types.mover import Direction, Status
+from packages.conftest import PATIENCE_SECONDS
 
 
 @dataclass(slots=True)
