@@ -41,9 +41,6 @@ FAULTS = [
     Fault("compute", "", "_after_forward"),
     Fault("compute", "side._worker", "start_stores"),
     Fault("poll", "side._worker", "finished"),
-    Fault("ahead", "side", "look_ahead"),
-    Fault("ahead", "side", "go_on_looking"),
-    Fault("ahead", "side", "is_new"),
     Fault("turn", "side", "lookup"),
     Fault("turn", "torch", "equal"),
     Fault("turn", "", "_after_forward"),
@@ -52,7 +49,10 @@ FAULTS = [
     Fault("turn", "side._worker", "take_bad_blocks"),
     Fault("turn", "side._worker", "report"),
 ]
-CASES = [(rank, fault) for fault in FAULTS for rank in range(RANKS)]
+LEADS = [Fault("ahead", "side", call) for call in ("look_ahead", "go_on_looking", "is_new")]
+"""On the rank that decides."""
+CASES = [(0, fault) for fault in LEADS]
+CASES += [(rank, fault) for fault in FAULTS for rank in range(RANKS)]
 
 
 class InjectedError(Exception):
@@ -123,9 +123,18 @@ class Process:
         linked.run(requests[0])
         loaded, served, found = linked.run(requests[1])
         right = same(found, [each[:loaded] for each in wanted])
-        linked.tree.check_hicache_events()
+        self._recover()
         free = linked.slots.available_size()
         return Round(loaded, served, right, free, self._raised)
+
+    def _recover(self) -> None:
+        """Step until the cache has recovered; it stores nothing before."""
+        cache, busy = self._linked.rank.side._cache, True
+        while busy:
+            self._linked.tree.check_hicache_events()
+            message = torch.tensor(int(cache is not None and cache.busy))
+            distributed.all_reduce(message, distributed.ReduceOp.MAX)
+            busy = bool(message)
 
     def _arm(self, fault: Fault | None, stage: str) -> None:
         if fault is None or fault.stage != stage or self._raised:

@@ -118,11 +118,12 @@ def test_the_policy_is_told_of_the_whole_prompt(
 
 @pytest.mark.parametrize("whose", [{}, {"extra_key": "A"}, {"cache_salt": "A"}])
 @pytest.mark.parametrize("known", [0, 4, 12, 20])
+@pytest.mark.parametrize("others", [[], [99, 98, 97, 96]], ids=["node", "part of a node"])
 def test_ahead_of_its_turn_a_request_has_the_hashes_of_its_turn(
-    world: World, known: int, whose: dict[str, str]
+    world: World, known: int, whose: dict[str, str], others: list[int]
 ) -> None:
     if known:
-        world.insert(PROMPT[:known], **whose)
+        world.insert([*PROMPT[:known], *others], **whose)
     request = world.request(PROMPT, **whose)
     missing = missing_pages(world.tree, request)
     wanted = world.hashes(request)[known // PAGE :]

@@ -153,8 +153,10 @@ class Process:
                     found = request.found
                     loaded = self._load(request, [7, 8, 9])
                     right = same(self._rank.read([7, 8, 9]), wanted)
-        self._least(self._side.ended_offloads())
         cache = self._side._cache
+        # After an error, the cache stores nothing until it has recovered.
+        while not self._least(int(cache is None or not cache.busy)):
+            self._side.ended_offloads()
         left = 0 if cache is None else len(cache.under_way)
         return Round(stored, found, loaded, right, self._raised, left)
 

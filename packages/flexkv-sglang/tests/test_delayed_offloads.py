@@ -4,53 +4,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from sglang_world import Rank, hashes_of
 
+from flexkv.engine.boundary import ErrorBoundary
 from flexkv_sglang.delayed_offloads import DelayedOffloads
+from flexkv_sglang.ranks import Exchanges, OneRank
 
 _SLOT = 4096
 MakeRank = Callable[..., Rank]
 
 
-def waiting(**tokens: int) -> tuple[DelayedOffloads, list[str]]:
-    """Nodes with these tokens, in order of their use, and where their offloads are noted."""
-    made, begun = DelayedOffloads(), list[str]()
-    for number, (name, count) in enumerate(tokens.items()):
-        made.used(number, count, partial(begun.append, name))
-    return made, begun
+def waiting(*tokens: int) -> DelayedOffloads:
+    """The nodes 0, 1, ... with these tokens, in order of their use."""
+    made = DelayedOffloads(Exchanges(OneRank(), ErrorBoundary()))
+    for node, count in enumerate(tokens):
+        made.used(node, count)
+    return made
 
 
 def test_those_used_longest_ago_are_taken_first() -> None:
-    delayed, begun = waiting(a=4, b=8, c=4)
-    delayed.used(0, 4, lambda: begun.append("a again"))
-    for begin in delayed.take(4):
-        begin()
-    assert begun == ["b", "c"]
+    delayed = waiting(4, 8, 4)
+    delayed.used(0, 4)
+    assert [*delayed.take(4, 99)] == [1, 2]
     assert delayed.tokens == 4
 
 
 def test_a_node_that_sglang_has_split_counts_with_what_is_left_of_it() -> None:
-    delayed, begun = waiting(a=8, b=4)
-    delayed.used(0, 2, lambda: begun.append("end of a"))
+    delayed = waiting(8, 4)
+    delayed.used(0, 2)
     assert delayed.tokens == 6
-    assert [*delayed.take(6)] == []
+    assert [*delayed.take(6, 99)] == []
 
 
 def test_a_step_takes_no_more_than_it_may() -> None:
-    delayed, begun = waiting(a=4, b=4, c=4)
-    for begin in delayed.take(0, 5):
-        begin()
-    assert begun == ["a", "b"]
+    assert [*waiting(4, 4, 4).take(0, 5)] == [0, 1]
+
+
+def test_before_sglang_sleeps_the_latest_come_first() -> None:
+    assert [*waiting(4, 4, 4).take_latest()] == [2, 1, 0]
 
 
 def test_nothing_is_taken_after_a_reset() -> None:
-    delayed, _ = waiting(a=4)
+    delayed = waiting(4)
     delayed.clear()
-    assert [*delayed.take(0)] == []
+    assert [*delayed.take(0, 99)] == []
     assert delayed.tokens == 0
+
+
+def test_ranks_learn_which_begin_and_whether_more_wait() -> None:
+    delayed = waiting(4, 4)
+    delayed.wrapper = "SGLang's"
+    assert delayed.agree(lambda: [*delayed.take(4, 99)]) == [0]
+    assert delayed.wrapper == "SGLang's"
+    assert delayed.agree(lambda: [*delayed.take(0, 99)]) == [1]
+    assert delayed.agree(list) == []
+    assert delayed.wrapper is None
 
 
 def test_offloads_wait_once_host_memory_is_full(make_rank: MakeRank) -> None:

@@ -13,8 +13,9 @@ import pytest
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv_sglang import hooks
-from flexkv_sglang.delayed_offloads import DelayedOffloads
+from flexkv_sglang.delayed_offloads import AT_ONCE, DelayedOffloads
 from flexkv_sglang.page_keys import PageKeys
+from flexkv_sglang.ranks import Exchanges, OneRank
 
 
 class Side:
@@ -37,12 +38,13 @@ class Side:
         self.went_on = 0
         self.weights_return = True
         self.delays = False
-        self.delayed = DelayedOffloads()
+        self.delayed = DelayedOffloads(Exchanges(OneRank(), self.boundary))
+        self.is_loading = False
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
 
-    def look_ahead(self, rid: str, prompt: object) -> None:
+    def look_ahead(self, rid: str, prompt: object, kind: object) -> None:
         assert prompt == f"pages of {rid}"
         self.asked.append(rid)
 
@@ -194,7 +196,6 @@ def test_a_request_that_cannot_be_matched_is_looked_up_at_its_turn(
 def test_a_step_searches_for_a_bounded_number_of_tokens(
     side: Side, tokens: int, steps: list[str]
 ) -> None:
-    """The same on all ranks, whose trees must stay alike."""
     scheduler = scheduler_of(side)
     scheduler.waiting_queue = [Request(rid, side, tokens) for rid in "abcd"]
     for step in steps:
@@ -265,13 +266,22 @@ def test_a_request_to_clear_the_storage_clears_flexkv(
     assert hooks.clear_storage(lambda *_: "SGLang's", object(), object()) == "SGLang's"
 
 
-def test_without_a_disk_sglang_schedules_as_ever(side: Side) -> None:
+def test_one_request_without_a_disk_is_scheduled_as_ever(side: Side) -> None:
     side.may_wait = False
-    scheduler = scheduler_of(side, "a", "b")
+    scheduler = scheduler_of(side, "a")
     queue = scheduler.waiting_queue
     hooks.schedule(lambda scheduler: NOTHING, scheduler)
     assert scheduler.waiting_queue is queue
     assert side.asked == []
+
+
+@pytest.mark.parametrize(("rids", "is_loading"), [("ab", False), ("a", True)])
+def test_requests_that_may_share_pages_are_looked_up(
+    side: Side, rids: str, is_loading: bool
+) -> None:
+    side.may_wait, side.is_loading = False, is_loading
+    hooks.schedule(lambda scheduler: NOTHING, scheduler_of(side, *rids))
+    assert side.asked == [*rids]
 
 
 @pytest.mark.parametrize("flushes", [0, 2])
@@ -372,9 +382,17 @@ def test_an_unknown_tree_stores_all_the_same(side: Side) -> None:
 
 
 def test_offloads_that_wait_begin_before_sglang_releases_its_memory(side: Side) -> None:
-    side.delayed.used(1, 4, lambda: side.asked.append("offload"))
+    count = AT_ONCE + 1
+    for node in range(count):
+        side.delayed.used(node, 4)
+    core = SimpleNamespace(build_external_linker_offload_transfers=lambda node: [node])
+    side.delayed.wrapper = SimpleNamespace(
+        cache=SimpleNamespace(tree_core=core),
+        _offload_node=lambda node, transfers: side.asked.append(f"{node} {transfers}"),
+    )
     hooks.release_memory(lambda *_: None, None, SimpleNamespace(tags=["kv_cache"]))
-    assert side.asked == ["offload", "await copies"]
+    begun = [f"{node} [{node}]" for node in reversed(range(count))]
+    assert side.asked == [*begun, "await copies"]
 
 
 def test_copies_end_before_sglang_releases_its_memory(side: Side) -> None:

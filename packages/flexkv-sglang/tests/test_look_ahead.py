@@ -38,7 +38,7 @@ def rank(make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.Mon
     first.close()
     made = make_rank(settings=settings)
     ticks = count()
-    ahead: Any = made.side._ahead
+    ahead: Any = made.side._waiting.ahead
     monkeypatch.setattr(ahead, "_clock", lambda: float(next(ticks)))
     return made
 
@@ -47,6 +47,7 @@ def begin(rank: Rank, rid: str, hashes: Sequence[str]) -> HashedPrompt:
     assert rank.side.is_new(rid)
     prompt = HashedPrompt(hashes)
     rank.side.look_ahead(rid, prompt)
+    prompt.asked.clear()  # for what requests share
     return prompt
 
 
@@ -84,7 +85,7 @@ def test_a_step_takes_no_more_pages_than_it_has_time_for(rank: Rank) -> None:
 
 
 def test_a_step_with_time_takes_all(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank.side._ahead, "_clock", lambda: 0.0)
+    monkeypatch.setattr(rank.side._waiting.ahead, "_clock", lambda: 0.0)
     begin(rank, "r", HASHES)
     begin(rank, "s", HASHES)
     rank.side.go_on_looking()
@@ -134,7 +135,8 @@ def test_an_error_concerns_one_request(rank: Rank) -> None:
             raise RuntimeError("of one request")
 
     assert rank.side.is_new("broken")
-    rank.side.look_ahead("broken", Broken(HASHES))
+    with pytest.raises(RuntimeError):
+        rank.side.look_ahead("broken", Broken(HASHES))
     begin(rank, "r", HASHES)
     rank.side.go_on_looking()
     assert rank.side.held(["broken", "r"]) == [False, True]

@@ -20,12 +20,13 @@ LEADS = [
     Fault("store", "tree", "get_prefix_hash_values"),
     Fault("schedule", "_cache", "lookup"),
     Fault("schedule", "_cache", "fetch"),
-    Fault("schedule", "_awaited", "begin"),
-    Fault("schedule", "_awaited", "held"),
+    Fault("schedule", "request", "matched"),
+    Fault("schedule", "_waiting.awaited", "begin"),
+    Fault("schedule", "_waiting.awaited", "held"),
     Fault("schedule", "_chooser", "choose_load"),
     Fault("load", "_cache", "load"),
     Fault("load", "_queries", "loaded"),
-    Fault("load", "_awaited", "end"),
+    Fault("load", "_waiting.awaited", "end"),
 ]
 """On the rank that decides."""
 ANY = [
@@ -33,7 +34,6 @@ ANY = [
     Fault("store", "_worker", "finished"),
     Fault("schedule", "", "lookup"),
     Fault("schedule", "", "batch_begins"),
-    Fault("schedule", "request", "matched"),
     Fault("load", "_worker", "start_loads"),
     Fault("load", "_worker", "wait_for_layer"),
     Fault("load", "_worker", "take_bad_blocks"),

@@ -367,7 +367,7 @@ def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(side._awaited, "end_all", fail)
+        patch.setattr(side._waiting.awaited, "end_all", fail)
         patch.setattr(side._followed, "close", fail)
         patch.setattr(side._cache, "close", closed.append)
         side.close(2.5)

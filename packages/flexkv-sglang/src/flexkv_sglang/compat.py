@@ -45,7 +45,6 @@ _USED = {
         "Req.refresh_fill_ids",
         "Req._compute_max_prefix_len",
     ),
-    "sglang.srt.mem_cache.base_prefix_cache": ("MatchPrefixParams",),
     "sglang.srt.mem_cache.radix_cache": ("RadixKey.maybe_to_bigram_view",),
     "sglang.srt.mem_cache.utils": ("get_storage_hash_str",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
@@ -53,6 +52,7 @@ _USED = {
         "UnifiedTreeCoreInterface.get_component_device_value",
         "UnifiedTreeCoreInterface.get_hash_values",
         "UnifiedTreeCoreInterface.get_prefix_hash_values",
+        "UnifiedTreeCoreInterface.match_full_device_prefix",
     ),
     "sglang.srt.managers.scheduler": (
         "Scheduler._get_new_batch_prefill_raw",
@@ -61,7 +61,6 @@ _USED = {
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
     "sglang.srt.mem_cache.unified_radix_cache": (
         "UnifiedRadixCache.check_hicache_events",
-        "UnifiedRadixCache.get_last_hash_value",
         "UnifiedRadixCache.take_events",
     ),
     "sglang.srt.managers.scheduler_components.weight_updater": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from flexkv.client import CacheClient, Transfer
 from flexkv.engine.orders import CopyOrder
@@ -41,9 +42,32 @@ class Offload:
     stored: bool = False
 
 
-def reserve(
-    cache: CacheClient, before: PackedKeys, keys: PackedKeys, missing: Sequence[int]
-) -> tuple[Transfer | None, Sequence[int]]:
+Decision: TypeAlias = tuple[int, int, int]
+"""What ranks must know of a transfer: its number, its cell and the number of slots that follow."""
+
+NOTHING: Decision = 0, 0, 0
+"""In place of a transfer if there is none."""
+
+
+def lease(cache: CacheClient, keys: PackedKeys, queued: QueuedLoad) -> Decision:
+    """Begin a load.
+
+    Args:
+        cache: of the engine.
+        keys: keys of the blocks.
+        queued: gets the slots.
+
+    Returns:
+        `NOTHING` if host memory lacks one of the blocks.
+    """
+    transfer = cache.load(keys)
+    if transfer is None:
+        return NOTHING
+    queued.order.slots = transfer.slots
+    return transfer.id, transfer.cell, len(keys)
+
+
+def reserve(cache: CacheClient, before: PackedKeys, keys: PackedKeys, offload: Offload) -> Decision:
     """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
     that block at least as long as them.
 
@@ -51,18 +75,25 @@ def reserve(
         cache: of the engine.
         before: key of the block before them; empty if that is unknown.
         keys: keys of the blocks.
-        missing: positions in `keys` of the blocks without a slot.
+        offload: gets the store, and its slots.
 
     Returns:
-        The store, None if no block got a slot; and for each block its slot, or -1.
+        `NOTHING` if no block got a slot.
     """
+    missing = cache.missing(keys)
+    if not missing:
+        offload.stored = True
+        return NOTHING
     if before and not cache.missing(before):
         transfer = cache.store(before + keys, [1 + i for i in missing], prefix_starts=())
     else:
         transfer = cache.store(keys, missing)
     if transfer is None:
-        return None, []
-    return transfer, _slots_of(transfer, keys, missing)
+        return NOTHING
+    offload.transfer_id = transfer.id
+    offload.slots = _slots_of(transfer, keys, missing)
+    offload.stored = len(transfer.slots) == len(missing)
+    return transfer.id, transfer.cell, len(keys)
 
 
 def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int]) -> CopyOrder:

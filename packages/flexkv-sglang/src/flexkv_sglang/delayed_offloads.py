@@ -7,39 +7,76 @@ replace a block that SGLang's own pool may lack, by one that the pool has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-Offload = Callable[[], None]
-"""Offloads the pages of one node, if SGLang still has them."""
+from flexkv_sglang.ranks import Exchanges
+
+AT_ONCE = 32
+"""The most offloads that begin at once: rank 0 names them in one message to the others. Not tuned.
+"""
 
 
 class DelayedOffloads:
-    """Nodes of SGLang's tree whose offload waits, the least recently used first. Single-threaded.
-    At most as many as the tree has, apart from evicted ones that have not been taken yet.
+    """Nodes of SGLang's tree whose offload waits, the least recently used first, on the rank that
+    decides. Single-threaded. At most as many as the tree has, apart from evicted ones that have not
+    been taken yet.
+
+    Args:
+        exchanges: of this rank; borrowed.
 
     Attributes:
-        tokens: tokens of all nodes.
+        tokens: tokens of all nodes; 0 on ranks that do not decide.
+        wrapper: SGLang's wrapper of the linker, which offloads; None while no offload may wait. Set
+            on all ranks at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exchanges: Exchanges) -> None:
         self.tokens = 0
-        self._nodes: dict[int, tuple[int, Offload]] = {}
+        self.wrapper: Any = None
+        self._exchanges = exchanges
+        self._nodes: dict[int, int] = {}
 
-    def used(self, node: int, tokens: int, offload: Offload) -> None:
+    def used(self, node: int, tokens: int) -> None:
         """A node was made or used: it becomes the last to be taken."""
-        self.tokens += tokens - self._nodes.pop(node, (0, offload))[0]
-        self._nodes[node] = tokens, offload
+        self.tokens += tokens - self._nodes.pop(node, 0)
+        self._nodes[node] = tokens
 
-    def take(self, left: int, most: int | None = None) -> Iterator[Offload]:
-        """Remove nodes until at most `left` tokens wait. Stops earlier once `most` tokens are
-        removed, if that is given."""
-        last = -1 if most is None else self.tokens - most
+    def take(self, left: int, most: int) -> Iterator[int]:
+        """Remove nodes until at most `left` tokens wait, or `most` tokens are removed."""
+        last = self.tokens - most
         while self._nodes and self.tokens > max(left, last):
-            tokens, offload = self._nodes.pop(next(iter(self._nodes)))
-            self.tokens -= tokens
-            yield offload
+            yield self._pop(next(iter(self._nodes)))
+
+    def take_latest(self) -> Iterator[int]:
+        """Remove all nodes, the most recently used first."""
+        while self._nodes:
+            yield self._pop(next(reversed(self._nodes)))
+
+    def agree(self, choose: Callable[[], Sequence[int]]) -> list[int]:
+        """The nodes whose offload begins now, on all ranks: those that `choose` returns on the rank
+        that decides, at most `AT_ONCE`."""
+
+        def made() -> Sequence[int]:
+            nodes = choose()
+            more = bool(self._nodes or nodes)
+            return [more, len(nodes), *nodes, *[0] * (AT_ONCE - len(nodes))]
+
+        place, consequence = "choosing delayed offloads", "the pages are not cached"
+        more, count, *nodes = self._exchanges.decide(place, consequence, made, 2 + AT_ONCE)
+        if not more:
+            self.wrapper = None
+        return nodes[:count]
+
+    def can_all(self, holds: Callable[[], bool]) -> bool:
+        """Whether `holds` returns true on all ranks."""
+        return self._exchanges.all("preparing an offload", "the pages are not cached", holds)
 
     def clear(self) -> None:
         """Forget all nodes."""
         self._nodes.clear()
         self.tokens = 0
+
+    def _pop(self, node: int) -> int:
+        self.tokens -= self._nodes.pop(node)
+        return node

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from flexkv.engine.choice.cost import Span
+from flexkv_sglang.delayed_offloads import AT_ONCE
 from flexkv_sglang.kv_events import follow
 from flexkv_sglang.look_ahead import WINDOW
 from flexkv_sglang.missing_pages import missing_pages
@@ -24,8 +25,8 @@ from flexkv_sglang.side import RankSide
 logger = logging.getLogger("flexkv.sglang")
 
 _MATCHED_TOKENS = 1 << 15
-"""Tokens of a step's new requests for which SGLang's own cache is searched: about 0.2 ms. The same
-on all ranks, whose caches note the search. Not tuned."""
+"""Tokens of a step's new requests for which SGLang's own cache is searched: about 0.2 ms. Not
+tuned."""
 
 _REST_SECONDS = 0.001
 """Seconds that SGLang's loop sleeps if all requests wait for lower tiers. Without the sleep, the
@@ -125,12 +126,12 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
 def _schedule_ready(
     side: RankSide, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not side.may_wait:
-        return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
-    _look_ahead(side, scheduler)
-    # Not guarded: the ranks agree here. A rank that skipped this exchange would read its answer as
-    # that of the next one.
+    if not (side.may_wait or side.is_loading or len(queue) > 1):
+        return original(scheduler, *args, **kwargs)
+    if side.leads:
+        with side.boundary.guard("looking ahead", "the next step goes on"):
+            _look_ahead(side, scheduler)
     held = side.held([request.rid for request in queue])
     if not any(held):
         return original(scheduler, *args, **kwargs)
@@ -214,34 +215,69 @@ def offload_nodes(original: Callable[..., None], wrapper: Any, nodes: Sequence[i
     if side is None or not side.delays:
         original(wrapper, nodes)
         return
-    with side.boundary.guard("delaying offloads", "the pages are not cached"):
-        for node in nodes:
-            tokens = len(wrapper.cache.tree_core.get_component_device_value(node, _FULL))
-            side.delayed.used(node, tokens, partial(_offload_delayed, wrapper, node))
+    side.delayed.wrapper = wrapper
+    if side.leads:
+        with side.boundary.guard("delaying offloads", "the pages are not cached", loses=False):
+            for node in nodes:
+                tokens = len(wrapper.cache.tree_core.get_component_device_value(node, _FULL))
+                side.delayed.used(node, tokens)
 
 
 def poll_offloads(original: Callable[..., None], tree: Any) -> None:
     """Hook of the poll of offloads, once in each step. Begins delayed offloads whose pages SGLang
-    may evict soon. All ranks have the same tree and begin the same."""
+    may evict soon."""
     original(tree)
-    for side in _sides:
-        # Pages that are being copied are locked and count as neither free nor evictable.
-        if not side.delayed.tokens or tree.linker.pending_offloads:
-            continue
+
+    def due(side: RankSide) -> Iterator[int]:
         pool = tree.token_to_kv_pool_allocator
         left = pool.available_size() + tree.evictable_size() - pool.size // _RESERVE
-        for begin in side.delayed.take(max(0, left), _OFFLOADED_TOKENS):
-            with side.boundary.guard("beginning a delayed offload", "the pages are not cached"):
-                begin()
+        return side.delayed.take(max(0, left), _OFFLOADED_TOKENS)
+
+    for side in _sides:
+        # Pages that are being copied are locked and count as neither free nor evictable.
+        if side.delayed.wrapper is not None and not tree.linker.pending_offloads:
+            _begin_delayed(side, due)
 
 
-def _offload_delayed(wrapper: Any, node: int) -> None:
+def _begin_delayed(side: RankSide, due: Callable[[RankSide], Iterator[int]]) -> None:
+    """Begin offloads that waited; all ranks begin the same.
+
+    Args:
+        side: of this rank.
+        due: returns the nodes to offload; called on the rank that decides. Those beyond `AT_ONCE`
+            are not taken.
+    """
+    wrapper = side.delayed.wrapper
+    transfers: dict[int, Any] = {}
+
+    def choose() -> Sequence[int]:
+        for node in due(side):
+            made = _offload_of(wrapper, node)
+            if made:
+                transfers[node] = made
+            if len(transfers) == AT_ONCE:
+                break
+        return list(transfers)
+
+    def have_all() -> bool:
+        for node in nodes:
+            transfers.setdefault(node, _offload_of(wrapper, node))
+        return all(transfers.values())
+
+    nodes = side.delayed.agree(choose)
+    # SGLang's trees are alike, unless something went wrong on one rank.
+    if nodes and side.delayed.can_all(have_all):
+        for node in nodes:
+            # Not guarded: the ranks agree in each of these calls, of SGLang's.
+            wrapper._offload_node(node, transfers[node])
+
+
+def _offload_of(wrapper: Any, node: int) -> Any:
+    """SGLang's transfers of a node's pages; None if the node was evicted or is offloaded."""
     try:
-        transfers = wrapper.cache.tree_core.build_external_linker_offload_transfers(node)
+        return wrapper.cache.tree_core.build_external_linker_offload_transfers(node) or None
     except KeyError:
-        return  # evicted
-    if transfers:
-        wrapper._offload_node(node, transfers)
+        return None
 
 
 def take_events(original: Callable[..., Any], tree: Any) -> Any:
@@ -274,9 +310,8 @@ def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwa
     """
     for side in _sides:
         # The latest first: there may be no room for all.
-        for begin in reversed([*side.delayed.take(0)]):
-            with side.boundary.guard("beginning a delayed offload", "the pages are not cached"):
-                begin()
+        while side.delayed.wrapper is not None:
+            _begin_delayed(side, lambda side: side.delayed.take_latest())
         side.await_copies()
     before = [side.page_keys.flushes for side in _sides]
     released = original(updater, *args, **kwargs)
@@ -305,17 +340,18 @@ def _own_hashes(tree: Any, request: Any) -> Sequence[str]:
 
 
 def _look_ahead(side: RankSide, scheduler: Any) -> None:
-    """Look up new requests of the queue, as far as a step has time. No rank waits for another here,
-    so that an error concerns one request of one rank."""
+    """Look up new requests of the queue, as far as a step has time."""
     tree, tokens = scheduler.tree_cache, 0
     for request in scheduler.waiting_queue[:WINDOW]:
         if tokens >= _MATCHED_TOKENS:
             break
-        with side.boundary.guard("looking ahead", "the request is looked up at its turn"):
+        with side.boundary.guard(
+            "searching SGLang's cache", "the request is looked up at its turn", loses=False
+        ):
             if side.is_new(request.rid):
                 tokens += len(request.origin_input_ids)
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
                 if not getattr(request.session, "streaming", False):
-                    side.look_ahead(request.rid, missing_pages(tree, request))
-    with side.boundary.guard("looking ahead", "the next step goes on"):
-        side.go_on_looking()
+                    kind = getattr(request, "priority", None)
+                    side.look_ahead(request.rid, missing_pages(tree, request), kind)
+    side.go_on_looking()

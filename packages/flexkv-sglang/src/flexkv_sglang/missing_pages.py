@@ -42,10 +42,9 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
     """Match a request with SGLang's cache as SGLang does at its turn, without a hash or a lookup.
 
     Args:
-        tree: SGLang's cache. It counts the match as a use; all ranks must call this alike.
+        tree: SGLang's cache. It does not change, and does not count the match as a use.
         request: SGLang's request.
     """
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     request.refresh_fill_ids()
@@ -54,10 +53,15 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
     shares = request.positional_embed_overrides is None
     limit = request._compute_max_prefix_len(len(tokens)) if shares else 0
     key = RadixKey(tokens, extra_key=request.extra_key, limit=limit, cache_salt=request.cache_salt)
-    match = tree.match_prefix(MatchPrefixParams(key=key))
+    first, node, covered = tree.tree_core.match_full_device_prefix(key)
     key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
-    first = match.device_prefix_len
-    before = tree.get_last_hash_value(match.last_device_node) if first else None
-    if first and before is None:
-        first = len(key)  # the hashes of the pages behind are unknown
+    before = None
+    if first:
+        # The match may end within the node, whose pages are the last of those covered.
+        hashes = tree.tree_core.get_hash_values(node)
+        place = len(hashes) - 1 - (covered - first) // tree.page_size
+        if place >= 0:
+            before = hashes[place]
+        else:
+            first = len(key)  # the hashes of the pages behind are unknown
     return MissingPages(key, first, before, tree.page_size)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from flexkv.client import CacheClient
@@ -25,22 +26,19 @@ from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
 from flexkv.index.packed_keys import PackedKeys
-from flexkv_sglang.awaited import AwaitedPrefixes
-from flexkv_sglang.copies import Offload, QueuedLoad, order_of, reserve
+from flexkv_sglang.copies import Decision, Offload, QueuedLoad, lease, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
-from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
+from flexkv_sglang.look_ahead import Prompt
 from flexkv_sglang.ordered_transfers import OrderedTransfers
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.tier_events import TierEvents
+from flexkv_sglang.waiting import WaitingRequests
 
 logger = logging.getLogger("flexkv.sglang")
-
-_NOTHING = 0, 0, 0
-"""In place of a transfer's number, its cell and the number of its slots: no transfer."""
 
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
@@ -93,11 +91,11 @@ class RankSide:
         self.may_wait = may_wait
         self.weights_return = False
         self.delays = False
-        self.delayed = DelayedOffloads()
         self.events: TierEvents | None = None
         self.page_keys = PageKeys()
         self._worker = worker
         self._exchanges = Exchanges(ranks, boundary)
+        self.delayed = DelayedOffloads(self._exchanges)
         self._cache = cache
         self._page_size = page_size
         self._chooser = chooser
@@ -108,20 +106,18 @@ class RankSide:
         self._batch_failed = False
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
-        self._seen: set[str] = set()
-        self._batch = _NO_BATCH
+        self._free_to_go: set[str] = set()
+        self._batch = self._ended_batch = _NO_BATCH
         self._step = 0
         self._ordered: OrderedTransfers | None = None
-        self._awaited: AwaitedPrefixes | None = None
-        self._ahead: LookAhead | None = None
+        self._waiting: WaitingRequests | None = None
         self._followed: FollowedRequests | None = None
         self._figures: CacheFigures | None = None
         self._queries: Queries | None = None
         if cache is not None:
             self._ordered = OrderedTransfers(cache)
             boundary.after_error = self._ordered.lose
-            self._awaited = AwaitedPrefixes(cache, chooser, page_size)
-            self._ahead = LookAhead(cache, self._awaited, self.keys_of, boundary)
+            self._waiting = WaitingRequests(cache, chooser, page_size, self.keys_of, boundary)
             followed = FollowedRequests(cache, page_size, self.keys_of, recorder, options)
             # The worker's figures count this rank's errors, which must not count twice.
             self._figures = CacheFigures(
@@ -145,7 +141,12 @@ class RankSide:
     @property
     def looks_ahead(self) -> bool:
         """Whether pages of waiting requests are left to look up. Known on the rank that decides."""
-        return bool(self._ahead)
+        return self._waiting is not None and bool(self._waiting.ahead)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is queued or under way; the same on all ranks."""
+        return bool(self._queued) or self._batch != self._ended_batch
 
     def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
         """See `PageKeys.of`."""
@@ -197,11 +198,14 @@ class RankSide:
         Returns:
             False if the blocks have left host memory since the lookup, or a rank has no `pages`.
         """
-        if not self._exchanges.ranks.all(pages is not None) or pages is None:
+        named = pages is not None and len(pages) == len(hashes)
+        if not self._exchanges.ranks.all(named) or pages is None:
             return False
         queued = QueuedLoad(CopyOrder(0, 0, [], []))
         number, cell, count = self._decide(
-            "ordering a load", "it is a miss", partial(self._lease, queued, hashes, len(pages))
+            "ordering a load",
+            "it is a miss",
+            lambda cache: lease(cache, self.keys_of(hashes), queued),
         )
         if not number:
             return False
@@ -226,42 +230,52 @@ class RankSide:
         with self._boundary.guard("cancelling a load", "the next poll cancels it"):
             if self._cache is not None and queued is not None:
                 self._cache.cancel(queued.order.transfer_id)
-            if self._followed is not None:
+            if self._followed is not None and self._waiting is not None:
                 self._followed.cancelled(rid)
+                self._waiting.shared.cancelled(rid)
         return queued is not None
 
     def is_new(self, rid: str) -> bool:
-        """Whether this is the first call for the request since it last began to wait."""
-        new = rid not in self._seen
-        self._seen.add(rid)
-        return new
+        """Whether SGLang's own cache must be searched for this waiting request: in the first call
+        since it last began to wait, and after loads that it waited for. Known on the rank that
+        decides."""
+        waiting = self._waiting
+        return waiting is not None and (waiting.is_new(rid) or waiting.shared.is_unsure(rid))
 
-    def look_ahead(self, rid: str, prompt: Prompt) -> None:
+    def look_ahead(self, rid: str, prompt: Prompt, kind: Hashable = None) -> None:
         """Find out what lower tiers have for a waiting request, and begin to read it, in this and
-        further calls of `go_on_looking`. Only the rank that decides does."""
-        if self._ahead is not None:
-            self._ahead.begin(rid, prompt)
+        further calls of `go_on_looking`. Only the rank that decides does. `kind`: see
+        `SharedPrefixes.waits`."""
+        if self._waiting is not None:
+            self._waiting.look_up(rid, prompt, kind)
 
     def go_on_looking(self) -> None:
         """See `LookAhead.go_on`."""
-        if self._ahead is not None:
-            self._ahead.go_on()
+        if self._waiting is not None:
+            self._waiting.ahead.go_on()
 
     def held(self, rids: Sequence[str]) -> list[bool]:
-        """Which of the waiting requests SGLang must not schedule yet, because a lower tier reads
-        blocks for them, or it is not known yet whether one has any. All ranks return the same.
+        """Which of the waiting requests SGLang must not schedule yet: a lower tier reads blocks for
+        them, it is not known yet whether one has any, or another request loads the same pages. All
+        ranks return the same.
 
         Args:
-            rids: ids of all waiting requests. Fetches for any other request are ended.
+            rids: ids of all waiting requests, in the order of SGLang's queue. Fetches for any other
+                request are ended.
         """
         place, consequence = "waiting for a disk", "what has come is all"
-        if rids:
-            held = partial(self._held, rids)
-            return list(map(bool, self._exchanges.decide(place, consequence, held, len(rids))))
-        # Without an exchange, as often as an idle engine looks for requests.
-        with self._boundary.guard(place, consequence):
-            self._held(rids)
-        return []
+        may_change = self.may_wait or self.is_loading or not self._free_to_go.issuperset(rids)
+        if rids and may_change:
+            made = partial(self._held, rids)
+            held = self._exchanges.decide(place, consequence, made, len(rids))
+            self._free_to_go = set() if any(held) else set(rids)
+            return list(map(bool, held))
+        # Without an exchange, as often as an idle or a full engine looks for requests.
+        self._free_to_go = set(rids)
+        if self.leads:
+            with self._boundary.guard(place, consequence):
+                self._held(rids)
+        return [False] * len(rids)
 
     # The batch that needs them.
 
@@ -273,8 +287,10 @@ class RankSide:
     ) -> None:
         """Note the requests, objects of SGLang, that it computes next. Called in each step, also if
         there are none; see `FollowedRequests.batch` for the arguments."""
-        if self._queries is not None and requests:
-            self._queries.scheduled([each.rid for each in requests], [each.rid for each in waiting])
+        if self._queries is not None and self._waiting is not None and requests:
+            rids = [each.rid for each in requests]
+            self._waiting.shared.scheduled(rids)
+            self._queries.scheduled(rids, [each.rid for each in waiting])
         if self._followed is not None:
             self._followed.batch(requests, waiting, own_hashes)
 
@@ -311,6 +327,7 @@ class RankSide:
     def finish_batch(self) -> bool:
         """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
         batch_failed, self._batch_failed = self._batch_failed, False
+        self._ended_batch = self._batch
         with self._boundary.guard("ending loads", "copies end, now and for good"):
             orders = StepOrders(has_forward=True)
             self._worker.finished(orders)
@@ -344,8 +361,13 @@ class RankSide:
         """
         offload = Offload()
         self._pending.append(offload)
+        before, self._before = self._before, None
         number, cell, count = self._decide(
-            "storing blocks", "they are not cached", partial(self._reserve, offload, hashes)
+            "storing blocks",
+            "they are not cached",
+            lambda cache: reserve(
+                cache, self.keys_of([before] if before else []), self.keys_of(hashes), offload
+            ),
         )
         if not number:
             if offload.transfer_id:  # after an error; the next poll cancels it
@@ -373,12 +395,7 @@ class RankSide:
         self._failed_polls = 0 if self._polled() else self._failed_polls + 1
         if self._failed_polls >= _FAILED_POLLS and self._gave_up():
             return len(self._pending)
-        ended = 0
-        for offload in self._pending:
-            if offload.transfer_id:
-                break
-            ended += 1
-        return ended
+        return len([*takewhile(lambda each: not each.transfer_id, self._pending)])
 
     def take_offload(self) -> bool:
         """Remove the oldest offload, which must have ended. Returns whether it is stored."""
@@ -394,6 +411,7 @@ class RankSide:
         for rid in list(self._queued):
             self.cancel(rid)
         self._pending.clear()
+        self._ended_batch = self._batch
         self.await_copies()
 
     def clear(self) -> bool:
@@ -407,8 +425,8 @@ class RankSide:
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
             self._cache.suspend()
-            if self._awaited is not None:
-                self._awaited.end_all()
+            if self._waiting is not None:
+                self._waiting.awaited.end_all()
             self._cache.clear()
             return True
         return False
@@ -448,9 +466,9 @@ class RankSide:
         if self._cache is not None:
             with self._boundary.guard("renewing keys", "blocks of old keys stay in host memory"):
                 self._cache.renew()
-        if self._followed is not None and self._ahead is not None:
+        if self._followed is not None and self._waiting is not None:
             self._followed.forget_lookups()
-            self._ahead.clear()
+            self._waiting.forget_keys()
         with self._boundary.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
                 self.events.forget_all(self.page_keys.epoch.end)
@@ -469,8 +487,8 @@ class RankSide:
             ends.callback(self._leave, flush_seconds)
             if self._followed is not None:
                 ends.callback(self._followed.close)
-            if self._awaited is not None:
-                ends.callback(self._awaited.end_all)
+            if self._waiting is not None:
+                ends.callback(self._waiting.awaited.end_all)
 
     @property
     def has_samples(self) -> bool:
@@ -501,62 +519,30 @@ class RankSide:
             self._queries.asked(rid, asked, left, found - blocks)
         return blocks
 
-    def _lease(self, queued: QueuedLoad, hashes: Sequence[str], pages: int) -> tuple[int, int, int]:
-        """Begin a load of `pages` pages, unless host memory lacks one of the blocks. Returns its
-        number, its cell and how many slots it has."""
-        assert self._cache is not None
-        keys = self.keys_of(hashes)
-        transfer = self._cache.load(keys) if len(keys) == pages else None
-        if transfer is None:
-            return _NOTHING
-        queued.order.slots = transfer.slots
-        return transfer.id, transfer.cell, pages
-
     def _note_load(self, rid: str, queued: QueuedLoad, hashes: Sequence[str]) -> None:
-        if self._awaited is None or self._queries is None or self._followed is None:
+        if self._waiting is None or self._queries is None or self._followed is None:
             return
-        by_medium = self._awaited.count(rid, self.keys_of(hashes))
+        self._waiting.shared.loads(rid, hashes[0], self._batch + 1)
+        by_medium = self._waiting.awaited.count(rid, self.keys_of(hashes))
         queued.fetched = by_medium.total()
         self._queries.loaded(rid, len(hashes), by_medium)
         self._followed.loads(rid, len(hashes))
-        self._awaited.end(rid)
-
-    def _reserve(self, offload: Offload, hashes: Sequence[str]) -> tuple[int, int, int]:
-        """Begin a store. Returns its number, its cell and the number of pages."""
-        assert self._cache is not None
-        before, self._before = self._before, None
-        keys = self.keys_of(hashes)
-        missing = self._cache.missing(keys)
-        if not missing:
-            offload.stored = True
-            return _NOTHING
-        parent = self.keys_of([before] if before else [])
-        transfer, offload.slots = reserve(self._cache, parent, keys, missing)
-        if transfer is None:
-            return _NOTHING
-        offload.transfer_id = transfer.id
-        offload.stored = len(transfer.slots) == len(missing)
-        return transfer.id, transfer.cell, len(keys)
+        self._waiting.awaited.end(rid)
 
     def _held(self, rids: Sequence[str]) -> list[bool]:
-        assert self._ahead is not None
-        assert self._awaited is not None
-        self._seen.intersection_update(rids)
-        self._ahead.keep(rids)
-        # Those that no step has had time for yet, too. `hooks` looks at them in this order.
-        looking = {rid for rid in rids[:WINDOW] if rid not in self._seen or rid in self._ahead}
-        waits = self._awaited.held(rids)
-        return [rid in looking or each for rid, each in zip(rids, waits, strict=True)]
+        assert self._waiting is not None
+        ended = self._ended_batch if self.is_loading else self._batch + 1
+        self._waiting.shared.end_loads(ended)
+        return self._waiting.held(rids)
 
     def _decide(
-        self, place: str, consequence: str, make: Callable[[], tuple[int, int, int]]
-    ) -> tuple[int, int, int]:
-        """A transfer of rank 0: its number, its cell and how many slots follow; zeros if there is
-        none. Ranks that know it report its end."""
+        self, place: str, consequence: str, make: Callable[[CacheClient], Decision]
+    ) -> Decision:
+        """A transfer that rank 0 makes. All ranks that know it report its end."""
 
         def decision() -> Sequence[int]:
             assert self._cache is not None
-            return [*make(), int(self._cache.is_full)]
+            return [*make(self._cache), int(self._cache.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
         self.delays = bool(full) and not self.may_wait
@@ -604,8 +590,8 @@ class RankSide:
         cache.suspend()
         if self._figures is not None:
             self._figures.note_activity()
-        if self._awaited is not None:
-            self._awaited.end_all()
+        if self._waiting is not None:
+            self._waiting.awaited.end_all()
 
     def _poll(self) -> None:
         if self._ordered is not None and self._ordered.poll() and self._figures is not None:
