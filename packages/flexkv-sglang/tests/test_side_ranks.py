@@ -112,7 +112,7 @@ def test_all_ranks_delay_offloads_once_host_memory_is_full(
 ) -> None:
     engine.both(lambda rank: rank.store(hashes_of("a", 1), [1]))
     assert [rank.side.delays for rank in engine.ranks] == [False, False]
-    monkeypatch.setattr(KVCache, "free_slots", 0)
+    monkeypatch.setattr(KVCache, "is_full", True)
     engine.both(lambda rank: rank.store(hashes_of("b", 1), [2]))
     assert [rank.side.delays for rank in engine.ranks] == [True, True]
 
