@@ -64,7 +64,7 @@ def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_until_one_succeed
 
     stored = world.cache.counters.stored_blocks
     with monkeypatch.context() as patch:
-        patch.setattr(world.side, "reset", failing)
+        patch.setattr(world.cache, "clear", failing)
         assert not world.connector.reset_cache()
     world.weights = b"new"
     for _ in range(2):

@@ -16,6 +16,7 @@ from engine_world import MakeWorld, World, random_prompt
 from injection import InjectedError
 from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld
+from subscriber import Subscriber, drain, loadable
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
@@ -63,6 +64,69 @@ def test_blocks_of_the_old_weights_are_not_found(
     assert hits(world, prompt) == HIT
     world.check_outputs()
     assert world.cache.counters.resets == 1
+
+
+@pytest.mark.parametrize("doubt", [False, True], ids=["sure", "in doubt"])
+def test_the_next_engine_finds_blocks_of_the_models_files(
+    make_world: MakeWorld, prompt: list[int], *, doubt: bool
+) -> None:
+    """It begins with the weights of the files again. If weights may have changed before without a
+    sign, blocks that look like those of the files may be others."""
+    first = make_world(disk_slots=100)
+    first.generate(prompt)
+    first.settle()
+    if doubt:
+        call_workers("init_weight_transfer_engine")
+    change_weights(first)
+    assert hits(first, prompt) == 0
+    first.settle()  # its own blocks are on disk, too
+    assert hits(first, prompt) == HIT
+    first.check_outputs()
+    first.close()
+    world = make_world(disk_slots=100)
+    assert hits(world, prompt) == (0 if doubt else HIT)
+    world.check_outputs()
+
+
+def test_a_reset_of_a_user_leaves_nothing_for_the_next_engine(
+    make_world: MakeWorld, prompt: list[int]
+) -> None:
+    first = make_world(disk_slots=100)
+    first.generate(prompt)
+    first.settle()
+    assert first.connector.reset_cache()
+    assert hits(first, prompt) == 0
+    first.close()
+    world = make_world(disk_slots=100)
+    assert hits(world, prompt) == 0
+
+
+@pytest.mark.parametrize("block_tokens", [BLOCK_TOKENS, 2 * BLOCK_TOKENS])
+def test_events_take_back_all_blocks_of_the_old_weights(
+    make_world: MakeWorld,
+    prompt: list[int],
+    block_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those on disk, too, which this engine does not find any more, and before it reports blocks of
+    the new weights, which have the same hashes."""
+    monkeypatch.setattr("flexkv_vllm.events._OUTDATED", 2)
+    world = make_world(events=True, disk_slots=100, block_tokens=block_tokens)
+    subscriber = Subscriber(world)
+    texts = [prompt, prompt[: 4 * BLOCK_TOKENS] + random_prompt(random.Random(5), HIT)]
+    for text in texts:
+        world.generate(text)
+    drain(subscriber)
+    assert subscriber.told == loadable(world)
+    assert all(subscriber.told.values())
+    change_weights(world)
+    world.forget()
+    world.generate(texts[1])
+    while world.connector.has_pending_push_work():
+        world.step()
+    drain(subscriber)
+    assert subscriber.told == loadable(world)
+    assert all(subscriber.told.values())
 
 
 def load(adapter: LoRARequest, *, fails: bool = False) -> None:

@@ -40,7 +40,7 @@ _R = TypeVar("_R")
 def _off(answer: Callable[[Adapter], _R]) -> Callable[..., _R]:
     """Answers in place of a scheduler side that may have lost track of what workers copy."""
 
-    def turn_off(adapter: Adapter, *_: object) -> _R:
+    def turn_off(adapter: Adapter, *_: object, **__: object) -> _R:
         adapter.turn_off()
         return answer(adapter)
 
@@ -152,9 +152,10 @@ class Adapter(WorkerCalls):
         return self._scheduler is None or self._scheduler.pause()
 
     @answers(_off(lambda _: None), _OFF)
-    def weights_changed(self) -> None:
+    def weights_changed(self, *, sure: bool) -> None:
+        """See `RequestSide.weights_changed`."""
         if self._scheduler is not None:
-            self._scheduler.weights_changed()
+            self._scheduler.weights_changed(sure=sure)
 
     @answers(always(()), "vLLM computes the last window of a hit again")
     def loaded_groups(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ reported with the first FlexKV block that has them, and removed with the last.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOCALITY = "LOCAL"
+
+_OUTDATED = 2048
+"""The most blocks of earlier keys whose removal one call reports: some milliseconds of work, as for
+the changes of a tier. Not tuned."""
 
 _LOST = 4096
 """The most descriptions that are kept of blocks that host memory has lost and no lower tier has
@@ -67,6 +71,40 @@ class Description:
     request: dict[str, Any]
 
 
+class _Reported:
+    """The blocks of a medium for which there are events.
+
+    Attributes:
+        named: by key, the group and the hashes of each block as its events named them.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[bytes, tuple[int, Sequence[bytes]]] = {}
+        self._shared: Counter[bytes] = Counter()  # blocks with each hash that is not their last
+
+    def add(self, key: bytes, group: int, hashes: Sequence[bytes]) -> int:
+        """Note a new block. Returns how many of its hashes, from the first on, others have."""
+        self.named[key] = group, hashes
+        shared, known = self._shared, 0
+        # The last one is the block's own.
+        for each in hashes[:-1]:
+            shared[each] += 1
+            known += shared[each] > 1
+        return known
+
+    def remove(self, key: bytes) -> tuple[int, Sequence[bytes]]:
+        """Forget a block. Returns its group and those of its hashes that no other block has; none
+        for an unknown block: an error may have lost the changes of an earlier call."""
+        group, hashes = self.named.pop(key, (0, ()))
+        shared, gone = self._shared, []
+        for each in hashes[:-1]:
+            shared[each] -= 1
+            if not shared[each]:
+                del shared[each]
+                gone.append(each)
+        return group, [*gone, *hashes[-1:]]
+
+
 class BlockEvents:
     """Reports the loadable blocks of one engine. Single-threaded.
 
@@ -90,12 +128,10 @@ class BlockEvents:
         self._keys = keys
         self._has_stamps = has_stamps
         self._traits = traits
+        self._epoch = keys.epoch.end
+        self._outdated: deque[tuple[Medium, _Reported]] = deque()
         self._described: dict[bytes, Description] = {}
-        # By key, the group and the hashes of each block as its events named them.
-        self._named: dict[Medium, dict[bytes, tuple[int, Sequence[bytes]]]] = {
-            medium: {} for medium in Medium
-        }
-        self._shared: dict[Medium, Counter[bytes]] = {m: Counter() for m in Medium}
+        self._reported = {medium: _Reported() for medium in Medium}
         self._again: list[bytes] = []  # described after the event for the disk
         self._unsure: set[bytes] = set()  # described, and may have no slot in host memory
         self._lost: dict[bytes, None] = {}  # described, not in host memory, not yet on disk
@@ -110,6 +146,7 @@ class BlockEvents:
             group: group of the blocks.
             blocks: position in the prefix and key of each.
         """
+        self._follow_epoch()
         new = [b for b in blocks if b[1] not in self._described or b[1] in self._lost]
         absent = set(self._cache.missing([key for _, key in new])) if new else ()
         for place, (position, key) in enumerate(new):
@@ -118,14 +155,15 @@ class BlockEvents:
             self._described[key] = self._description(request, group, position)
             self._lost.pop(key, None)
             self._unsure.add(key)
-            if key in self._named[Medium.DISK]:
+            if key in self._reported[Medium.DISK].named:
                 self._again.append(key)
 
     @property
     def pending(self) -> bool:
         """Whether `take` has changes to report. After an error, False until `take` succeeds: an
         engine at rest does not repeat it for ever."""
-        return not self._failed and (bool(self._again) or self._cache.has_changes)
+        left = self._again or self._outdated or self._epoch != self._keys.epoch.end
+        return not self._failed and (bool(left) or self._cache.has_changes)
 
     def take(self) -> list[KVCacheEvent]:
         """The events of changes since the last call, removals first. Many changes take several
@@ -136,6 +174,10 @@ class BlockEvents:
         return events
 
     def _take(self) -> list[KVCacheEvent]:
+        self._follow_epoch()
+        outdated = self._take_outdated() if self._outdated else []
+        if self._outdated:
+            return outdated  # before new blocks, which may have the same hashes
         changes = self._cache.drain_changes()
         removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         stored: list[tuple[int, KVCacheEvent]] = []
@@ -146,7 +188,7 @@ class BlockEvents:
                 self._unsure.update(self._described.keys() & each.removed)
         again, self._again = self._again, []
         for key in again:
-            named = self._named[Medium.DISK].get(key)
+            named = self._reported[Medium.DISK].named.get(key)
             if named is not None and named != self._name(key):
                 self._remove(Medium.DISK, key, removed)
                 self._add(Medium.DISK, key, stored)
@@ -157,9 +199,33 @@ class BlockEvents:
             self._forget()
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
-        return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes] + [
-            event for _, event in stored
-        ]
+        outdated += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
+        return outdated + [event for _, event in stored]
+
+    def _follow_epoch(self) -> None:
+        """If the keys have changed, no lookup finds a block that was reported or described."""
+        if self._epoch == self._keys.epoch.end:
+            return
+        self._epoch = self._keys.epoch.end
+        self._outdated += (each for each in self._reported.items() if each[1].named)
+        self._reported = {medium: _Reported() for medium in Medium}
+        for described in (self._described, self._again, self._unsure, self._lost):
+            described.clear()
+
+    def _take_outdated(self) -> list[KVCacheEvent]:
+        """Report the removal of some outdated blocks."""
+        removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
+        left = _OUTDATED
+        while self._outdated and left:
+            medium, reported = self._outdated[0]
+            keys = list(islice(reversed(reported.named), left))
+            for key in keys:
+                group, hashes = reported.remove(key)
+                removed[medium, group] += hashes
+            left -= len(keys)
+            if not reported.named:
+                self._outdated.popleft()
+        return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes]
 
     def _name(self, key: bytes) -> tuple[int, Sequence[bytes]]:
         """The group of a block and the hashes to report of it."""
@@ -173,13 +239,8 @@ class BlockEvents:
 
     def _add(self, medium: Medium, key: bytes, stored: list[tuple[int, KVCacheEvent]]) -> None:
         """Append the event of a new block to `stored`, after its position in its prefix."""
-        group, hashes = self._named[medium][key] = self._name(key)
-        shared = self._shared[medium]
-        known = 0
-        # The last one is the block's own.
-        for each in hashes[:-1]:
-            shared[each] += 1
-            known += shared[each] > 1
+        group, hashes = self._name(key)
+        known = self._reported[medium].add(key, group, hashes)
         description = self._described.get(key)
         if hashes:
             position = -1 if description is None else description.position
@@ -194,24 +255,16 @@ class BlockEvents:
     ) -> None:
         """Add the hashes of a block to `removed`, by medium and group, but those that another block
         has."""
-        # Unknown if an error has lost the changes of an earlier call.
-        group, hashes = self._named[medium].pop(key, (0, ()))
-        shared = self._shared[medium]
-        gone = removed[medium, group]
-        for each in hashes[:-1]:
-            shared[each] -= 1
-            if not shared[each]:
-                del shared[each]
-                gone.append(each)
-        gone += hashes[-1:]
+        group, hashes = self._reported[medium].remove(key)
+        removed[medium, group] += hashes
 
     def _forget(self) -> None:
         """Discard the descriptions of blocks without a slot in host memory, unless a lower tier may
         be writing them: a failed load removes a block that is being written."""
-        keys, on_disk = list(self._unsure), self._named[Medium.DISK]
+        keys, on_disk = list(self._unsure), self._reported[Medium.DISK].named
         absent = {keys[i] for i in self._cache.missing(keys)}
         # A block that is stored has a slot, and may lose it without a change.
-        self._unsure -= absent | self._named[Medium.HOST].keys()
+        self._unsure -= absent | self._reported[Medium.HOST].named.keys()
         for key in absent:
             if key in on_disk:
                 del self._described[key]

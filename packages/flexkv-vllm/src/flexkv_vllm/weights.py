@@ -74,10 +74,11 @@ class WeightWatch:
 
     Args:
         discard: a method of the cache's owner, which discards all blocks and does not raise. It is
-            held weakly.
+            held weakly. Its keyword `sure` says whether nothing before may have changed weights
+            without a sign, so that all blocks so far are of the weights of the model's files.
     """
 
-    def __init__(self, discard: Callable[[], object]) -> None:
+    def __init__(self, discard: Callable[..., object]) -> None:
         self._discard = weakref.WeakMethod(discard)
         self._doubt = ""
         _watches.append(weakref.ref(self))
@@ -121,15 +122,15 @@ class WeightWatch:
 
     def changed(self, why: str) -> None:
         """Discard all blocks now and at later pauses, because the weights have changed."""
-        self.doubt(why)
         self.discard(why)
+        self.doubt(why)
 
     def discard(self, why: str) -> None:
         """Discard all blocks. `why` is logged."""
         discard = self._discard()
         if discard is not None:
             logger.info("FlexKV discards its blocks: %s", why)
-            discard()
+            discard(sure=not self._doubt)
 
 
 @contextmanager

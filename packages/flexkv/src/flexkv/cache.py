@@ -165,7 +165,7 @@ class KVCache:
     @property
     def disabled(self) -> bool:
         """Whether lookups find nothing and no load or store begins: after an error of a rank, or
-        between `suspend` and `clear`."""
+        between `suspend` and `clear` or `renew`."""
         return self._off
 
     @property
@@ -425,7 +425,7 @@ class KVCache:
         return host + self._below.drain_changes(_CHANGES)
 
     def suspend(self) -> None:
-        """Disable lookups, loads and stores until a `clear` succeeds: all blocks may be
+        """Disable lookups, loads and stores until a `clear` or `renew` succeeds: all blocks may be
         outdated."""
         self._off = True
 
@@ -461,10 +461,12 @@ class KVCache:
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """Forget the blocks in host memory, because the caller names its blocks by other keys from
         now on. Blocks below stay for other engines, and for later processes that use these keys.
-        Blocks of transfers under way are not published. Later polls free the slots. `cause` is one
-        of `ResetCause`; for metrics."""
+        Blocks of transfers under way are not published. Later polls free the slots. If this raises,
+        the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
+        self.suspend()
         self._forget_host_blocks(cause)
         self._below.renew()
+        self._off = self._stopped
 
     @_sound
     def pause(self) -> None:

@@ -371,7 +371,7 @@ class CacheClient(Protocol):
         ...
 
     def suspend(self) -> None:
-        """Disable lookups, loads and stores until a `clear` succeeds: all blocks may be
+        """Disable lookups, loads and stores until a `clear` or `renew` succeeds: all blocks may be
         outdated."""
         ...
 
@@ -383,8 +383,8 @@ class CacheClient(Protocol):
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """Forget the blocks in host memory, because the caller names its blocks by other keys from
         now on. Blocks below stay for other engines, and for later processes that use these keys.
-        Blocks of transfers under way are not published. Later polls free the slots. `cause` is one
-        of `ResetCause`; for metrics."""
+        Blocks of transfers under way are not published. If this raises, the cache stays suspended.
+        `cause` is one of `ResetCause`; for metrics."""
         ...
 
     def pause(self) -> None:

@@ -90,7 +90,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
         boundary.after_error = self._after_error_in(cache)
-        self.weights_changed: Callable[[], None] = self._weights_changed
+        self.weights_changed: Callable[..., None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
 
     # Requests.
@@ -204,7 +204,7 @@ class FlexKVOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         self.choose_reset(self._pause, self._reset)
 
-    def _weights_changed(self) -> None:
+    def _weights_changed(self, *, sure: bool) -> None:
         self._reset("weights")
 
     def _pause(self) -> bool:

@@ -251,13 +251,17 @@ class RequestSide(Generic[Orders]):
         """
         return self._reset_by(partial(self._clear, cause))
 
-    def weights_changed(self) -> bool:
+    def weights_changed(self, *, sure: bool) -> bool:
         """The engine has other weights: discard every block, as `reset` does.
 
         The engine's own prefix cache may keep blocks of the old weights. Until the engine resets
         it, nothing is stored of the requests that the engine finds a prefix for.
+
+        Args:
+            sure: whether all blocks so far are of the weights of the model's files. Below host
+                memory they then stay for other engines, and for engines that start later.
         """
-        return self._reset_by(self._clear_for_weights)
+        return self._reset_by(partial(self._clear_for_weights, sure))
 
     def pause(self) -> bool:
         """The engine pauses and keeps its weights; it has preempted or ended all requests. See
@@ -389,7 +393,7 @@ class RequestSide(Generic[Orders]):
         with self._boundary.guard("discarding wrong blocks", "all blocks are discarded"):
             self._distrust(invalid)
             return
-        self.weights_changed()
+        self.weights_changed(sure=False)
 
     def _distrust(self, invalid: AbstractSet[int]) -> None:
         """Discard what is stored of the engine's blocks `invalid`, or was computed on them."""
@@ -410,16 +414,21 @@ class RequestSide(Generic[Orders]):
             return True
         return False
 
-    def _clear(self, cause: str) -> None:
+    def _clear(self, cause: str, sure: bool = False) -> None:
         for tracked in self._requests.by_id.values():
             tracked.store_nothing()
-        self._cache.clear(cause)
+        # No other engine finds the blocks of later epochs.
+        if sure or self._keys.epoch.end:
+            self._cache.renew(cause)
+        else:
+            self._cache.clear(cause)
+        self._keys.epoch.renew()
         self.figures.note_activity()
 
-    def _clear_for_weights(self) -> None:
+    def _clear_for_weights(self, sure: bool) -> None:
         if self._pool is not None:
             self._pool.weights_changed(in_use=bool(self._requests.by_id))
-        self._clear("weights")
+        self._clear("weights", sure)
 
     def _poll(self) -> None:
         if not (self._ended.waiting or self._cache.busy):
