@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines and their adapters reach a cache through `flexkv.client` alone.
-
-The lists below may only shrink: remove a name once nothing needs it any more.
-"""
+"""Engines and their adapters reach a cache through `flexkv.client` alone."""
 
 from __future__ import annotations
 
@@ -23,14 +20,6 @@ STARTERS = {
     "flexkv_sglang.hicache.stores",
 }
 """The modules that start a cache or its tiers, so they import what they start."""
-
-LEFT: dict[str, set[str]] = {
-    "flexkv_sglang.copies": {"flexkv.index.packed_keys"},
-    "flexkv_sglang.following": {"flexkv.index.packed_keys"},
-    "flexkv_sglang.page_keys": {"flexkv.index.packed_keys"},
-    "flexkv_sglang.side": {"flexkv.index.packed_keys"},
-}
-"""All other modules above the door that import modules below it."""
 
 PUBLIC = {"KVCache": "flexkv.cache"}
 """Names of the package `flexkv` itself that are below the door, and their modules."""
@@ -66,32 +55,11 @@ def _is_in(module: str, packages: Iterable[str]) -> bool:
     return any(module == each or module.startswith(each + ".") for each in packages)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, set[str]]:
-    return reaches(ROOT)
-
-
-def test_only_modules_that_start_a_cache_import_what_is_below_the_door(
-    found: dict[str, set[str]],
-) -> None:
-    new = {
-        module: imported - LEFT.get(module, set())
-        for module, imported in found.items()
-        if module not in STARTERS and imported - LEFT.get(module, set())
-    }
+def test_only_modules_that_start_a_cache_import_what_is_below_the_door() -> None:
+    found = reaches(ROOT)
+    new = {module: imported for module, imported in found.items() if module not in STARTERS}
     assert new == {}, "use flexkv.client"
-
-
-def test_what_imports_nothing_below_the_door_any_more_is_on_no_list(
-    found: dict[str, set[str]],
-) -> None:
-    stale = {
-        module: imported - found.get(module, set())
-        for module, imported in LEFT.items()
-        if imported - found.get(module, set())
-    }
-    assert stale == {}, "remove it from LEFT"
-    assert found.keys() >= STARTERS, "remove it from STARTERS"
+    assert found.keys() == STARTERS, "take it off the list"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ struct _object;
 // once, with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_index_type(struct _object* states);
 
-// The type that makes flexkv.index.packed_keys.PackedKeys, in the same way.
+// The type that makes flexkv.types.packed_keys.PackedKeys, in the same way.
 FKV_API struct _object* fkv_packed_keys_type(void);
 
 #ifdef __cplusplus

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from flexkv.eviction import EvictionPolicy
 from flexkv.index.block_index import BlockIndex, BlockState
-from flexkv.index.packed_keys import PackedKeys
+from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels._library import LIBRARY
 
 
@@ -31,7 +31,15 @@ class _MakeBlockIndex(Protocol):
 
 class _PackKeys(Protocol):
     def __call__(self, hashes: Sequence[str], end: bytes, /) -> PackedKeys:
-        """See `flexkv.index.packed_keys.pack_keys`."""
+        """Make keys of hashes.
+
+        Args:
+            hashes: hashes in hexadecimal digits, all of the same length.
+            end: the end of each key.
+
+        Raises:
+            ValueError: a hash is not hexadecimal, or has another length than the first one.
+        """
         ...
 
 

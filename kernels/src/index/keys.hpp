@@ -53,7 +53,7 @@ class Keys {
   Py_ssize_t size_ = 0;
 };
 
-// The type flexkv.index.packed_keys.PackedKeys. Throws PythonError.
+// The type flexkv.types.packed_keys.PackedKeys. Throws PythonError.
 Reference make_packed_keys_type();
 
 }  // namespace flexkv::index

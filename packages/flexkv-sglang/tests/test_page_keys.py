@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 from sglang_world import hashes_of
 
-from flexkv.index.packed_keys import PackedKeys, pack_keys
+from flexkv.types.packed_keys import PackedKeys
+from flexkv_kernels.block_index import pack_keys
 from flexkv_sglang import page_keys
 from flexkv_sglang.page_keys import PageKeys
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from flexkv.client import CacheClient, Transfer
 from flexkv.engine.orders import CopyOrder
-from flexkv.index.packed_keys import PackedKeys
+from flexkv.types.packed_keys import PackedKeys
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from flexkv.client import CacheClient
 from flexkv.engine.scheduler.request_options import OptionsReader, tenant_session
 from flexkv.eviction import RequestContext
-from flexkv.index.packed_keys import PackedKeys
+from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.recording import RequestRecorder
 
 _LOOK_SECONDS = 1.0

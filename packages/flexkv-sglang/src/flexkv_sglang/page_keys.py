@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexkv.engine.key_epoch import KeyEpoch
-from flexkv.index.packed_keys import PackedKeys, pack_keys
+from flexkv.types.packed_keys import PackedKeys
+from flexkv_kernels.block_index import pack_keys
 
 _KEPT = 1 << 17
 """The most keys that are kept, about 6 MB: those of some long prompts. Not tuned."""

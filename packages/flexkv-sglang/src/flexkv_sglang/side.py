@@ -25,7 +25,7 @@ from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
-from flexkv.index.packed_keys import PackedKeys
+from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.copies import Decision, Offload, QueuedLoad, lease, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests

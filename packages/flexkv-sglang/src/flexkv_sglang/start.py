@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexkv import CacheConfig
-from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.start import make_cache, make_chooser, make_recorder
@@ -113,16 +112,18 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         chooser=chooser,
         may_wait=bool(waits),
         boundary=boundary,
-        recorder=None if cache is None else _make_recorder(config, engine, cache, chooser),
+        recorder=None
+        if cache is None
+        else _make_recorder(config, engine, cache.info.slot_bytes, chooser),
         options=config.request_options,
     )
 
 
 def _make_recorder(
-    config: CacheConfig, engine: Engine, cache: CacheClient, chooser: LoadChooser
+    config: CacheConfig, engine: Engine, slot_bytes: int, chooser: LoadChooser
 ) -> RequestRecorder | None:
     size = engine.page_size
-    recorder = make_recorder(config, "sglang", size, cache.info.slot_bytes, chooser)
+    recorder = make_recorder(config, "sglang", size, slot_bytes, chooser)
     return None if recorder is None else RequestRecorder(recorder, size)
 
 

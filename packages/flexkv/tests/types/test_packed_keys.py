@@ -8,7 +8,8 @@ import pytest
 
 from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import block_index
-from flexkv.index.packed_keys import PackedKeys, pack_keys
+from flexkv.types.packed_keys import PackedKeys
+from flexkv_kernels.block_index import pack_keys
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
 END = b"end"
