@@ -20,7 +20,7 @@ def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_na
 
 
 def test_a_test_may_have_the_name_of_the_folder() -> None:
-    found = concerned_tests(["packages/flexkv/src/flexkv/eviction/arc.py"])
+    found = concerned_tests(["packages/flexkv/src/flexkv/eviction/lru.py"])
     assert "packages/flexkv/tests/eviction/test_eviction.py" in found
 
 

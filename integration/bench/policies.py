@@ -11,12 +11,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, RequestContext
+from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, AnyPolicy, RequestContext
 from flexkv.index.block_index import block_index
 from flexkv.plan.read import read_trace
-from flexkv.plan.replay import Setup, replay
 from flexkv.plan.trace import Trace
 from flexkv_kernels.hazard import HazardPolicy
+from integration.bench.reference_policies.arc import ARCPolicy
+from integration.bench.reference_policies.s3fifo import S3FIFOPolicy
 from integration.bench.rows import Goal, Row
 from integration.bench.workloads import (
     agents,
@@ -30,6 +31,12 @@ from integration.bench.workloads import (
 )
 
 OURS = "hazard"
+_COMPARED: dict[str, Callable[[int], AnyPolicy]] = {
+    "lru": POLICIES["lru"],
+    "s3fifo": lambda slots: S3FIFOPolicy(),
+    "arc": lambda slots: ARCPolicy(),
+    OURS: POLICIES[OURS],
+}
 _GOALS = {5_000: 0.18, 10_000: 0.245, 20_000: 0.305}
 """On Mooncake's conversation trace, by blocks of memory."""
 _TRACE_SIZES = (2_000, 5_000, 10_000, 20_000, 50_000)
@@ -71,12 +78,12 @@ def policy_rows(trace: Path | None, say: Callable[[str], None]) -> list[Row]:
     first = replace(conversation, requests=conversation.requests[:middle])
     for size in _TRACE_SIZES:
         say(f"{conversation.name}, {size} blocks")
-        hits = {name: _hit_blocks(conversation, name, size) for name in POLICIES}
-        early = {name: _hit_blocks(first, name, size) for name in POLICIES}
+        hits = {name: _hit_blocks(conversation, name, size) for name in _COMPARED}
+        early = {name: _hit_blocks(first, name, size) for name in _COMPARED}
         best = belady(conversation, size)
         whole = {name: each / all_blocks(conversation) for name, each in hits.items()}
         late = all_blocks(conversation) - all_blocks(first)
-        second = {name: (hits[name] - early[name]) / late for name in POLICIES}
+        second = {name: (hits[name] - early[name]) / late for name in _COMPARED}
         bound = max(_GOALS.get(size, 0.0), _best_fixed(whole))
         rows.append(_row("trace", size, whole | {"Belady": best}, bound))
         rows.append(_row("trace, second half", size, second, _best_fixed(second)))
@@ -90,12 +97,27 @@ def all_blocks(trace: Trace) -> int:
 
 def hit_rates(trace: Trace, size: int) -> dict[str, float]:
     """The share of all blocks that each policy finds with a memory of so many blocks."""
-    rates = {name: _hit_blocks(trace, name, size) / all_blocks(trace) for name in POLICIES}
+    rates = {name: _hit_blocks(trace, name, size) / all_blocks(trace) for name in _COMPARED}
     return rates | {"Belady": belady(trace, size)}
 
 
 def _hit_blocks(trace: Trace, policy: str, size: int) -> int:
-    return replay(trace, Setup(size, policy)).hit_tokens // trace.block_tokens
+    """Blocks that requests find, one request after the other."""
+    index = block_index(size, _COMPARED[policy](size))
+    keys = [number.to_bytes(8, "little") for number in range(trace.distinct_blocks)]
+    hits = 0
+    for number, request in enumerate(trace.requests):
+        prompt = [keys[block] for block in request.blocks]
+        most = min(len(prompt), max(0, request.prompt_tokens - 1) // trace.block_tokens)
+        found = index.lookup(prompt[:most])
+        hits += found
+        context = RequestContext(request.prompt_tokens, request_id=str(number))
+        index.began(prompt, context, request.seconds)
+        index.hit(prompt[:found], context)
+        index.publish(index.reserve_all(prompt, range(len(prompt)), (0,)))
+        index.touch(prompt)
+        index.ended(context.request_id, request.output_tokens, request.seconds)
+    return hits
 
 
 def belady(trace: Trace, size: int) -> float:
@@ -131,7 +153,7 @@ def belady(trace: Trace, size: int) -> float:
 
 
 def _best_fixed(rates: dict[str, float]) -> float:
-    return max(rates[name] for name in POLICIES if name != OURS)
+    return max(rates[name] for name in _COMPARED if name != OURS)
 
 
 def _row(what: str, size: int, rates: dict[str, float], bound: float) -> Row:

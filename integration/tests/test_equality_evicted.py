@@ -28,7 +28,7 @@ def tiny_arena(
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    """With `hazard`, which refuses blocks."""
+    """With `hazard`."""
     settings = flexkv(cpu_cache_gb=ARENA_GB, eviction_policy="auto")
     engine = host.get(engine_config(connector.plugin(**settings)))
     engine.reset_prefix_cache(reset_connector=True)

@@ -39,7 +39,6 @@ def hazard_engine(
         cpu_cache_gb=gigabytes(HOST_SLOTS),
         ssd_cache_gb=gigabytes(DISK_SLOTS),
         ssd_cache_dir=str(tmp_path),
-        # Other admissions do not offer a disk what `hazard` refuses.
         ssd_admission="on_evict",
         ssd_timeout_seconds=PATIENT_SECONDS,
     )

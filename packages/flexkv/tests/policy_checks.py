@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy that notes the lives of blocks and checks that index and policy keep to them."""
+"""What must hold for every policy, and policies for tests of other code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from flexkv.eviction import EvictionPolicy, RequestContext
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
 
 
 class CheckedPolicy:
@@ -83,3 +87,146 @@ class CheckedPolicy:
         for known in (self.evictable, self.held_blocks, self.hits, self.stale):
             known.clear()
         self.policy.clear()
+
+
+class UseOrderPolicy(EvictionPolicy):
+    """Evicts the block used longest ago, by the calls that every policy gets."""
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+        self._evictable: dict[bytes, int] = {}
+
+    def inserted(self, key: bytes, after: bytes | None, fetched: bool = False) -> None:
+        self._known.add(key)
+
+    def hit(self, key: bytes, used: int, context: RequestContext) -> None:
+        if key in self._evictable:
+            self._evictable[key] = used
+
+    def touched(self, key: bytes, used: int) -> None:
+        self._evictable[key] = used
+
+    def held(self, key: bytes) -> None:
+        del self._evictable[key]
+
+    def released(self, key: bytes, used: int) -> None:
+        self._evictable[key] = used
+
+    def evicted(self, key: bytes) -> None:
+        self._known.remove(key)
+        self._evictable.pop(key, None)
+
+    def victim(self) -> bytes | None:
+        return min(self._evictable, key=self._evictable.__getitem__, default=None)
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._evictable.clear()
+
+
+_KEYS = st.integers(0, 11).map(lambda i: bytes([i]))
+
+
+class PolicyModel(RuleBasedStateMachine):
+    """Random lives of blocks. `CheckedPolicy` says that a victim is evictable, and that there is
+    one whenever a block is."""
+
+    make: ClassVar[Callable[[], EvictionPolicy]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = CheckedPolicy(self.make())
+        self.uses = 0
+
+    def use(self) -> int:
+        self.uses += 1
+        return self.uses
+
+    @rule(key=_KEYS, released=st.booleans())
+    def insert(self, key: bytes, released: bool) -> None:
+        if key not in self.policy.hits:
+            self.policy.inserted(key, None)
+            if released:
+                self.policy.released(key, self.use())
+
+    @precondition(lambda self: self.policy.hits)
+    @rule(data=st.data())
+    def hit(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.policy.hits)))
+        self.policy.hit(key, self.use(), UNKNOWN_REQUEST)
+
+    @precondition(lambda self: self.policy.evictable)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.policy.evictable)))
+        self.policy.touched(key, self.use())
+
+    @precondition(lambda self: self.policy.evictable)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        self.policy.held(data.draw(st.sampled_from(sorted(self.policy.evictable))))
+
+    @precondition(lambda self: self.policy.held_blocks)
+    @rule(data=st.data(), age=st.integers(0, 9))
+    def release(self, data: st.DataObject, age: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.policy.held_blocks)))
+        self.policy.released(key, self.use() - age)
+
+    @precondition(lambda self: self.policy.hits)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.policy.evicted(data.draw(st.sampled_from(sorted(self.policy.hits))))
+
+    @rule()
+    def evict(self) -> None:
+        victim = self.policy.victim()
+        if victim is not None:
+            self.policy.evicted(victim)
+
+    @rule()
+    def clear(self) -> None:
+        self.policy.clear()
+
+    @rule(length=st.integers(1, 4), first=_KEYS, request_id=st.sampled_from(["", "r", "s"]))
+    def begin(self, length: int, first: bytes, request_id: str) -> None:
+        keys = [bytes([(first[0] + i) % 12]) for i in range(length)]
+        there = [key in self.policy.hits for key in keys]
+        ready = length if all(there) else there.index(False)
+        context = RequestContext(request_id=request_id)
+        self.policy.began(keys, ready, context, self.use() * 1.5)
+
+    @rule(request_id=st.sampled_from(["r", "s", "t"]), tokens=st.integers(0, 300))
+    def end(self, request_id: str, tokens: int) -> None:
+        self.policy.ended(request_id, tokens, self.use() * 1.5)
+
+    @invariant()
+    def a_victim_stays_until_it_is_evicted(self) -> None:
+        victim = self.policy.victim()
+        assert self.policy.victim() == victim
+
+
+def insert(policy: EvictionPolicy, *keys: bytes, used: int = 0) -> None:
+    for age, key in enumerate(keys):
+        policy.inserted(key, None)
+        policy.released(key, used + len(keys) - age)
+
+
+def hit(policy: EvictionPolicy, *keys: bytes, times: int = 1) -> None:
+    for _ in range(times):
+        for key in keys:
+            policy.hit(key, 0, RequestContext())
+
+
+def evict(policy: EvictionPolicy, blocks: int) -> list[bytes]:
+    """The next victims, in their order."""
+    left = []
+    for _ in range(blocks):
+        key = policy.victim()
+        assert key is not None
+        policy.evicted(key)
+        left.append(key)
+    return left
+
+
+def names(text: str) -> list[bytes]:
+    return [each.encode() for each in text]

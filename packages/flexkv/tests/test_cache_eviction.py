@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from policy_checks import CheckedPolicy
 
 from flexkv import KVCache
-from flexkv.eviction import POLICIES, AnyPolicy, LRUPolicy, RequestContext, S3FIFOPolicy
+from flexkv.eviction import POLICIES, AnyPolicy, LRUPolicy, RequestContext
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.types.mover import Status
@@ -18,14 +16,6 @@ SLOTS = 40
 BLOCK_TOKENS = 16
 HOT = [b"hot %d" % i for i in range(8)]
 """A prefix that many requests begin with."""
-
-
-class ForgetfulPolicy(S3FIFOPolicy):
-    """S3-FIFO as it would be if a lease made it forget a block."""
-
-    def held(self, key: bytes) -> None:
-        super().held(key)
-        self._blocks[key].hits = 0
 
 
 class Replay:
@@ -52,51 +42,6 @@ class Replay:
         while cache.busy:
             cache.poll()
         return hits
-
-    def scan(self, name: str, prompts: int) -> None:
-        """Prompts that nobody sends twice."""
-        for i in range(prompts):
-            self.run([b"%s %d %d" % (name.encode(), i, block) for block in range(4)])
-
-
-@pytest.fixture
-def replays() -> Iterator[dict[type, Replay]]:
-    policies: list[AnyPolicy] = [LRUPolicy(), S3FIFOPolicy(), ForgetfulPolicy()]
-    made = {type(policy): Replay(policy) for policy in policies}
-    yield made
-    for each in made.values():
-        each.arena.close()
-
-
-def hits_of(replay: Replay) -> list[int]:
-    """Blocks of the hot prefix that requests find, each after a scan that fills the cache twice."""
-    for _ in range(3):
-        replay.run(HOT)
-    found = []
-    for turn in range(5):
-        replay.scan(str(turn), 2 * SLOTS // 4)
-        found.append(replay.run(HOT))
-    return found
-
-
-def test_s3fifo_keeps_a_hot_prefix_that_a_scan_takes_from_lru(
-    replays: dict[type, Replay],
-) -> None:
-    assert hits_of(replays[S3FIFOPolicy]) == [len(HOT)] * 5
-    assert hits_of(replays[LRUPolicy]) == [0] * 5
-
-
-def test_hits_are_remembered_over_loads(replays: dict[type, Replay]) -> None:
-    assert hits_of(replays[S3FIFOPolicy]) > hits_of(replays[ForgetfulPolicy])
-
-
-def test_s3fifo_takes_a_prefix_back_that_left_a_moment_ago(replays: dict[type, Replay]) -> None:
-    replay = replays[S3FIFOPolicy]
-    replay.run(HOT)
-    replay.scan("before", SLOTS // 4)
-    assert replay.run(HOT) == 0
-    replay.scan("after", 4 * SLOTS // 4)
-    assert replay.run(HOT) == len(HOT)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"lru"}))

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policy_checks import CheckedPolicy
+from policy_checks import CheckedPolicy, UseOrderPolicy
 
 from flexkv.eviction import (
     LRUPolicy,
     RequestContext,
-    S3FIFOPolicy,
 )
 from flexkv.index.block_index import BlockIndex, BlockState, block_index, publish
 from flexkv.types.errors import ConfigError
@@ -87,7 +86,7 @@ def test_leased_blocks_are_not_evicted() -> None:
 
 
 def test_a_use_is_a_hit_if_a_request_was_scheduled() -> None:
-    policy = CheckedPolicy(S3FIFOPolicy())
+    policy = CheckedPolicy(UseOrderPolicy())
     index = block_index(3, policy)
     add(index, b"a", b"b")
     first, second = RequestContext(90, 60), RequestContext(70, 30)
@@ -233,7 +232,7 @@ def test_a_lost_block_takes_those_with_it_that_build_on_it() -> None:
 def test_an_error_of_the_policy_holds_no_block() -> None:
     errors = [MemoryError()]
 
-    class Failing(S3FIFOPolicy):
+    class Failing(UseOrderPolicy):
         def victim(self) -> bytes | None:
             if errors:
                 raise errors.pop()
@@ -442,7 +441,7 @@ def test_a_policy_that_names_what_may_not_leave_is_refused() -> None:
     assert index.lookup([b"a"]) == 1
 
 
-class FailingPolicy(S3FIFOPolicy):
+class FailingPolicy(UseOrderPolicy):
     """Names one block, whether it may leave or not, or fails; and fails at the block `broken`."""
 
     named: bytes | None = None
@@ -539,7 +538,7 @@ def test_a_policy_that_errs_at_a_stale_block_keeps_no_other_from_leaving() -> No
     assert index.lookup([b"a", b"b", b"c"]) == 3
 
 
-class ForgetfulPolicy(S3FIFOPolicy):
+class ForgetfulPolicy(UseOrderPolicy):
     """Errs each time it is asked about these blocks."""
 
     def evicted(self, key: bytes) -> None:

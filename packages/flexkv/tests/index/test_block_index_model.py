@@ -8,15 +8,13 @@ from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from policy_checks import CheckedPolicy
+from policy_checks import CheckedPolicy, UseOrderPolicy
 
 from flexkv.eviction import (
     UNKNOWN_REQUEST,
     AnyPolicy,
-    ARCPolicy,
     LRUPolicy,
     RequestContext,
-    S3FIFOPolicy,
 )
 from flexkv.eviction.hazard import hazard_policy
 from flexkv.index.block_index import Block, BlockState, block_index
@@ -268,19 +266,14 @@ class LRUIndexModel(IndexModel):
     make = LRUPolicy
 
 
-class S3FIFOIndexModel(IndexModel):
-    make = S3FIFOPolicy
-
-
-class ARCIndexModel(IndexModel):
-    make = ARCPolicy
+class UseOrderIndexModel(IndexModel):
+    make = UseOrderPolicy
 
 
 class HazardIndexModel(IndexModel):
     make = staticmethod(lambda: hazard_policy(SLOTS))
 
 
-TestIndexOfARC = ARCIndexModel.TestCase
 TestIndexOfHazard = HazardIndexModel.TestCase
 TestIndexOfLRU = LRUIndexModel.TestCase
-TestIndexOfS3FIFO = S3FIFOIndexModel.TestCase
+TestIndexOfUseOrder = UseOrderIndexModel.TestCase

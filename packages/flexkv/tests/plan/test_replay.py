@@ -28,13 +28,6 @@ def test_every_policy_hits_what_fits(policy: str) -> None:
     assert replay(trace, Setup(7, policy)).hit_tokens == (3 + 0 + 4) * SIZE
 
 
-def test_a_policy_that_resists_scans_keeps_a_hot_prefix() -> None:
-    scans = [f"{chr(200 + i)}{chr(500 + i)}" for i in range(60)]
-    trace = make_trace([*["hot"] * 5, *scans, "hot"])
-    assert replay(trace, Setup(20, "lru")).hit_tokens == 4 * 3 * SIZE
-    assert replay(trace, Setup(20, "s3fifo")).hit_tokens == 5 * 3 * SIZE
-
-
 def test_what_memory_has_evicted_comes_from_disk() -> None:
     trace = make_trace(["abcd", "wxyz", "abcd"])
     outcome = replay(trace, Setup(4, disk_blocks=20))

@@ -14,7 +14,7 @@ from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.open_tiers import open_tiers
 from flexkv.engine.recorder import Recorder, open_recorder
-from flexkv.eviction import FOLLOWING, POLICIES, choose_policy
+from flexkv.eviction import POLICIES, choose_policy
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.layout import BlockFormat
 from flexkv.session import Session, Shard, alone, attach, join, lead
@@ -72,13 +72,6 @@ def make_cache(
     name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
     policy = POLICIES[name](slots)
     logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)
-    if name == FOLLOWING and not follows_requests:
-        logger.warning(
-            "%s does not see whole requests here (OffloadingConnector, no engine, or a model with "
-            "several KV cache groups), so it may find far fewer blocks than lru; "
-            "eviction_policy=auto selects lru here",
-            name,
-        )
     return KVCache(
         session.arena,
         policy,

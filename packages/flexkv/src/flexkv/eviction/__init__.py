@@ -6,20 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from flexkv.eviction.arc import ARCPolicy
-from flexkv.eviction.choice import AUTO, FOLLOWING, choose_policy
+from flexkv.eviction.choice import AUTO, FOLLOWING, OTHERWISE, choose_policy
 from flexkv.eviction.hazard import MOST_BLOCKS, hazard_policy
 from flexkv.eviction.lru import LRUPolicy
 from flexkv.eviction.policy import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
-from flexkv.eviction.s3fifo import S3FIFOPolicy
 
 AnyPolicy: TypeAlias = EvictionPolicy | LRUPolicy
 """The policies that an index accepts."""
 
 POLICIES: dict[str, Callable[[int], AnyPolicy]] = {
     "lru": lambda slots: LRUPolicy(),
-    "s3fifo": lambda slots: S3FIFOPolicy(),
-    "arc": lambda slots: ARCPolicy(),
     "hazard": hazard_policy,
 }
 """Functions that make each policy, for a tier with a number of slots."""
@@ -29,13 +25,12 @@ __all__ = [
     "AUTO",
     "FOLLOWING",
     "MOST_BLOCKS",
+    "OTHERWISE",
     "POLICIES",
     "UNKNOWN_REQUEST",
-    "ARCPolicy",
     "AnyPolicy",
     "EvictionPolicy",
     "LRUPolicy",
     "RequestContext",
-    "S3FIFOPolicy",
     "choose_policy",
 ]

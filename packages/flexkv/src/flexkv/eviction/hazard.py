@@ -20,5 +20,5 @@ def hazard_policy(slots: int) -> EvictionPolicy:
     try:
         policy: EvictionPolicy = kernels("hazard").HazardPolicy(slots)
     except ValueError as error:
-        raise ConfigError(f"eviction_policy is hazard and its {error}; or another policy") from None
+        raise ConfigError(f"host memory evicts by hazard and its {error}; or lru") from None
     return policy

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 
-from flexkv.eviction import AUTO, POLICIES
+from flexkv.eviction import AUTO, OTHERWISE
 from flexkv.settings.kinds import (
     bucket_url,
     choice,
@@ -90,14 +90,13 @@ class CacheConfig:
         "other starting engines of this user are about to take is not available.",
     )
     eviction_policy: str = setting(
-        choice(sorted((AUTO, *POLICIES))),
-        "lru",
-        "Which blocks are evicted first when host memory is full. `lru`: those used longest ago. "
-        "`s3fifo`: those that no other request has found, so that many prompts used once do not "
-        "evict prompts used often. `arc`: a balance of the two, which it finds itself. `hazard`: "
-        "those with the fewest hits to expect for the time of keeping them, which it learns from "
-        "the requests: the turn of a conversation, its length, its age. `auto`: `hazard` where "
-        "FlexKV follows whole requests, else `lru`. The log and the metrics name the choice.",
+        choice([AUTO, OTHERWISE]),
+        AUTO,
+        "Which blocks are evicted first when host memory is full. `auto`: where FlexKV follows "
+        "whole requests, those with the fewest hits to expect for the time of keeping them. It "
+        "learns that from the requests: the turn of a conversation, its length, its age. While "
+        "`lru` would have found more, and where FlexKV sees no whole requests, it is `lru`. `lru`: "
+        "those used longest ago. The log and the metrics name the choice.",
     )
     ssd_cache_gb: float | None = setting(
         gib(limit="at most the free space of the file systems"),
