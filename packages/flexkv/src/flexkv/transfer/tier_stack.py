@@ -202,11 +202,13 @@ class TierStack:
                 continue
             reads.take(source, self._reclaimer.poll(demoter))
         self.fetcher.poll()
-        self.uses.count()
-        self._writeback.make_room()
         for demoter in self._demoters:
             for block in demoter.write_waiting():
                 self._writeback.wrote(demoter, block)
+        # After the writes: in a tier, the beginning of a prefix must not be older than its end.
+        # Before the victims are chosen.
+        self.uses.count()
+        self._writeback.make_room()
 
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
