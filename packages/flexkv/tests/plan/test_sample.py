@@ -55,22 +55,20 @@ def _small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "LEAST_REQUESTS", 0)
 
 
-@settings(max_examples=5, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([1200, 2000, 3000]))
-def test_a_sample_agrees_with_the_whole_within_five_points(seed: int, blocks: int) -> None:
-    """About 500 requests, from which `hazard` learns less than from the whole 1,500."""
-    trace = chats(seed)
-    sampled = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 3)
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([3000, 5000]))
+def test_a_sample_agrees_with_the_whole_within_three_points(seed: int, blocks: int) -> None:
+    trace = chats(seed, 1500)
+    sampled = Replayer(trace, LRUCurve(trace, None), None, 0, trace.uses // 2)
     assert sampled.sample is not None
     for policy in POLICIES:
         found = sampled.outcome(Setup(blocks, policy))
-        assert found.share < 0.6
-        assert found.hit_rate == pytest.approx(
-            replay(trace, Setup(blocks, policy)).hit_rate, abs=0.05
-        )
+        assert 0.3 < found.share < 0.7
+        truth = replay(trace, Setup(blocks, policy))
+        assert found.hit_rate == pytest.approx(truth.hit_rate, abs=0.03)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10_000))
 def test_writes_to_disk_are_those_of_the_whole_within_a_tenth(seed: int) -> None:
     trace = chats(seed)
