@@ -66,8 +66,8 @@ def _sound(
 
 
 class KVCache:
-    """The cache of one engine: an index over the slots of an arena, and the tiers below it.
-    Single-threaded.
+    """The cache of one engine: an index over the slots of an arena, and the tiers below it. The
+    CacheClient of programs that have the cache in their own process. Single-threaded.
 
     An error between two steps of a call may leave a lease, a reserved slot or a copy of which
     nobody knows any more. So after an error the cache recovers: it stores and fetches nothing until
@@ -129,7 +129,7 @@ class KVCache:
 
     @property
     def is_full(self) -> bool:
-        """Whether the arena has no free slot, so that a store evicts."""
+        """See `CacheClient.is_full`."""
         return not self._index.free_slots
 
     @property
@@ -140,7 +140,7 @@ class KVCache:
 
     @property
     def loading_blocks(self) -> int:
-        """The number of blocks in loads that have not ended."""
+        """See `CacheClient.loading_blocks`."""
         return self._device.loading_blocks
 
     @property
@@ -149,7 +149,7 @@ class KVCache:
         return self._below.figures(self.info.slot_bytes)
 
     def figures(self) -> Figures:
-        """All that engines report of the cache: totals since its start, and gauges."""
+        """See `CacheClient.figures`."""
         host = HostFigures(
             self.counters,
             self.ready_blocks,
@@ -164,29 +164,28 @@ class KVCache:
 
     @property
     def disabled(self) -> bool:
-        """Whether lookups find nothing and no load or store begins: after an error of a rank, or
-        between `suspend` and `clear` or `renew`."""
+        """See `CacheClient.disabled`."""
         return self._off
 
     @property
     def under_way(self) -> set[int]:
-        """Ids of the loads and stores that have not ended."""
+        """See `CacheClient.under_way`."""
         return self._device.under_way
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way whose end `poll` may find."""
+        """See `CacheClient.busy`."""
         # An engine asks this twice a step: without a tier, no call is needed.
         if self._device.unreported or self._index.stale_blocks or self._uses or self._recovering:
             return True
         return self._has_tiers and self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """The number of blocks that can be loaded, from the first key on. No side effect."""
+        """See `CacheClient.lookup`."""
         return 0 if self._off else self._index.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """The place of the block of each key, in the order of `keys`. No side effect."""
+        """See `CacheClient.presence`."""
         if self._off:
             return [Presence.ABSENT] * len(keys)
         there = self._index.present(keys)
@@ -210,33 +209,21 @@ class KVCache:
         context: RequestContext = UNKNOWN_REQUEST,
         prompt: Sequence[bytes] | None = None,
     ) -> None:
-        """Count the use of a prefix by a scheduled request in all tiers, and offer its blocks to
-        lower tiers, whose admission decides. Called once for each request. Later polls do the
-        counting, because a prefix may be long.
-
-        Args:
-            keys: keys of the blocks that the request found in any cache, the engine's own included;
-                first block first.
-            context: what is known of the request, for the eviction policy.
-            prompt: keys of all blocks of its prompt, found or not; None if they are unknown.
-        """
+        """See `CacheClient.record`."""
         self._index.began(keys if prompt is None else prompt, context, time.monotonic())
         self._below.used(keys, hit=context)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
-        """Report the end of the recorded request with this id to the eviction policy."""
+        """See `CacheClient.ended`."""
         self._index.ended(request_id, output_tokens, time.monotonic())
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count the use of a prefix, found or computed, by a request that ends. Every tier evicts
-        the end of the prefix before its beginning. Later polls do the counting."""
+        """See `CacheClient.touch`."""
         self._below.used(keys, hit=None)
 
     @_sound
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
-        """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
-        `cancel`. The caller does not change `keys` afterwards. None, a miss, if a block is not
-        ready or too many transfers are under way."""
+        """See `CacheClient.load`."""
         blocks = None if self._off else self._index.lease(keys)
         if blocks is None:
             return None
@@ -276,7 +263,7 @@ class KVCache:
         return self._below.fetcher.end(fetch)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
-        """Positions, from `start` on, of the keys whose blocks have no slot."""
+        """See `CacheClient.missing`."""
         if not start:
             return self._index.missing(keys)
         return [start + i for i in self._index.missing(keys[start:])]
@@ -290,24 +277,7 @@ class KVCache:
         *,
         held: bool = False,
     ) -> Transfer | None:
-        """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
-        is evicted to make room. A block whose predecessor is not in the arena is not stored, nor is
-        a block that the policy refuses and no lower tier would write.
-
-        Args:
-            keys: keys of blocks, each of which builds on the one before. They may begin anywhere in
-                the prefix, at the latest one block before the first to store. The caller does not
-                change them afterwards.
-            positions: positions in `keys` of the blocks to store, ascending. Blocks that have a
-                slot are left out.
-            prefix_starts: positions of blocks that begin a prefix.
-            held: whether `poll` passes over the transfer until `confirm`, because the caller does
-                not know yet whether the bytes to store are right.
-
-        Returns:
-            A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None
-            if no block got one.
-        """
+        """See `CacheClient.store`."""
         if self._off or self._recovering:
             return None
         self._pins.expire(time.monotonic())
@@ -326,14 +296,12 @@ class KVCache:
         return transfer
 
     def confirm(self, transfer_id: int) -> None:
-        """The bytes of a held store are right: `poll` may publish its blocks. Does nothing if the
-        store is not under way."""
+        """See `CacheClient.confirm`."""
         self._device.confirm(transfer_id)
 
     @_sound
     def cancel(self, transfer_id: int) -> None:
-        """Cancel a transfer that was not passed to any worker. Does nothing if it is not under
-        way."""
+        """See `CacheClient.cancel`."""
         copy = self._device.cancel(transfer_id)
         if copy is None:
             return
@@ -345,14 +313,7 @@ class KVCache:
 
     @_sound
     def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
-        """Discard blocks of a store under way, because their bytes are wrong or the engine has
-        overwritten their pages. Lookups never find them. Does nothing if the store is not under
-        way.
-
-        Args:
-            transfer_id: id of the store.
-            positions: positions in the transfer's `keys` of the blocks; None for all.
-        """
+        """See `CacheClient.discard`."""
         blocks = self._device.blocks_of(transfer_id)
         if blocks and positions is not None:
             blocks = [blocks[i] for i in positions]
@@ -360,9 +321,7 @@ class KVCache:
 
     @_sound
     def poll(self) -> list[Ended]:
-        """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
-        Returns the loads and stores that have ended. If this raises, the next call returns
-        them."""
+        """See `CacheClient.poll`."""
         if self._recovering:
             self._recover()
         else:
@@ -377,14 +336,7 @@ class KVCache:
     def pin(
         self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
     ) -> None:
-        """Pin the blocks of a prefix that are in the arena or being stored or fetched. Blocks
-        beyond half of the arena are not pinned, and are counted.
-
-        Args:
-            keys: keys of the prefix.
-            owner: identifies these pins for `unpin`. A block stays as long as one owner pins it.
-            seconds: seconds until the pins end, from the last call on; None for `pin_seconds`.
-        """
+        """See `CacheClient.pin`."""
         now = time.monotonic()
         self._pins.expire(now)
         until = now + (self._pin_seconds if seconds is None else seconds)
@@ -397,26 +349,23 @@ class KVCache:
         self._counters.refused_pins += refused
 
     def unpin(self, owner: Hashable = None) -> None:
-        """End all pins of `owner`."""
+        """See `CacheClient.unpin`."""
         self._pins.unpin(owner)
 
     def watch(self) -> None:
-        """Record changes for `drain_changes` from now on. All present blocks count as changes."""
+        """See `CacheClient.watch`."""
         self._index.watch()
         self._below.watch()
 
     @property
     def has_changes(self) -> bool:
-        """Whether `drain_changes` may return any."""
+        """See `CacheClient.has_changes`."""
         index = self._index
         is_left = index.changes is not None and bool(index.changes or index.stale_blocks)
         return is_left or self._below.has_changes
 
     def drain_changes(self) -> list[Changes]:
-        """What changed since the last call: blocks that became loadable or ceased to be, each at
-        most once, removals first within a medium. A block that came and left meanwhile is not among
-        them. Many changes take several calls, the oldest first; see `has_changes`. Empty without
-        `watch`."""
+        """See `CacheClient.drain_changes`."""
         changes = self._index.changes
         if changes is None:
             return []
@@ -425,13 +374,11 @@ class KVCache:
         return host + self._below.drain_changes(_CHANGES)
 
     def suspend(self) -> None:
-        """Disable lookups, loads and stores until a `clear` or `renew` succeeds: all blocks may be
-        outdated."""
+        """See `CacheClient.suspend`."""
         self._off = True
 
     def stop(self) -> None:
-        """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk
-        stay for the next process. Further calls do nothing, unless this raises."""
+        """See `CacheClient.stop`."""
         self._off = True
         if self._stopped:
             return
@@ -441,17 +388,12 @@ class KVCache:
         self._stopped = True
 
     def recover(self) -> None:
-        """After an error that may have lost a lease or a copy: store and fetch nothing until the
-        lower tiers have ended what they do or hang, and go on with the blocks that are ready. Later
-        polls do that. The methods call this themselves if they raise; so does a caller that may
-        have lost a fetch by an error. A caller cancels the transfers that it has lost."""
+        """See `CacheClient.recover`."""
         self._recovering = True
 
     @_sound
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
-        """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
-        Later polls free the slots. If this raises, the cache stays suspended. `cause` is one of
-        `ResetCause`; for metrics."""
+        """See `CacheClient.clear`."""
         self.suspend()
         self._forget_host_blocks(cause)
         self._below.clear()
@@ -459,10 +401,7 @@ class KVCache:
 
     @_sound
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
-        """Forget the blocks in host memory, because the caller names its blocks by other keys from
-        now on. Blocks below stay for other engines, and for later processes that use these keys.
-        Blocks of transfers under way are not published. Later polls free the slots. If this raises,
-        the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
+        """See `CacheClient.renew`."""
         self.suspend()
         self._forget_host_blocks(cause)
         self._below.renew()
@@ -470,16 +409,13 @@ class KVCache:
 
     @_sound
     def pause(self) -> None:
-        """The engine pauses and may free its pages, and has the same weights afterwards. All blocks
-        stay, except those that are being stored, whose pages may be gone before they are read."""
+        """See `CacheClient.pause`."""
         for copy in self._device.stores:
             self._index.discard(copy.blocks)
         self._counters.count_reset(ResetCause.PAUSE)
 
     def close(self, flush_seconds: float = 0.0) -> bool:
-        """Process the last reports and close the lower tiers, which may write waiting blocks for
-        `flush_seconds`. False if a tier hangs: it may still write to the arena, which must then
-        stay mapped. Errors are logged, never raised."""
+        """See `CacheClient.close`."""
         try:
             self.poll()
         except Exception as error:  # noqa: BLE001 - tiers and arena would never be closed

@@ -161,7 +161,8 @@ class CacheClient(Protocol):
 
     @property
     def disabled(self) -> bool:
-        """Whether lookups find nothing and no load or store begins."""
+        """Whether lookups find nothing and no load or store begins: after an error of a rank, or
+        between `suspend` and `clear` or `renew`."""
         ...
 
     @property
@@ -377,14 +378,15 @@ class CacheClient(Protocol):
 
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
-        If this raises, the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
+        Later polls free the slots. If this raises, the cache stays suspended. `cause` is one of
+        `ResetCause`; for metrics."""
         ...
 
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """Forget the blocks in host memory, because the caller names its blocks by other keys from
         now on. Blocks below stay for other engines, and for later processes that use these keys.
-        Blocks of transfers under way are not published. If this raises, the cache stays suspended.
-        `cause` is one of `ResetCause`; for metrics."""
+        Blocks of transfers under way are not published. Later polls free the slots. If this raises,
+        the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
         ...
 
     def pause(self) -> None:
@@ -394,12 +396,14 @@ class CacheClient(Protocol):
 
     def stop(self) -> None:
         """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk
-        stay for the next process."""
+        stay for the next process. Further calls do nothing, unless this raises."""
         ...
 
     def recover(self) -> None:
         """After an error that may have lost a lease or a copy: store and fetch nothing until the
-        lower tiers have ended what they do or hang, and go on with the blocks that are ready."""
+        lower tiers have ended what they do or hang, and go on with the blocks that are ready. Later
+        polls do that. Methods that raise call this themselves; so does a caller that may have lost
+        a fetch by an error. A caller cancels the transfers that it has lost."""
         ...
 
     def close(self, flush_seconds: float = 0.0) -> bool:
