@@ -87,6 +87,63 @@ def test_a_block_is_found_once_every_rank_has_stored_it(workers: Workers) -> Non
     assert cache.counters.stored_bytes == 2 * 64 * RANKS
 
 
+def test_a_held_store_is_published_once_it_is_confirmed(workers: Workers) -> None:
+    cache = workers.cache
+    held, other = cache.store(keys("a"), [0], held=True), cache.store(keys("b"), [0])
+    assert held is not None
+    assert other is not None
+    for transfer in (held, other):
+        workers.report(transfer, Status.DONE, Status.DONE)
+    assert cache.poll() == [Ended(other.id, Direction.STORE, done=True)]
+    assert cache.under_way == {held.id}
+    assert (cache.lookup(keys("a")), cache.lookup(keys("b"))) == (0, 1)
+    cache.confirm(held.id)
+    assert cache.poll() == [Ended(held.id, Direction.STORE, done=True)]
+    assert cache.lookup(keys("a")) == 1
+    assert cache.under_way == set()
+
+
+def test_discarded_blocks_of_a_store_are_never_found(workers: Workers) -> None:
+    cache = workers.cache
+    transfer = cache.store(keys("a", "b", "c"), [0, 1, 2])
+    assert transfer is not None
+    cache.discard(transfer.id, [1, 2])
+    workers.report(transfer, Status.DONE, Status.DONE)
+    assert cache.poll() == [Ended(transfer.id, Direction.STORE, done=True)]
+    assert cache.presence(keys("a", "b", "c")) == [Presence.HOST, *[Presence.ABSENT] * 2]
+
+
+def test_calls_for_a_transfer_that_has_ended_do_nothing(workers: Workers) -> None:
+    cache = workers.cache
+    transfer = cache.store(keys("a"), [0])
+    assert transfer is not None
+    workers.report(transfer, Status.DONE, Status.DONE)
+    cache.poll()
+    load = cache.load(keys("a"))
+    assert load is not None
+    for call in (cache.confirm, cache.discard, cache.cancel):
+        call(transfer.id)
+    assert cache.under_way == {load.id}
+    assert cache.lookup(keys("a")) == 1
+    workers.report(load, Status.DONE, Status.DONE)
+    assert cache.poll() == [Ended(load.id, Direction.LOAD, done=True)]
+    assert_no_slot_is_lost(index_of(cache))
+
+
+def test_a_transfer_says_which_key_lies_in_which_slot(workers: Workers) -> None:
+    workers.store("a")
+    store = workers.cache.store(keys("a", "b", "c"), [0, 1, 2])
+    assert store is not None
+    assert store.keys == keys("b", "c")
+    workers.report(store, Status.DONE, Status.DONE)
+    workers.cache.poll()
+    load = workers.cache.load(keys("a", "b", "c"))
+    assert load is not None
+    assert load.slots[1:] == store.slots
+    blocks = ready_blocks(index_of(workers.cache))
+    assert [blocks[key].slot for key in load.keys] == load.slots
+
+
 def test_a_failed_rank_means_never_found(workers: Workers) -> None:
     transfer = workers.cache.store(keys("a"), [0])
     assert transfer is not None
