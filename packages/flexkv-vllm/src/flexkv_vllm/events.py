@@ -139,7 +139,7 @@ class BlockEvents:
         cache.watch()
 
     def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Blocks of `request` have got a slot in host memory; blocks without one are left out.
+        """Blocks of `request` have got a slot in host memory.
 
         Args:
             request: read now; not kept.
@@ -147,10 +147,8 @@ class BlockEvents:
             blocks: position in the prefix and key of each.
         """
         self._follow_epoch()
-        new = [b for b in blocks if b[1] not in self._described or b[1] in self._lost]
-        absent = set(self._cache.missing([key for _, key in new])) if new else ()
-        for place, (position, key) in enumerate(new):
-            if place in absent:
+        for position, key in blocks:
+            if key in self._described and key not in self._lost:
                 continue
             self._described[key] = self._description(request, group, position)
             self._lost.pop(key, None)

@@ -113,11 +113,8 @@ class Demoter:
 
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
         """Whether the arena has one of these blocks and the tier, as far as known, has not."""
-        index = self._index
-        return any(
-            not has and index.lookup((key,))
-            for key, has in zip(keys, self.source.contains(keys), strict=True)
-        )
+        there, has = self._index.present(keys), self.source.contains(keys)
+        return any(ready and not known for ready, known in zip(there, has, strict=True))
 
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prefix that are ready in the arena. `write_waiting` then writes the

@@ -272,7 +272,12 @@ class Matcher:
         if self._describe is None or not awaited:
             return
         for each in wanted:
-            found = ((each.start + i, key) for i, key in enumerate(each.keys) if key in awaited)
+            absent = set(self._cache.missing(each.keys))
+            found = (
+                (each.start + i, key)
+                for i, key in enumerate(each.keys)
+                if key in awaited and i not in absent
+            )
             self._describe(tracked.request, each.group, found)
 
     def _fetched_tokens(
