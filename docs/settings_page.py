@@ -49,12 +49,13 @@ In the first two places a setting has its own name, in the environment the name 
 
 ENGINES = {
     "eviction_policy": (
-        "FlexKV follows whole requests under vLLM's connector, for models with one KV cache group, "
-        "and under SGLang's linker."
+        "FlexKV follows whole requests under vLLM's connectors, for models with one KV cache "
+        "group, and under SGLang's linker."
     ),
     "load_mode": (
         "With vLLM, layerwise loads need `--no-async-scheduling`, and make vLLM use PIECEWISE CUDA "
-        "graphs. SGLang's linker always loads layer by layer."
+        "graphs. Under OffloadingConnector all loads are asynchronous. SGLang's linker always "
+        "loads layer by layer."
     ),
 }
 """What a setting means for single engines, which the core does not know."""

@@ -94,7 +94,7 @@ def hung_jobs(link: Link) -> int:
 
 def chooser_of(side: Any) -> Any:
     """What decides whether a scheduler's loads are worth their time."""
-    return side._loads._chooser
+    return side._chooser
 
 
 def lose_track(side: Any) -> None:

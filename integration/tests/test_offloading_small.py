@@ -55,14 +55,16 @@ def tiny_arena(
     offloading: Callable[..., Connector],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    engine = host.get(engine_config(offloading(cpu_cache_gb=ARENA_GB)))
+    """With `lru`, on which some of these tests count."""
+    settings = offloading(cpu_cache_gb=ARENA_GB, eviction_policy="lru")
+    engine = host.get(engine_config(settings))
     engine.reset_prefix_cache(reset_connector=True)
     return engine
 
 
 @pytest.fixture
 def lru_arena(tiny_arena: Engine) -> Engine:
-    """Under OffloadingConnector, FlexKV evicts by LRU unless a setting names another policy."""
+    """See `tiny_arena`."""
     return tiny_arena
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from engine_world import BLOCK_TOKENS, World, random_prompt
-from stopwatch import Stopwatch, leave_out_workers, no_forward
+from stopwatch import Stopwatch, leave_out_workers
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
@@ -72,8 +72,6 @@ def run(repeats: int = 101) -> list[dict[str, Any]]:
             **options,
         )
         rows += [_row(name, case, taken) for name, taken in found.items()]
-    found = _offloaded(max(5, repeats // 5))
-    rows += [_row(name, "OffloadingConnector", taken) for name, taken in found.items()]
     return rows
 
 
@@ -166,39 +164,6 @@ def _keys_of_prompts(world: World, rng: random.Random) -> list[bytes]:
         keys += world.requests[request_id].block_hashes[:PROMPT_BLOCKS]
         world.settle()
     return keys[:PRESENCE_BLOCKS]
-
-
-def _offloaded(repeats: int) -> dict[str, list[float]]:
-    from offloading_world import OffloadingWorld
-
-    rng = random.Random(0)
-    found: dict[str, list[float]] = {"a lookup": [], "sources of the hit": []}
-    with tempfile.TemporaryDirectory() as directory:
-        world = OffloadingWorld(
-            Path(directory),
-            num_blocks=6 * PROMPT_BLOCKS,
-            slots=4 * PROMPT_BLOCKS,
-            budget=32768,
-            context=CONTEXT,
-        )
-        try:
-            type(world.ranks[0]).forward = no_forward  # type: ignore[method-assign]
-            watch = Stopwatch(world.connector)
-            while world.cache._index.free_slots:
-                world.generate(_prompt(rng), max_tokens=1)
-                world.settle()
-            for _ in range(repeats):
-                prompt = _prompt(rng)
-                world.generate(prompt, max_tokens=1)
-                world.forget()
-                watch.clear()
-                world.generate(prompt, max_tokens=1)
-                found["a lookup"].append(watch.total("get_num_new_matched_tokens"))
-                sources = watch.total("get_external_cache_hit_sources")
-                found["sources of the hit"].append(sources)
-        finally:
-            world.close()
-    return found
 
 
 def _prompt(rng: random.Random) -> list[int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from world_config import OFFLOADING
 
+from flexkv.figures.definitions import sample
 from flexkv_vllm.compat.core import fails_by_request
+from flexkv_vllm.metrics import PREFIX
 
 # With older releases the spec refuses to be imported.
 pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26")
@@ -117,8 +120,24 @@ class OffloadingWorld(World):
     def __init__(self, directory: Path, *, chunk: int = 1, **options: Any) -> None:
         super().__init__(directory, entry=OFFLOADING, block_tokens=chunk * BLOCK_TOKENS, **options)
 
-    def _set_clock(self) -> None:
-        """vLLM decides what is loaded, and FlexKV measures nothing."""
+    def collected(self) -> Counter[str]:
+        """Sums of all samples of FlexKV's that vLLM was given, without histograms."""
+        self.settle()
+        self.step()
+        total: Counter[str] = Counter()
+        for stats in self.stats:
+            told: Any = stats
+            for name, by_labels in told["data"].items():
+                if name.startswith(PREFIX):
+                    for labels, value in by_labels.items():
+                        if not isinstance(value, list):
+                            total[sample(name.removeprefix(PREFIX), *labels)] += value
+        return total
+
+    @property
+    def side(self) -> Any:
+        """What follows requests; None if FlexKV is turned off."""
+        return self.manager.prompts if self.is_on else None
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """One after another, as vLLM's current configuration is one for a process: only rank 0

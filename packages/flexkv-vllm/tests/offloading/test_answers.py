@@ -62,7 +62,7 @@ def swap(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def test_a_broken_manager_answers_all_calls(make_offloading_world: MakeOffloadingWorld) -> None:
     world = make_offloading_world(events=True)
     manager = world.manager
-    parts = ("_cache", "_figures", "_idle_steps", "_events", "_maker", "_requests", "_asking")
+    parts = ("_cache", "_figures", "_idle_steps", "_events", "_requests", "prompts")
     before = swap(manager, parts)
     for name, (arguments, answer) in MANAGER.items():
         assert getattr(manager, name)(*arguments) == answer, name
@@ -70,13 +70,28 @@ def test_a_broken_manager_answers_all_calls(make_offloading_world: MakeOffloadin
         setattr(manager, name, part)
     # A reset that failed may have left outdated blocks.
     assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
-    assert manager._requests == manager._asking == {}
+    assert manager._requests == {}
     manager._closed = manager._is_off = False
     # So may an error while wrong blocks are discarded.
     manager.held.discard({1}, Broken())
     assert manager.held.lost
     assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
     assert manager._requests == {}
+
+
+def test_a_broken_follower_of_requests_changes_no_answer(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world()
+    prompts, broken = world.side, Broken()
+    before = swap(prompts, ("by_id", "_chooser", "_reports", "_steps"))
+    assert prompts.match(broken, [(0, [KEY], 16, None)], 0, 16, lambda: (16, True)) == (16, True)
+    assert prompts.allocated(broken, 16) is None
+    assert prompts.step_begins(broken) is None
+    assert prompts.step_ended(broken, broken) is None
+    assert prompts.answers == {}
+    for name, part in before.items():
+        setattr(prompts, name, part)
 
 
 def test_a_broken_worker_answers_all_calls(make_offloading_world: MakeOffloadingWorld) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import ReqContext
 
 from flexkv import LayoutError
-from flexkv.eviction import POLICIES, UNKNOWN_REQUEST
+from flexkv.eviction import POLICIES, RequestContext
 from flexkv_vllm.offloading import offload_settings
 
 DRAINS_HOLDERS = hasattr(Scheduler, "_holds_kv_blocks")
@@ -50,7 +50,8 @@ def test_a_scheduled_request_hits_each_block_once(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     policy = CheckedPolicy(UseOrderPolicy())
-    monkeypatch.setitem(POLICIES, "lru", lambda slots: policy)
+    for name in POLICIES:
+        monkeypatch.setitem(POLICIES, name, lambda slots: policy)
     world = make_offloading_world()
     touch_often(world)
     rng = random.Random(31)
@@ -60,10 +61,15 @@ def test_a_scheduled_request_hits_each_block_once(
     stored = set(policy.hits)
     if not local:
         world.forget()
-    world.generate(stem + random_prompt(rng, BLOCK_TOKENS + 5), max_tokens=2 * BLOCK_TOKENS)
+    own = BLOCK_TOKENS + 5
+    request_id = world.generate(stem + random_prompt(rng, own), max_tokens=2 * BLOCK_TOKENS)
     world.settle()
+    hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id)
+    prompt, found, context = policy.prompts[-1]
+    assert (set(prompt[:4]), len(prompt), found, context) == (stored, 5, 4, hit)
+    assert policy.answers[request_id] == 2 * BLOCK_TOKENS
     assert len(stored) == 4
-    assert {key: policy.hits[key] for key in stored} == {key: [UNKNOWN_REQUEST] for key in stored}
+    assert {key: policy.hits[key] for key in stored} == {key: [hit] for key in stored}
 
 
 def touch_often(world: OffloadingWorld) -> None:
@@ -83,11 +89,18 @@ def touch_often(world: OffloadingWorld) -> None:
     manager.lookup, manager.prepare_store = touch_and_lookup, touch_and_store
 
 
-def test_auto_needs_requests(
+def test_auto_sees_the_requests_of_one_group(
     make_offloading_world: MakeOffloadingWorld, made_policies: list[str]
 ) -> None:
-    """vLLM's connector reports hits alone."""
     make_offloading_world(settings={"eviction_policy": "auto"})
+    assert made_policies == ["hazard"]
+
+
+@SEVERAL_GROUPS
+def test_auto_needs_the_prompts_of_all_groups(
+    make_offloading_world: MakeOffloadingWorld, made_policies: list[str]
+) -> None:
+    make_offloading_world(windows=(WINDOW,), settings={"eviction_policy": "auto"})
     assert made_policies == ["lru"]
 
 

@@ -17,6 +17,7 @@ from patience import wait_until
 
 from flexkv.engine.boundary import LASTING
 from flexkv.types.mover import Direction
+from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.worker import Job
 from packages.inside import assert_no_fetch, below_of, index_of
 from packages.tier_blocks import ready_blocks
@@ -121,12 +122,16 @@ def test_a_load_that_fails_while_it_is_ordered_keeps_nothing(
     world.generate(prompt)
     world.forget()
 
-    def failing(_: Any) -> None:
-        raise InjectedError
+    settle, errors = RequestBlocks.settle, [InjectedError()]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "record", failing)
-        request = world.generate(prompt)
+    def failing_once(blocks: RequestBlocks) -> None:
+        if errors:
+            raise errors.pop()
+        settle(blocks)
+
+    monkeypatch.setattr(RequestBlocks, "settle", failing_once)
+    request = world.generate(prompt)
+    assert errors == []
     assert world.external_tokens[request] == 0
     world.assert_at_rest()
     world.check_outputs()

@@ -4,7 +4,6 @@ up features of the installed vLLM rather than infer them from its version."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -14,7 +13,6 @@ from flexkv import LayoutError
 from flexkv.types.changes import Medium
 from flexkv_vllm.compat.core import hit_source
 from flexkv_vllm.compat.events import MEDIA
-from flexkv_vllm.compat.patches import key_positions
 
 _medium = getattr(base, "Medium", None)  # since 0.27; plain text before
 
@@ -32,15 +30,6 @@ def may_load_from(req_context: base.ReqContext, medium: Medium) -> bool:
     locality = base.Locality.REMOTE if medium.is_shared else base.Locality.LOCAL
     allowed: bool = tier_filter.allows(EVENT_MEDIA[medium], locality)
     return allowed
-
-
-def prefix_of(req_context: base.ReqContext, keys: Collection[bytes]) -> list[bytes]:
-    """Keys of the blocks of a request that end no later than those of `keys`: with what the engine
-    has itself, where vLLM tells positions (since 0.32)."""
-    positions = key_positions(req_context)
-    end = max((positions.get(key, 0) for key in keys), default=0)
-    before = [key for key, position in positions.items() if position <= end]
-    return before or list(keys)
 
 
 def load_source(medium: Medium = Medium.HOST) -> Any:

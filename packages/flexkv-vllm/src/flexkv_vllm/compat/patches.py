@@ -7,9 +7,9 @@ vLLM may change any of them without notice. Callers handle the names that a rele
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
         OffloadingConnector,
     )
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 
 def register_connector(name: str, module: str) -> None:
@@ -95,11 +97,6 @@ def step_metadata(connector: KVConnectorBase_V1) -> KVConnectorMetadata | None:
 def kv_cache_config_of(connector: KVConnectorBase_V1) -> KVCacheConfig | None:
     """The configuration with which vLLM created a connector."""
     return connector._kv_cache_config
-
-
-def key_positions(req_context: ReqContext) -> Mapping[bytes, int]:
-    """Positions of a request's blocks by key; empty before vLLM 0.32, which does not pass them."""
-    return getattr(req_context, "_offload_key_positions", {})
 
 
 def request_of_load(connector: OffloadingConnector, job_id: int) -> str:
@@ -177,31 +174,129 @@ def offer_only_what_was_computed() -> None:
     connector._calc_num_offloadable_tokens = count_computed
 
 
-def tell_failed_steps(tell: Callable[[Any, set[int], Any], None]) -> None:
-    """Make the scheduler side of vLLM's offloading connector call `tell` before it takes in the
-    results of a step in which loads failed, another connector's too. `tell` gets its manager, the
-    blocks that were not filled, and the scheduler side, for `blocks_of_requests` and
-    `drop_from_prefix_cache`. A second call changes nothing."""
+class ConnectorCalls(Protocol):
+    """FlexKV's part in calls of the scheduler side of vLLM's offloading connector that its manager
+    does not see. None of them may raise."""
+
+    def match(
+        self,
+        request: Request,
+        groups: Sequence[tuple[int, Sequence[bytes], int, int | None]],
+        local_tokens: int,
+        limit: int,
+        ask: Callable[[], tuple[int | None, bool]],
+    ) -> tuple[int | None, bool]:
+        """vLLM's connector looks for the hit of a request.
+
+        Args:
+            request: vLLM's request.
+            groups: for each KV cache group its number, the keys of the request's complete blocks,
+                tokens of a block, and how many blocks a hit needs of it; None for all.
+            local_tokens: tokens that vLLM has itself.
+            limit: tokens before the last block that vLLM may look up.
+            ask: makes vLLM's connector look, and returns its answer.
+
+        Returns:
+            The answer for vLLM's scheduler.
+        """
+        ...
+
+    def allocated(self, request: Request, tokens: int) -> None:
+        """vLLM gave blocks to a request, and loads as many tokens into them."""
+        ...
+
+    def step_begins(self, output: SchedulerOutput) -> None:
+        """vLLM has scheduled a step."""
+        ...
+
+    def step_ended(self, output: KVConnectorOutput, side: Any) -> None:
+        """The results of a step have come. vLLM takes them in next. `side` is for
+        `blocks_of_requests` and `drop_from_prefix_cache`."""
+        ...
+
+
+def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> None:
+    """Make the scheduler side of vLLM's offloading connector pass its calls on.
+
+    `calls_of` returns what to call for a manager; None for managers of other specs. A second call
+    changes nothing.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
     side: Any = scheduler.OffloadingConnectorScheduler
-    update = side.update_connector_output
+    match, allocate = side.get_num_new_matched_tokens, side.update_state_after_alloc
+    build, update = side.build_connector_meta, side.update_connector_output
     if hasattr(update, "__wrapped__"):
         return
 
+    @functools.wraps(match)
+    def follow_match(self: Any, request: Any, num_computed_tokens: int, *a: Any, **k: Any) -> Any:
+        def ask() -> tuple[int | None, bool]:
+            answer: tuple[int | None, bool] = match(self, request, num_computed_tokens, *a, **k)
+            return answer
+
+        calls = calls_of(self.manager)
+        if calls is None:
+            return ask()
+        most = next(iter((*a, *k.values())), None)  # `max_num_new_tokens`, since 0.30
+        groups, limit = _groups_of_request(self, request, num_computed_tokens, most)
+        return calls.match(request, groups, num_computed_tokens, limit, ask)
+
+    @functools.wraps(allocate)
+    def follow_allocation(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        allocate(self, request, blocks, num_external_tokens)
+        calls = calls_of(self.manager)
+        if calls is not None:
+            calls.allocated(request, num_external_tokens)
+
+    @functools.wraps(build)
+    def follow_step(self: Any, scheduler_output: Any) -> Any:
+        calls = calls_of(self.manager)
+        if calls is not None:
+            calls.step_begins(scheduler_output)
+        return build(self, scheduler_output)
+
     @functools.wraps(update)
-    def tell_and_update(self: Any, connector_output: Any) -> Any:
-        if connector_output.invalid_block_ids:
-            tell(self.manager, connector_output.invalid_block_ids, self)
+    def follow_end(self: Any, connector_output: Any) -> Any:
+        calls = calls_of(self.manager)
+        if calls is not None:
+            calls.step_ended(connector_output, self)
         return update(self, connector_output)
 
     def bind_pool(self: Any, pool: Any) -> None:
         self.connector_scheduler.flexkv_pool = pool
 
-    side.update_connector_output = tell_and_update
+    side.get_num_new_matched_tokens, side.update_state_after_alloc = follow_match, follow_allocation
+    side.build_connector_meta, side.update_connector_output = follow_step, follow_end
     connector: Any = offloading_connector.OffloadingConnector
     connector.bind_gpu_block_pool = bind_pool
+
+
+def _groups_of_request(
+    side: Any, request: Any, local_tokens: int, most: int | None
+) -> tuple[list[tuple[int, Sequence[bytes], int, int | None]], int]:
+    """The groups and the limit for `ConnectorCalls.match`. No groups, if this release has the
+    blocks of requests elsewhere: each of them is then looked up by itself."""
+    limit: int = request.num_tokens
+    try:
+        status = side._req_status[request.request_id]
+        status.update_offload_keys()
+        groups = [
+            (
+                config.group_idx,
+                state.offload_keys,
+                config.tokens_per_chunk,
+                config.sliding_window_size_in_chunks,
+            )
+            for config, state in zip(side.config.kv_group_configs, status.group_states, strict=True)
+        ]
+        caps = [most, getattr(status, "max_load_tokens", None)]
+        # The blocks of a draft model are looked up a block further.
+        further = max(tokens for _, _, tokens, _ in groups)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return [], limit
+    return groups, min([limit, *(local_tokens + cap + further for cap in caps if cap is not None)])
 
 
 def blocks_of_requests(side: Any) -> dict[str, list[Sequence[int]]] | None:

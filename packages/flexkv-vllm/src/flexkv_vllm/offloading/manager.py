@@ -5,6 +5,7 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
@@ -24,12 +25,13 @@ from flexkv.client import CacheClient, Transfer
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
-from flexkv.engine.side_figures import CacheFigures, log_totals
-from flexkv_vllm.compat.offloading import load_source, prefix_of
+from flexkv.engine.side_figures import log_totals
+from flexkv.types.changes import Medium
+from flexkv_vllm.compat.offloading import load_source
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.held import HeldStores
 from flexkv_vllm.offloading.orders import ArenaBlocks
-from flexkv_vllm.offloading.requests import RequestBlocks, RequestMaker
+from flexkv_vllm.offloading.prompts import OffloadedPrompts
 from flexkv_vllm.offloading.stats import connector_stats
 
 if TYPE_CHECKING:
@@ -56,8 +58,10 @@ class FlexKVOffloadingManager(OffloadingManager):
         boundary: catches errors.
         tells_events: whether KV events are on.
         settings: settings of the engine, which metrics show, too.
+        prompts: follows requests through vLLM's connector; owned.
 
     Attributes:
+        prompts: as given.
         held: the stores whose blocks are not known to be computed yet.
         choose_reset: decides whether a reset of vLLM's keeps or discards the blocks; discards them
             unless the owner sets it.
@@ -71,24 +75,29 @@ class FlexKVOffloadingManager(OffloadingManager):
         unmap: Callable[[], None],
         boundary: ErrorBoundary,
         tells_events: bool,
+        *,
         settings: CacheConfig,
+        prompts: OffloadedPrompts,
     ) -> None:
         self._cache = cache
         self._unmap = unmap
         self._boundary = boundary
-        self._maker = RequestMaker(cache, settings.request_options)
-        self._figures = CacheFigures(cache, boundary, lambda: self._maker.ignored)
         self._events = OffloadedBlocks(cache) if tells_events else None
-        self._requests: dict[str, RequestBlocks] = {}
-        self._asking: dict[str, RequestBlocks] = {}
+        self.prompts = prompts
+        prompts.before_match = self._poll
+        self._requests, self._answers = prompts.by_id, prompts.answers
+        self._figures = prompts.figures
+        self._fetched: dict[str, dict[bytes, Medium]] = {}  # by id of the loaded request
         self._loading: dict[int, str] = {}
         self._ended = EndedTransfers(cache)
         self._ordered: set[int] = set()  # ids of the transfers under way that vLLM knows
         self._lost_some = False
         self.held = HeldStores(cache, boundary)
+        prompts.distrust = self.held.discard
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
+        prompts.may_find = self._may_find
         boundary.after_error = self._after_error_in(cache)
         self.weights_changed: Callable[..., None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
@@ -98,39 +107,44 @@ class FlexKVOffloadingManager(OffloadingManager):
     @answers(lambda *_: RequestOffloadingContext(), "it is begun when it is looked up")
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         with self._boundary.guard("beginning a request", "it is begun when it is looked up"):
-            self._request(req_context)
+            self.prompts.request(req_context)
         return RequestOffloadingContext()
 
     @answers(always(None), "its blocks may leave sooner")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._asking.pop(req_context.req_id, None)
-        request = self._requests.pop(req_context.req_id, None)
+        request = self.prompts.ended(req_context.req_id)
+        self._fetched.pop(req_context.req_id, None)
         if request is None:
             return
         with self._boundary.guard("ending a request", "its blocks may leave sooner"):
             request.settle()
             self._cache.touch(list(request.stored))
+            self.prompts.report_ended(request)
             return
         request.settle()
 
     # Loads.
 
-    @answers(always(LookupResult.MISS), "it is a miss")
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._is_off or self.held.lost:
+        # One block a call, thousands for a long prompt. This cannot fail.
+        result = self._answers.get(key)
+        return self._look_up(key, req_context) if result is None else result
+
+    @answers(always(LookupResult.MISS), "it is a miss")
+    def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._may_find():
             return LookupResult.MISS
         with self._boundary.guard("lookup", "it is a miss"):
-            if not self._asking:
-                self._poll()
-            request = self._request(req_context)
-            self._asking[req_context.req_id] = request
-            return request.lookup(key)
+            return self.prompts.lookup(key, self.prompts.request(req_context))
         return LookupResult.MISS
 
-    @answers(lambda *_: load_source(), "it counts as host memory")
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        with self._boundary.guard("telling where a hit came from", "it counts as host memory"):
-            return load_source(self._request(req_context).source_of(key))
+        # One block a call, as above.
+        fetched = self._fetched.get(req_context.req_id)
+        return self._from_host if fetched is None else load_source(fetched.get(key, Medium.HOST))
+
+    @cached_property
+    def _from_host(self) -> Any:
         return load_source()
 
     @answers(lambda *_: ArenaBlocks(), "vLLM is told that it failed")
@@ -159,10 +173,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         """
         transfer = None
         with self._boundary.guard("reserving blocks", "they are not cached"):
-            # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
-            request = self._requests.get(req_context.req_id)
-            if request is not None:
-                transfer = self._reserve(list(keys), request, req_context.req_id)
+            transfer = self._reserve(list(keys), req_context.req_id)
         if transfer is None:
             return _nothing_to_store()
         reserved = [OffloadKey(key) for key in transfer.keys]
@@ -180,19 +191,16 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(always(None), "nothing is fetched")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        asking, self._asking = self._asking, {}
         with self._boundary.guard("ending a step's lookups", "nothing is fetched"):
             self.held.step_is_complete()
             self._idle_steps.note(bool(self._requests))
             self._poll()
-            for request in asking.values():
-                request.fetch_lacking()
+            self.prompts.fetch_lacking()
             for request_id in context.new_req_ids:
                 if request_id in self._requests:
                     self._requests[request_id].settle()
             return
-        for request in asking.values():
-            request.fetch_nothing()
+        self.prompts.fetch_nothing()
 
     @answers(always(False), "copies end in the steps of later requests")
     def has_pending_work(self) -> bool:
@@ -209,9 +217,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _pause(self) -> bool:
         with self._boundary.guard("pausing", "all blocks are discarded"):
-            self._asking.clear()
-            for request in self._requests.values():
-                request.forget()
+            self.prompts.forget()
             self._cache.pause()
             self.held.release_all()
             self._figures.note_activity()
@@ -220,10 +226,8 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _reset(self, cause: str) -> bool:
         self._cache.suspend()
-        self._asking.clear()
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
-            for request in self._requests.values():
-                request.forget()
+            self.prompts.forget()
             self._cache.clear(cause)
             self.held.release_all()
             self._figures.note_activity()
@@ -252,6 +256,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             return
         self._closed = True
         with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
+            self.prompts.close()
             unused = self._cache.close()
             log_totals(self._cache, self._boundary)
             if unused:
@@ -261,18 +266,18 @@ class FlexKVOffloadingManager(OffloadingManager):
         """Find no block any more, after a reset that may have left outdated ones."""
         self._is_off = True
 
-    def _request(self, context: ReqContext) -> RequestBlocks:
-        request = self._requests.get(context.req_id)
-        if request is None:
-            request = self._requests[context.req_id] = self._maker.make(context)
-        return request
+    def _may_find(self) -> bool:
+        return not (self._is_off or self.held.lost)
 
     def _begin_load(self, keys: Collection[OffloadKey], context: ReqContext) -> Transfer | None:
         transfer = self._cache.load(list(keys))
         if transfer is not None:
-            self._request(context).settle()
-            self._cache.record(prefix_of(context, keys))
-            self._figures.hit(len(transfer.slots))
+            request = self.prompts.request(context)
+            self._fetched.pop(context.req_id, None)
+            media = request.media()
+            if media:
+                self._fetched[context.req_id] = media
+            request.settle()
             self._loading[transfer.id] = context.req_id
         return transfer
 
@@ -289,17 +294,15 @@ class FlexKVOffloadingManager(OffloadingManager):
         if request is not None:
             request.load_no_more()
 
-    def _reserve(
-        self, keys: list[OffloadKey], request: RequestBlocks, request_id: str
-    ) -> Transfer | None:
+    def _reserve(self, keys: list[OffloadKey], request_id: str) -> Transfer | None:
+        request = self._requests.get(request_id)
+        if request is None:
+            # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
+            return None
         request.settle()  # it runs
         if request.stale or not request.options.store:
             return None
         chain, positions = request.offer(keys)
-        if len(positions) < len(keys):
-            # vLLM also offers blocks that it has itself: some of them were hit.
-            there = set(keys).difference(chain[i] for i in positions)
-            self._cache.record([key for key in keys if key in there])
         transfer = self._cache.store(chain, positions, held=True) if positions else None
         if transfer is not None:
             self._figures.note_activity()

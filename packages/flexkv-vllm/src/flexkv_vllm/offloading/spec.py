@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.recorder import warn_unrecorded
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.offload_settings import read_settings
-from flexkv_vllm.offloading.start import make_manager, make_worker
+from flexkv_vllm.offloading.start import make_worker
+from flexkv_vllm.offloading.start_manager import make_manager
 from flexkv_vllm.offloading.stats import metric_definitions
 from flexkv_vllm.weights import WeightWatch
 
@@ -49,7 +49,6 @@ class FlexKVOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             if self._settings.enable:
-                warn_unrecorded(self._settings, "under vLLM's OffloadingConnector")
                 manager = make_manager(self.config, self._settings, self._boundary)
                 manager.choose_reset = WeightWatch(manager.weights_changed).reset
                 self._manager = manager

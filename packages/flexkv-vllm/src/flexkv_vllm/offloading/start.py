@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of an engine with an offloading spec. All checks run here and raise."""
+"""Start of a rank with an offloading spec. All checks run here and raise."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.start import attach_session, closed_on_error, make_cache, open_rank
+from flexkv.engine.start import open_rank
 from flexkv.session import Shard
 from flexkv_kernels.torch_device import device_of
-from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.offloading import worker_config
-from flexkv_vllm.compat.patches import offer_only_what_was_computed, tell_failed_steps
-from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
 from flexkv_vllm.support import check_launcher, check_pooling
@@ -67,45 +64,3 @@ def make_worker(
     blocks = max(layout.num_blocks for layout in layouts)
     session, groups = open_rank(settings, config.engine_id, shard, ranks, start, pool_blocks=blocks)
     return FlexKVOffloadingWorker(session, groups, rank, device, boundary)
-
-
-def make_manager(
-    config: OffloadingConfig, settings: CacheConfig, boundary: ErrorBoundary
-) -> FlexKVOffloadingManager:
-    """Attach to the arena of the workers, and open the cache.
-
-    Args:
-        config: vLLM's configuration of offloading.
-        settings: FlexKV's settings.
-        boundary: ends, counts and logs run-time errors.
-
-    Returns:
-        The manager, which the caller shuts down. It owns the session and the cache.
-
-    Raises:
-        ArenaError: the workers have created no arena.
-        DiskError: a cache directory cannot be used.
-    """
-    warn_if_newer()
-    offer_only_what_was_computed()
-    tell_failed_steps(_discard_stores)
-    session = attach_session(settings, config.engine_id)
-    with closed_on_error(session):
-        keeps = session.info.durable
-        cache = make_cache(settings, session, keeps_blocks=keeps, follows_requests=False)
-    spec = session.arena.spec
-    logger.info(
-        "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
-        spec.num_slots,
-        spec.total_bytes / (1 << 30),
-        session.info.fingerprint,
-    )
-    return FlexKVOffloadingManager(
-        cache, session.close, boundary, config.enable_kv_cache_events, settings
-    )
-
-
-def _discard_stores(manager: object, invalid: set[int], side: object) -> None:
-    # The engine may have another spec's manager.
-    if isinstance(manager, FlexKVOffloadingManager):
-        manager.held.discard(invalid, side)

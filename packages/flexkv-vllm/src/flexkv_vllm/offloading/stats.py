@@ -18,18 +18,10 @@ from flexkv.figures.definitions import METRICS, Kind, Metric, Samples
 from flexkv.figures.exposition import INFO_LABELS, INFO_NAME, INFO_TEXT, info_labels, values_of
 from flexkv_vllm.metrics import PREFIX
 
-_UNKNOWN = {"query_tokens", "hit_tokens", "saved_prefill_seconds"}
-"""A manager is asked for blocks, and does not know for which tokens; vLLM counts those. Nor does it
-see how long a step takes."""
-
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """The metrics that FlexKV adds to the connector's."""
-    definitions = {
-        PREFIX + metric.name: _definition(metric)
-        for metric in METRICS
-        if metric.name not in _UNKNOWN
-    }
+    definitions = {PREFIX + metric.name: _definition(metric) for metric in METRICS}
     definitions[PREFIX + INFO_NAME] = OffloadingGaugeMetadata(INFO_TEXT, INFO_LABELS)
     return definitions
 
@@ -41,8 +33,6 @@ def connector_stats(
     stats = OffloadingConnectorStats()
     for metric, labels, value, times in values_of(samples):
         name = PREFIX + metric.name
-        if metric.name in _UNKNOWN:
-            continue
         if metric.kind is Kind.COUNTER:
             stats.increase_counter(name, value, labels)
         elif metric.kind is Kind.GAUGE:

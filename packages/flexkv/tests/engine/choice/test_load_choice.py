@@ -431,7 +431,7 @@ def test_a_short_delay_is_accepted(clock: Clock) -> None:
 
 def test_each_step_behind_counts(clock: Clock) -> None:
     ahead = saturated(clock)
-    ahead._steps_behind = 2
+    ahead.steps_behind = 2
     assert ahead.choose_load(SPAN, 10, others=6) == LoadChoice(0, Left.DELAYED)
     assert ahead.choose_load(SPAN, 10, others=7) == LoadChoice(10)
 

@@ -79,6 +79,7 @@ class LoadChooser:
 
     Attributes:
         timer: takes the ends of steps.
+        steps_behind: as given, 0 unless loads are asynchronous; the owner sets it where it varies.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class LoadChooser:
         self._ranks = ranks
         self._on_cores = on_cores
         self._loading_now = loading
-        self._steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
+        self.steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
         self._prefill = PrefillPace()
         self._device = LinkPace()
         self.timer = StepTimer(self._prefill, clock)
@@ -206,7 +207,7 @@ class LoadChooser:
         """
         if others == 0:
             return False
-        delay = self._steps_behind * self.timer.step_seconds
+        delay = self.steps_behind * self.timer.step_seconds
         return delay > max(computing * (1 + others), _MOST_DELAY_SECONDS)
 
     def _loading(self, blocks: int) -> float | None:

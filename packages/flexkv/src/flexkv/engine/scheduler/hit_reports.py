@@ -25,6 +25,9 @@ class HitReports:
         figures: counts the queries and hits of requests.
         recorder: records requests for `flexkv plan`; None if nothing is recorded.
         block_tokens: tokens of a block in the first group.
+
+    Attributes:
+        figures: as given.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class HitReports:
     ) -> None:
         self._cache = cache
         self._chooser = chooser
-        self._figures = figures
+        self.figures = figures
         self._recorder = recorder
         self._block_tokens = block_tokens
 
@@ -71,12 +74,12 @@ class HitReports:
             own, length = match.local_tokens, request.num_prompt_tokens
             self._recorder.scheduled(request.request_id, length, own, tokens, context.session)
         if fetched is not None:
-            self._figures.asked(request.num_tokens - match.local_tokens, tokens, fetched)
+            self.figures.asked(request.num_tokens - match.local_tokens, tokens, fetched)
         if tokens:
             blocks = -(-tokens // self._block_tokens)
-            self._figures.hit(blocks, Span(match.local_tokens, hit_tokens))
+            self.figures.hit(blocks, Span(match.local_tokens, hit_tokens))
         for reason, left in match.left:
-            self._figures.left(reason, left)
+            self.figures.left(reason, left)
             self._chooser.left(reason)
 
     def ended(self, request: EngineRequest, keys: Callable[[], Sequence[bytes]]) -> None:
@@ -87,6 +90,11 @@ class HitReports:
         if self._recorder is not None:
             names = keys()
             self._recorder.ended(request.request_id, output, len(names), lambda: names)
+
+    def close(self) -> None:
+        """Close the recorder."""
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 class FollowedRequest(Protocol):

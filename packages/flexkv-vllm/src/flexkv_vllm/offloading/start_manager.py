@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of the scheduler side of an offloading spec. All checks run here and raise."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from flexkv import CacheConfig
+from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.scheduler.hit_reports import HitReports
+from flexkv.engine.side_figures import CacheFigures
+from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
+from flexkv_vllm.compat.core import warn_if_newer
+from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
+from flexkv_vllm.offloading.prompts import OffloadedPrompts
+from flexkv_vllm.offloading.requests import RequestMaker
+
+logger = logging.getLogger("flexkv.vllm")
+
+
+def make_manager(
+    config: OffloadingConfig, settings: CacheConfig, boundary: ErrorBoundary
+) -> FlexKVOffloadingManager:
+    """Attach to the arena of the workers, and open the cache.
+
+    Args:
+        config: vLLM's configuration of offloading.
+        settings: FlexKV's settings.
+        boundary: ends, counts and logs run-time errors.
+
+    Returns:
+        The manager, which the caller shuts down. It owns the session and the cache.
+
+    Raises:
+        ArenaError: the workers have created no arena.
+        DiskError: a cache directory cannot be used.
+    """
+    warn_if_newer()
+    offer_only_what_was_computed()
+    follow_connector(_prompts_of)
+    session = attach_session(settings, config.engine_id)
+    spec, chunk = session.arena.spec, config.cache.blocks_per_chunk
+    with contextlib.ExitStack() as undo:
+        undo.callback(session.close)
+        cache = make_cache(
+            settings,
+            session,
+            keeps_blocks=session.info.durable,
+            follows_requests=len(config.groups) == 1,  # the policy sees the prompts of one
+        )
+        undo.callback(cache.close)
+        tokens = config.groups[0].tokens_per_block * chunk
+        chooser = make_chooser(settings, LoadMode.ASYNC, spec, cache)
+        recorder = make_recorder(settings, "vllm", tokens, spec.format.slot_bytes, chooser)
+        maker = RequestMaker(cache, settings.request_options, chooser.fetched)
+        figures = CacheFigures(cache, boundary, lambda: maker.ignored, lambda: chooser.prefill_cost)
+        reports = HitReports(cache, chooser, figures, recorder, tokens)
+        manager = FlexKVOffloadingManager(
+            cache,
+            session.close,
+            boundary,
+            config.enable_kv_cache_events,
+            settings=settings,
+            prompts=OffloadedPrompts(maker, chooser, reports, boundary),
+        )
+        undo.pop_all()
+    if settings.load_mode != LoadMode.ASYNC.value:
+        logger.warning(
+            "load_mode is %r, but vLLM's OffloadingConnector loads before the step that computes a "
+            "request; load_mode has no effect",
+            settings.load_mode,
+        )
+    logger.info(
+        "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
+        spec.num_slots,
+        spec.total_bytes / (1 << 30),
+        session.info.fingerprint,
+    )
+    return manager
+
+
+def _prompts_of(manager: object) -> OffloadedPrompts | None:
+    # The engine may have another spec's manager.
+    return manager.prompts if isinstance(manager, FlexKVOffloadingManager) else None
