@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetches of a scheduler's requests over a tier that gives what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from memory_tier import MemoryTier
+
+from flexkv import KVCache
+from flexkv.client import FetchId, FetchState
+from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.request_options import RequestOptions
+from flexkv.eviction import LRUPolicy
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.tiers.base import AttachedTier
+from flexkv.types.admission import ADMISSIONS
+from flexkv.types.changes import Medium
+from flexkv.types.mover import Status
+from packages.inside import assert_no_fetch, assert_no_lease
+
+KEYS = [bytes([i]) for i in range(4)]
+SLOT = 4096
+
+
+class Node:
+    """A cache over a disk with four blocks, and a request that wants them."""
+
+    def __init__(self) -> None:
+        self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 16), threads=1)
+        self.disk = MemoryTier()
+        self.disk.blocks = {key: key * SLOT for key in KEYS}
+        tiers = [AttachedTier(self.disk, ADMISSIONS["second_hit"], 60.0)]
+        self.cache = KVCache(self.arena, LRUPolicy(), tiers)
+        self.ended: list[tuple[FetchId, FetchState]] = []
+        self.fetches = Fetches(self.cache, False, lambda *end: self.ended.append(end))
+        request: Any = None
+        self.tracked = TrackedRequest(request, RequestOptions())
+        self.waits = True
+        self.answers: list[FetchState] = []
+
+    def offer(self, first: int = 0) -> int | None:
+        def is_worth_waiting(_: FetchId, state: FetchState, end: int) -> bool:
+            assert end == first + state.stop
+            self.answers.append(state)
+            return self.waits
+
+        return self.fetches.offer(self.tracked, KEYS[first:], first, is_worth_waiting)
+
+    def give_all(self) -> None:
+        self.disk.end_all()
+        self.cache.poll()
+
+    def load(self, status: Status) -> None:
+        """Another request loads all blocks."""
+        transfer = self.cache.load(KEYS)
+        assert transfer is not None
+        self.arena.board.report(transfer.cell, 0, status)
+        self.cache.poll()
+
+    def assert_at_rest(self) -> None:
+        self.fetches.end(self.tracked)
+        self.cache.poll()
+        assert_no_fetch(self.cache)
+        assert_no_lease(self.cache)
+        assert not self.fetches.has_begun(self.tracked)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.disk.tasks.clear()
+    made.arena.close()
+
+
+def test_a_request_waits_until_its_blocks_have_arrived(node: Node) -> None:
+    assert node.offer() is None
+    assert node.fetches.is_waiting(node.tracked)
+    node.give_all()
+    assert node.offer() == 4
+    assert not node.fetches.is_waiting(node.tracked)
+    assert node.fetches.media_of(node.tracked) == dict.fromkeys(KEYS, Medium.DISK)
+    node.assert_at_rest()
+    ((_, last),) = node.ended
+    assert (last.arrived, last.gave[Medium.DISK][0]) == (4, 4)
+
+
+def test_a_request_for_which_a_wait_is_not_worthwhile_gets_what_is_there(node: Node) -> None:
+    node.waits = False
+    assert node.offer() == 0
+    node.disk.end(node.disk.of(KEYS[0]))
+    node.cache.poll()
+    assert node.offer() == 1
+    node.assert_at_rest()
+
+
+def test_blocks_that_came_while_the_request_was_queued_need_no_other_fetch(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.fetches.begin_early(node.tracked, KEYS)
+    node.give_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(node.cache, "fetch", None)
+        patch.setattr(node.cache, "lookup", None)
+        assert node.offer() == 4
+    assert node.answers == []
+    assert node.tracked.waiting is None
+    assert node.fetches.media_of(node.tracked) == dict.fromkeys(KEYS, Medium.DISK)
+    node.assert_at_rest()
+    assert len(node.ended) == 1
+
+
+def test_a_request_waits_for_the_blocks_that_its_early_fetch_still_reads(node: Node) -> None:
+    node.fetches.begin_early(node.tracked, KEYS)
+    node.disk.end(node.disk.of(KEYS[0]))
+    node.cache.poll()
+    assert node.offer() is None
+    assert node.tracked.early is None
+    node.give_all()
+    assert node.offer() == 4
+    assert node.fetches.media_of(node.tracked) == dict.fromkeys(KEYS, Medium.DISK)
+    assert len(node.ended) == 1
+    node.assert_at_rest()
+
+
+def test_an_early_fetch_does_not_answer_for_other_blocks(node: Node) -> None:
+    node.fetches.begin_early(node.tracked, KEYS)
+    node.give_all()
+    assert node.offer(first=1) == 3
+    node.assert_at_rest()
+
+
+@pytest.mark.parametrize("end", [KVCache.suspend, KVCache.stop, KVCache.renew])
+def test_a_cache_that_has_lost_its_blocks_offers_none(node: Node, end: Any) -> None:
+    node.fetches.begin_early(node.tracked, KEYS)
+    node.give_all()
+    end(node.cache)
+    assert node.offer() in (0, None)
+    node.fetches.end(node.tracked)
+
+
+def test_a_block_that_another_request_found_unreadable_is_not_offered(node: Node) -> None:
+    node.fetches.begin_early(node.tracked, KEYS)
+    node.give_all()
+    node.load(Status.DONE)
+    assert node.offer() == 4
+    node.load(Status.FAILED)
+    node.disk.blocks.clear()
+    assert node.offer() == 0
+    node.assert_at_rest()
