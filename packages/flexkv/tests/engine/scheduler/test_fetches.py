@@ -129,7 +129,9 @@ def test_a_request_waits_for_the_blocks_that_its_early_fetch_still_reads(node: N
 
 
 def test_an_early_fetch_does_not_answer_for_other_blocks(node: Node) -> None:
-    node.fetches.begin_early(node.tracked, KEYS)
+    node.fetches.begin_early(node.tracked, KEYS[:3])
+    node.give_all()
+    assert node.offer(first=1) is None, "the last of three blocks is still on disk"
     node.give_all()
     assert node.offer(first=1) == 3
     node.assert_at_rest()
