@@ -4,7 +4,7 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
 from flexkv.engine.side_figures import log_totals
-from flexkv.types.changes import Medium
 from flexkv_vllm.compat.offloading import load_source
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.held import HeldStores
@@ -87,7 +86,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         prompts.before_match = self._poll
         self._requests, self._answers = prompts.by_id, prompts.answers
         self._figures = prompts.figures
-        self._fetched: dict[str, dict[bytes, Medium]] = {}  # by id of the loaded request
+        # By id of the loaded request the media of its blocks that came from lower tiers.
+        self._fetched: dict[str, Mapping[bytes, Any]] = {}
         self._loading: dict[int, str] = {}
         self._ended = EndedTransfers(cache)
         self._ordered: set[int] = set()  # ids of the transfers under way that vLLM knows
@@ -141,7 +141,8 @@ class FlexKVOffloadingManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         # One block a call, as above.
         fetched = self._fetched.get(req_context.req_id)
-        return self._from_host if fetched is None else load_source(fetched.get(key, Medium.HOST))
+        medium = None if fetched is None else fetched.get(key)
+        return self._from_host if medium is None else load_source(medium)
 
     @cached_property
     def _from_host(self) -> Any:
