@@ -81,9 +81,9 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool fetched) {
+Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_hash_t hash, Py_ssize_t before, Block* near,
+                      bool fetched) {
   const KeyView view = keys[i];
-  const Py_hash_t hash = hash_of(view);
   if (Block* const known = table_.find_any(view, hash); known != nullptr) {
     if (!known->is_stale()) {
       return nullptr;
@@ -469,9 +469,13 @@ void Index::remove(Block* block) {
 void Index::take_out(Block* block) {
   const Reference kept(object_of(block));  // the reference of the table
   if (const Block* const parent = block->parent; parent != nullptr) {
-    // Often the next that leaves. Its memory is seldom in the processor's caches.
-    table_.prefetch(parent);
-    __builtin_prefetch(parent->parent);
+    // Often the next that leaves, and the one after it. Their memory is seldom in the processor's
+    // caches.
+    table_.prefetch(parent->hash);
+    if (const Block* const second = parent->parent; second != nullptr) {
+      table_.prefetch(second->hash);
+      __builtin_prefetch(second->parent);
+    }
   }
   untable(block);
   const bool attached = block->attached();

@@ -47,20 +47,20 @@ class Index {
   // The places of the keys that have no slot.
   std::vector<Py_ssize_t> missing(const Keys& keys) const;
 
-  // Fetches the memory that `reserve` reads for some of these keys. Throws PythonError.
-  void prefetch(const Keys& keys, Py_ssize_t start, Py_ssize_t count) const {
-    table_.prefetch(keys, start, count);
-  }
+  // Fetches the memory that `reserve` reads first for the key of this hash.
+  void prefetch(Py_hash_t hash) const noexcept { table_.prefetch(hash); }
 
   // The ready blocks of all keys, with a lease each; empty if one is missing.
   std::vector<Block*> lease(const Keys& keys);
   void release(const std::vector<Block*>& blocks);
   void release_unused(const std::vector<Block*>& blocks);
 
-  // A new reference to a block in state writing for key `i`, or null: see BlockIndex.reserve. It
-  // builds on the block of key `before`, or on none if that is -1. `near` is a block in the index,
-  // which may be that of `before`, or null. It is `fetched` if a lower tier will give its bytes.
-  Block* reserve(const Keys& keys, Py_ssize_t i, Py_ssize_t before, Block* near, bool fetched);
+  // A new reference to a block in state writing for key `i`, which has this hash, or null: see
+  // BlockIndex.reserve. It builds on the block of key `before`, or on none if that is -1. `near` is a
+  // block in the index, which may be that of `before`, or null. It is `fetched` if a lower tier will
+  // give its bytes.
+  Block* reserve(const Keys& keys, Py_ssize_t i, Py_hash_t hash, Py_ssize_t before, Block* near,
+                 bool fetched);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);

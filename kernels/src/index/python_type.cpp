@@ -131,7 +131,9 @@ PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     need_arguments(count, 2);
     const bool is_first = args[1] == Py_None;
     const Reference pair = own(PyTuple_Pack(2, args[0], args[1]));
-    Block* const block = of(self).reserve(Keys(pair.get()), 0, is_first ? -1 : 1, nullptr, false);
+    const Keys keys(pair.get());
+    const Py_hash_t hash = flexkv::index::hash_of(keys[0]);
+    Block* const block = of(self).reserve(keys, 0, hash, is_first ? -1 : 1, nullptr, false);
     return block == nullptr ? none() : own(object_of(block));
   });
 }
@@ -144,23 +146,27 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
     std::vector<Py_ssize_t> prefix_starts = numbers_of(args[2]);
     std::sort(prefix_starts.begin(), prefix_starts.end());
-    Reference made = own(PyList_New(0));
-    Block* last = nullptr;
-    Py_ssize_t fetched = 0;
+    const auto is_first = [&](Py_ssize_t position) {
+      return std::binary_search(prefix_starts.begin(), prefix_starts.end(), position);
+    };
+    std::vector<Py_hash_t> hashes;
+    hashes.reserve(positions.size());
     for (const Py_ssize_t position : positions) {
-      if (position >= fetched) {
-        const Py_ssize_t start = std::max<Py_ssize_t>(0, position - 1);
-        const Py_ssize_t portion = std::min(BlockTable::kAtOnce, keys.size() - start);
-        of(self).prefetch(keys, start, portion);
-        fetched = start + portion;
-      }
-      const bool is_first = std::binary_search(prefix_starts.begin(), prefix_starts.end(), position);
-      if (position < (is_first ? 0 : 1) || position >= keys.size()) {
+      if (position < (is_first(position) ? 0 : 1) || position >= keys.size()) {
         PyErr_Format(PyExc_IndexError, "position %zd of %zd keys", position, keys.size());
         throw PythonError{};
       }
-      const Py_ssize_t before = is_first ? -1 : position - 1;
-      Block* const block = of(self).reserve(keys, position, before, last, is_fetch);
+      hashes.push_back(flexkv::index::hash_of(keys[position]));
+    }
+    Reference made = own(PyList_New(0));
+    Block* last = nullptr;
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+      if (i + BlockTable::kAtOnce < positions.size()) {
+        of(self).prefetch(hashes[i + BlockTable::kAtOnce]);
+      }
+      const Py_ssize_t position = positions[i];
+      const Py_ssize_t before = is_first(position) ? -1 : position - 1;
+      Block* const block = of(self).reserve(keys, position, hashes[i], before, last, is_fetch);
       if (block != nullptr) {
         const Reference kept = own(object_of(block));
         if (PyList_Append(made.get(), kept.get()) != 0) {

@@ -85,16 +85,8 @@ class BlockTable {
     });
   }
 
-  // Fetches the memory that `find` reads for some of these keys, at most `kAtOnce`.
-  void prefetch(const Keys& keys, Py_ssize_t start, Py_ssize_t count) const {
-    const Hashes hashes = hashes_of(keys, start, count);
-    fetch_blocks(hashes, count);
-  }
-
-  // Fetches the memory that `remove` reads for a block that it has.
-  void prefetch(const Block* block) const noexcept {
-    __builtin_prefetch(&entries_[home(block->hash)]);
-  }
+  // Fetches the memory that a call reads first for the key of this hash.
+  void prefetch(Py_hash_t hash) const noexcept { __builtin_prefetch(&entries_[home(hash)]); }
 
   // Adds a block whose key it does not have; there is room.
   void add(Block* block) noexcept {
@@ -160,14 +152,21 @@ class BlockTable {
   using Hashes = std::array<Py_hash_t, kAtOnce>;
 
   // Calls `function` with the place of the first key of each portion, the hashes of its keys, and
-  // their number, until it returns false. Fetches the memory of the entries before.
+  // their number, until it returns false. Fetches the memory of the entries one portion before.
   template <typename Function>
   void in_portions(const Keys& keys, Function function) const {
+    const auto count_from = [&](Py_ssize_t start) { return std::min(kAtOnce, keys.size() - start); };
+    Hashes hashes = hashes_of(keys, 0, count_from(0));
     for (Py_ssize_t start = 0; start < keys.size(); start += kAtOnce) {
-      const Py_ssize_t count = std::min(kAtOnce, keys.size() - start);
-      if (!function(start, hashes_of(keys, start, count), count)) {
+      const Py_ssize_t next = start + kAtOnce;
+      Hashes further;
+      if (next < keys.size()) {
+        further = hashes_of(keys, next, count_from(next));
+      }
+      if (!function(start, hashes, count_from(start))) {
         return;
       }
+      hashes = further;
     }
   }
 
