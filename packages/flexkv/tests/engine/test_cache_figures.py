@@ -17,6 +17,7 @@ from flexkv.engine.side_figures import CacheFigures
 from flexkv.figures.definitions import METRICS, Kind, Samples, bucket, sample
 from flexkv.types.mover import Status
 from packages.conftest import Clock
+from packages.inside import copies_of
 
 SAVED = "saved_prefill_seconds"
 
@@ -45,12 +46,14 @@ def test_loads_and_stores_count_from_their_order_to_their_end(engine: Engine) ->
     figures = figures_of(engine, [None])
     store = engine.cache.store(keys("a", "b"), (0, 1))
     assert store is not None
-    store.begun -= 100
+    (copy,) = copies_of(engine.cache)
+    copy.begun -= 100
     assert values(figures.take(), "store_seconds") == (0, 0.0)
     engine.finish(store)
     load = engine.cache.load(keys("a", "b"))
     assert load is not None
-    load.begun -= 200
+    (copy,) = copies_of(engine.cache)
+    copy.begun -= 200
     engine.finish(load)
     samples = figures.take()
     count, seconds = values(samples, "store_seconds")

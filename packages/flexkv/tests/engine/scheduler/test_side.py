@@ -148,7 +148,7 @@ def test_after_a_change_of_weights_no_block_of_the_old_ones_is_found(make_world:
     world.generate(prompt)
     world.settle()
     world.engine.pages.weights = b"new"
-    world.engine.side.weights_changed()
+    world.engine.side.weights_changed(sure=True)
     assert world.hits(prompt) == 0
     assert world.hits(prompt) == 6
 
@@ -199,7 +199,7 @@ def test_no_wrong_byte_is_read_in_random_traffic(make_world: MakeWorld, seed: in
                 for request in list(engine.running):
                     engine.preempt(request)
                 engine.pages.weights += b"."
-                engine.side.weights_changed()
+                engine.side.weights_changed(sure=True)
                 engine.pool.found = {}
             case _:
                 engine.pool.found = {}
