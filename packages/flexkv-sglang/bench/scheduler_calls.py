@@ -116,7 +116,7 @@ def _look_ahead(rank: Rank, hashes: list[str]) -> list[float]:
         taken.append((time.thread_time() - start) * 1e6)
         side.held(rids)
         side.ended_offloads()
-    assert rids[0] in side._awaited, "nothing is read"
+    assert rids[0] in side._waiting.awaited, "nothing is read"
     side.held([])
     return taken
 
