@@ -180,6 +180,7 @@ def nightly(session: nox.Session) -> None:
         "packages/flexkv/tests/test_cache_errors.py",
         "packages/flexkv-vllm/tests/test_world_errors.py",
         "packages/flexkv-sglang/tests/test_side_errors.py",
+        "packages/flexkv-sglang/tests/test_rank_faults.py",
     ]
     _run(session, "engine-cpu", "-m", "pytest", *every_line, env={"FLEXKV_EVERY_LINE": "1"})
     session.notify("mutants")

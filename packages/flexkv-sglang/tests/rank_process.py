@@ -5,15 +5,17 @@ which one call can go wrong."""
 from __future__ import annotations
 
 import datetime
+import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rank_lines import line_errors
 from rank_pairs import GLOO_SECONDS, RANKS
 from sglang_world import LAYERS, PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
 from torch import distributed
@@ -38,6 +40,11 @@ class Fault:
     stage: str
     owner: str
     call: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnyLine:
+    """An error before one line, of those that have not failed in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +135,23 @@ class Process:
         self._tree = Tree()
         hooks._sides.append(self._side)
         hooks.missing_pages = lambda tree, request: request.matched()  # type: ignore[assignment]
+        self._errors = line_errors(random.Random(rank), setattr)
         self._rounds = 0
         self._raised = False
 
-    def play(self, fault: Fault | None) -> Round:
+    def play(self, fault: Fault | AnyLine | None) -> Round:
         """Store pages, schedule a request that needs them and one that needs others, load."""
+        if not isinstance(fault, AnyLine):
+            return self._play(fault)
+        before = len(self._errors.hit)
+        self._errors.arm()
+        try:
+            played = self._play(None)
+        finally:
+            self._errors.disarm()
+        return replace(played, raised=len(self._errors.hit) > before)
+
+    def _play(self, fault: Fault | None) -> Round:
         self._rounds += 1
         self._raised = False
         hashes = hashes_of(f"round {self._rounds}", _PAGES)

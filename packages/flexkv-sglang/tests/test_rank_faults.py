@@ -7,11 +7,14 @@ one wait, or take another message for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 from rank_pairs import RANKS, Pair, Pairs
-from rank_process import Fault, Round, serve
+from rank_process import AnyLine, Fault, Round, serve
+
+from packages.line_errors import SHARE
 
 LEADS = [
     Fault("store", "_cache", "store"),
@@ -56,6 +59,9 @@ def pair(pairs: Pairs, request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield made
 
 
+LINES = math.inf if SHARE == 1 else 30
+"""The most lines of a rank that fail."""
+
 GOOD = Round(stored=True, found=3, loaded=True, right=True, raised=False, under_way=0)
 
 
@@ -75,6 +81,24 @@ def test_no_rank_waits_for_one_on_which_something_went_wrong(
     assert all(each.right for each in rounds if each.loaded)
     assert rounds[0].under_way == 0
     assert pair.play({}) == [GOOD] * RANKS
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_an_error_before_any_line_of_one_rank_leaves_no_other_waiting(
+    pair: Pair, rank: int
+) -> None:
+    """The errors reach each line that a rank executes before, between and after its exchanges."""
+    raised = 0
+    while raised < LINES:
+        rounds = pair.play({rank: AnyLine()})
+        assert len({(each.stored, each.found, each.loaded) for each in rounds}) == 1
+        assert all(each.right for each in rounds if each.loaded)
+        assert rounds[0].under_way == 0
+        assert pair.play({}) == [GOOD] * RANKS
+        if not rounds[rank].raised:
+            break
+        raised += 1
+    assert raised > 20
 
 
 def test_ranks_leave_without_waiting(pair: Pair, pairs: Pairs) -> None:

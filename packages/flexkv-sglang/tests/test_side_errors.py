@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_lines import line_errors
 from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
 
-import flexkv
-import flexkv_sglang
-from flexkv.engine.boundary import Guard
 from flexkv.host.board import CELLS
 from flexkv_sglang import hooks
 from flexkv_sglang.side import RankSide
@@ -34,23 +32,10 @@ from packages.inside import (
 from packages.line_errors import SHARE, LineErrors
 from packages.tier_blocks import assert_no_slot_is_lost
 
-SOURCES = [Path(package.__path__[0]) for package in (flexkv, flexkv_sglang)]
-
-SPARED = ("boundary.py", "disk/slot_index.py", "disk/slot_map.py")
-"""Files whose lines are spared: the guard's own, and those that only write elements of arrays,
-which cannot fail."""
-
-ENTRIES = ("hooks.py", "side.py", "linker.py", "ranks.py")
-"""Files with the calls of SGLang and the exchanges of ranks. Statements between their guards are
-spared, and must call nothing of other files: lines of those fail everywhere."""
-
 PAGES = 3
 ROUNDS = 12
 ENGINES = math.inf if SHARE == 1 else 3
 """The most engines of a test."""
-
-SPARED_NOW = 0.6
-"""Share of a line's executions that pass before it fails, so that much is under way then."""
 
 
 class Engine:
@@ -181,35 +166,12 @@ class Engine:
             self._errors.disarm()
 
 
-def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many guards the calling thread is in, kept up to date."""
-    depth = [0]
-    leave = Guard.__exit__
-
-    def enter(_: Guard) -> None:
-        depth[0] += 1
-
-    def exit_(guard: Guard, *error: object) -> bool:
-        depth[0] -= 1
-        return leave(guard, *error)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Guard, "__enter__", enter)
-    monkeypatch.setattr(Guard, "__exit__", exit_)
-    return depth
-
-
 @pytest.mark.parametrize("policy", ["lru", "auto"])
 def test_an_error_before_any_line_loses_nothing(
     make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     rng = random.Random(1)
-    depth = count_guards(monkeypatch)
-    errors = LineErrors(
-        SOURCES,
-        lambda file, _: file.endswith(SPARED),
-        lambda file: depth[0] > 0 or not file.endswith(ENTRIES),
-        lambda: rng.random() < SPARED_NOW,
-    )
+    errors = line_errors(rng, monkeypatch.setattr)
     monkeypatch.setattr(hooks, "missing_pages", lambda tree, request: HashedPrompt(request.hashes))
     monkeypatch.setattr(hooks, "follow", lambda events, ours, size: [*events, *ours.take()])
     made = itertools.count()
