@@ -46,10 +46,12 @@ def lists_used_blocks() -> bool:
 
 def read_step(output: SchedulerOutput) -> ScheduledStep:
     """Describe a step of vLLM's for FlexKV."""
-    placed = [
-        Placed(new.req_id, new.block_ids, new.num_computed_tokens)
-        for new in output.scheduled_new_reqs
-    ]
+    placed: list[Placed] = []
+    if output.scheduled_new_reqs:
+        placed += [
+            Placed(new.req_id, new.block_ids, new.num_computed_tokens)
+            for new in output.scheduled_new_reqs
+        ]
     cached = output.scheduled_cached_reqs
     ids, given, resumed = cached.req_ids, cached.new_block_ids, cached.resumed_req_ids
     if resumed:
