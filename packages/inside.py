@@ -8,6 +8,7 @@ from typing import Any
 
 from flexkv.cache import KVCache
 from flexkv.client import FetchId
+from flexkv.figures.definitions import TierReading
 from flexkv.host.board import CompletionBoard
 from flexkv.index.block_index import BlockIndex
 from flexkv.tiers.link import Link
@@ -24,6 +25,11 @@ def index_of(cache: KVCache) -> BlockIndex:
 def below_of(cache: KVCache) -> TierStack:
     """The tiers below host memory, and what moves blocks from and to them."""
     return cache._below
+
+
+def tier_figures(cache: KVCache) -> list[TierReading]:
+    """The figures and counts of each lower tier."""
+    return cache._below.figures(cache.info.slot_bytes)
 
 
 def demoters_of(cache: KVCache) -> Sequence[Any]:

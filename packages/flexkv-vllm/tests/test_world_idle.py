@@ -18,7 +18,7 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv.engine.scheduler.idle import STEP_ON_SECONDS
 from flexkv.figures.definitions import sample
-from packages.inside import below_of, index_of, store_of
+from packages.inside import below_of, index_of, store_of, tier_figures
 from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -85,7 +85,7 @@ def test_capacities_are_reported_before_the_first_request(make_world: MakeWorld)
     assert world.scheduler.has_requests(), "a rank may report what it copied a step later"
     step_on(world)
     assert reported(world, "capacity_blocks", "host") == 30
-    ((_, disk, *_),) = world.cache.tier_figures
+    ((_, disk, *_),) = tier_figures(world.cache)
     assert reported(world, "capacity_blocks", "disk") == disk.slots > 0
     assert len(world.stats) == 1
     assert not world.scheduler.has_requests()

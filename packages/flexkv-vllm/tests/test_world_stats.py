@@ -16,6 +16,7 @@ from traffic import Traffic, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.figures.definitions import METRICS, bucket, sample
+from packages.inside import tier_figures
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""
@@ -220,7 +221,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
     assert total[sample("failures", "load", "host")] == counters.failed_loads
-    ((_, figures, *_),) = world.cache.tier_figures
+    ((_, figures, *_),) = tier_figures(world.cache)
     assert total[sample("copied_bytes", "disk", "write")] == figures.traffic.written_bytes
     values = scrape(registry)
     for tier, ready in (("host", world.cache.ready_blocks), ("disk", figures.blocks)):

@@ -23,7 +23,14 @@ from flexkv.types.changes import Medium
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
-from packages.inside import assert_no_fetch, assert_no_write, free_cells, index_of, link_of
+from packages.inside import (
+    assert_no_fetch,
+    assert_no_write,
+    free_cells,
+    index_of,
+    link_of,
+    tier_figures,
+)
 from packages.line_errors import InjectedError, LineErrors
 from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import ready_blocks
@@ -271,7 +278,7 @@ def test_a_tier_whose_reads_hang_is_left_out_until_they_end(
     assert fetch.done
     assert fetch.arrived == 0
     assert node.cache.presence(names("xyz")) == [Presence.ABSENT] * 3
-    circuits = {medium: figures.reads for medium, figures, *_ in node.cache.tier_figures}
+    circuits = {medium: figures.reads for medium, figures, *_ in tier_figures(node.cache)}
     assert circuits[Medium.MOONCAKE] == {CircuitState.OPEN: 1}
     fill(node)
     assert slots.isdisjoint(block.slot for block in index.blocks)

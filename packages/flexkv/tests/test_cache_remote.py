@@ -19,7 +19,7 @@ from flexkv.transfer import sources
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
-from packages.inside import demoters_of, link_of, store_of
+from packages.inside import demoters_of, link_of, store_of, tier_figures
 
 
 @pytest.fixture
@@ -425,7 +425,7 @@ def test_each_tier_is_written_by_its_own_admission(
     node.cache.record(names("ab"))
     node.settle()
     assert sorted(put for put in store.puts if put) == [[b"a"], [b"b"]]
-    figures = {tier.medium: tier.counters for tier in node.cache.tier_figures}
+    figures = {tier.medium: tier.counters for tier in tier_figures(node.cache)}
     assert figures[node.disk.medium].demoted_blocks == 3
     assert figures[node.remote.medium].demoted_blocks == 2
 
@@ -491,7 +491,7 @@ def test_an_open_circuit_makes_the_store_a_miss_at_once(
     for i in range(FAILURES):
         assert node.fetched(chr(ord("a") + i)) == ""
     assert node.cache.fetch(names("z")) is None
-    ((_, disk, *_), (_, far, *_)) = node.cache.tier_figures
+    ((_, disk, *_), (_, far, *_)) = tier_figures(node.cache)
     assert disk.reads == {CircuitState.CLOSED: 1}
     assert far.reads == {CircuitState.OPEN: 1}
     assert far.openings == 1

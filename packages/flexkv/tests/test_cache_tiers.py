@@ -24,7 +24,7 @@ from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
-from packages.inside import index_of
+from packages.inside import index_of, tier_figures
 from packages.seen_fetch import see
 
 
@@ -404,7 +404,7 @@ def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
     engine.store("a", "b", "c")
     engine.store("x", "y", "z")
     assert engine.fetched("a", "b", "c") == 3
-    ((medium, figures, *_),) = engine.cache.tier_figures
+    ((medium, figures, *_),) = tier_figures(engine.cache)
     assert medium is Medium.DISK
     assert figures.blocks == figures.written_blocks == 6
     assert figures.traffic.written_bytes == 6 * FORMAT.slot_bytes
@@ -420,7 +420,7 @@ def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Callable[..., E
     transfer = engine.cache.store(keys(*names), range(40))
     assert transfer is not None
     engine.finish(transfer)
-    ((_, figures, *_),) = engine.cache.tier_figures
+    ((_, figures, *_),) = tier_figures(engine.cache)
     assert figures.queued_blocks == 40
     # The disk knows of the blocks whose writes have begun.
     waiting = 40 - engine.disk.figures.queued_blocks
@@ -428,7 +428,7 @@ def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Callable[..., E
     own = engine.disk.figures.queued_bytes
     assert figures.queued_bytes - own >= waiting * FORMAT.slot_bytes
     engine.settle()
-    ((_, figures, *_),) = engine.cache.tier_figures
+    ((_, figures, *_),) = tier_figures(engine.cache)
     assert figures.queued_blocks == figures.queued_bytes == 0
 
 

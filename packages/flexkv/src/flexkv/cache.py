@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
-from flexkv.figures.definitions import Counters, HostFigures, ResetCause, TierReading
+from flexkv.figures.definitions import Counters, HostFigures, ResetCause
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import block_index, publish
@@ -143,24 +143,20 @@ class KVCache:
         """See `CacheClient.loading_blocks`."""
         return self._device.loading_blocks
 
-    @property
-    def tier_figures(self) -> list[TierReading]:
-        """The figures and counts of each lower tier."""
-        return self._below.figures(self.info.slot_bytes)
-
     def figures(self) -> Figures:
         """See `CacheClient.figures`."""
+        info = self.info
         host = HostFigures(
             self.counters,
-            self.ready_blocks,
-            self.info.num_slots,
-            self.info.slot_bytes,
+            len(self._index),
+            info.num_slots,
+            info.slot_bytes,
             self.pinned_blocks,
-            self.disabled,
-            len(self.under_way),
-            self.info.policy_name,
+            self._off,
+            self._device.unreported,
+            info.policy_name,
         )
-        return self._meter.read(host, self.tier_figures)
+        return self._meter.read(host, self._below.figures(info.slot_bytes))
 
     @property
     def disabled(self) -> bool:
