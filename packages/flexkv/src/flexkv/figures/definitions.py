@@ -11,6 +11,7 @@ import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from flexkv.eviction import POLICIES
@@ -130,7 +131,7 @@ class Counters(TierCounters):
         if not counted:
             return
         for each in fields(TierCounters):
-            setattr(self, each.name, sum(getattr(tier, each.name) for tier in counted))
+            setattr(self, each.name, sum(map(attrgetter(each.name), counted)))
 
     def as_dict(self) -> dict[str, int]:
         """All counters by name, those of lower tiers too."""

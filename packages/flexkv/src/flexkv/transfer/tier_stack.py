@@ -200,7 +200,9 @@ class TierStack:
             if source.left_out:
                 self._try_to_rejoin(source)
                 continue
-            reads.take(source, self._reclaimer.poll(demoter))
+            results = self._reclaimer.poll(demoter)
+            if results:
+                reads.take(source, results)
         self.fetcher.poll()
         for demoter in self._demoters:
             for block in demoter.write_waiting():

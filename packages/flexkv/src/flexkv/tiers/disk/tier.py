@@ -55,24 +55,35 @@ class DiskTier:
 
     @property
     def figures(self) -> TierFigures:
-        drives = self._drives
-        waiting = Counter([CircuitState.CONNECTING] * len(self.connecting))
+        reads = Counter([CircuitState.CONNECTING] * len(self.connecting))
+        writes = Counter(reads)
         traffic = Traffic()
-        for each in [drive.traffic for drive in drives]:
-            traffic.read_bytes += each.read_bytes
-            traffic.read_seconds += each.read_seconds
-            traffic.written_bytes += each.written_bytes
-            traffic.written_seconds += each.written_seconds
+        written = blocks = slots = evicted = queued = openings = 0
+        for drive in self._drives:
+            own, index, link = drive.traffic, drive.index, drive.link
+            traffic.read_bytes += own.read_bytes
+            traffic.read_seconds += own.read_seconds
+            traffic.written_bytes += own.written_bytes
+            traffic.written_seconds += own.written_seconds
+            written += own.written_bytes // drive.slot_bytes
+            blocks += len(index)
+            slots += index.num_slots
+            evicted += index.evictions
+            queued += link.queued_bytes
+            stalled = link.stalled
+            reads[drive.reads.shown(stalled)] += 1
+            writes[drive.writes.shown(stalled)] += 1
+            openings += drive.reads.openings + drive.writes.openings
         return TierFigures(
-            written_blocks=sum(d.traffic.written_bytes // d.slot_bytes for d in drives),
-            blocks=sum(len(drive.index) for drive in drives),
-            slots=sum(drive.index.num_slots for drive in drives),
-            evicted_blocks=sum(drive.index.evictions for drive in drives),
+            written_blocks=written,
+            blocks=blocks,
+            slots=slots,
+            evicted_blocks=evicted,
             queued_blocks=self._queued_blocks,
-            queued_bytes=sum(drive.link.queued_bytes for drive in drives),
-            reads=waiting + Counter(drive.reads.shown(drive.link.stalled) for drive in drives),
-            writes=waiting + Counter(drive.writes.shown(drive.link.stalled) for drive in drives),
-            openings=sum(drive.reads.openings + drive.writes.openings for drive in drives),
+            queued_bytes=queued,
+            reads=reads,
+            writes=writes,
+            openings=openings,
             traffic=traffic,
         )
 
