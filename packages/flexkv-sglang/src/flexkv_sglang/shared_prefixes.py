@@ -78,16 +78,18 @@ class SharedPrefixes:
             rids: all waiting requests, in the order of SGLang's queue; the rest is forgotten.
             others: which of them wait for another reason.
         """
-        self._first = {rid: self._first[rid] for rid in rids if rid in self._first}
-        self._unsure.intersection_update(rids)
-        self._computed.intersection_update(page for page, _ in self._first.values())
-        leaders: set[tuple[str, Hashable]] = set()
-        held = []
-        for rid, other in zip(rids, others, strict=True):
-            group = None if other else self._first.get(rid)
-            held.append(other if group is None else self._waits(group, leaders))
+        first: dict[str, tuple[str, Hashable]] = {}
+        leaders: dict[tuple[str, Hashable], bool | None] = {}
+        held = list(others)
+        for place, rid in enumerate(rids):
+            group = self._first.get(rid)
             if group is not None:
-                leaders.add(group)
+                first[rid] = group
+                if not held[place]:
+                    held[place] = self._waits(group, leaders)
+        self._first = first
+        self._unsure.intersection_update(rids)
+        self._computed.intersection_update(page for page, _ in first.values())
         return held
 
     def clear(self) -> None:
@@ -97,8 +99,18 @@ class SharedPrefixes:
         self._loading.clear()
         self._computed.clear()
 
-    def _waits(self, group: tuple[str, Hashable], leaders: set[tuple[str, Hashable]]) -> bool:
+    def _waits(
+        self, group: tuple[str, Hashable], leaders: dict[tuple[str, Hashable], bool | None]
+    ) -> bool:
+        """Whether the next request of a group waits. `leaders`: the groups of earlier requests that
+        do not, and whether the others of the group wait for them, once that is known."""
         page, _ = group
         if page in self._loading:
             return True
-        return group in leaders and page not in self._computed and self._is_loadable(page)
+        if group not in leaders:
+            leaders[group] = None
+            return False
+        waits = leaders[group]
+        if waits is None:
+            waits = leaders[group] = page not in self._computed and self._is_loadable(page)
+        return waits

@@ -271,8 +271,7 @@ class RankSide:
             self._free_to_go = set() if any(held) else set(rids)
             return list(map(bool, held))
         # Without an exchange, as often as an idle or a full engine looks for requests.
-        self._free_to_go = set(rids)
-        if self.leads:
+        if not rids and self.leads:
             with self._boundary.guard(place, consequence):
                 self._held(rids)
         return [False] * len(rids)
