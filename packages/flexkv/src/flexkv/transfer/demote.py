@@ -114,7 +114,7 @@ class Demoter:
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
         """Whether the arena has one of these blocks and the tier, as far as known, has not."""
         there, has = self._index.present(keys), self.source.contains(keys)
-        return any(ready and not known for ready, known in zip(there, has, strict=True))
+        return True in [ready and not known for ready, known in zip(there, has, strict=True)]
 
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prefix that are ready in the arena. `write_waiting` then writes the

@@ -186,7 +186,7 @@ class Fetcher:
         self._index = index
         self._make_room = make_room
         self._sources = sources
-        self._ranks = {source.medium: source.place for source in sources}
+        self._tier_ranks = {source.medium: source.tier_rank for source in sources}
         self._seconds = seconds
         self.reads = Reads(index, slot_view, sources, self._priority_of, self.complete)
         self._ids = itertools.count(1)
@@ -340,17 +340,15 @@ class Fetcher:
 
     def drain_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
         """The blocks that have arrived since the last call, if a tier gave one that is not the
-        fastest. For each fetch: the keys in the order of the prefix, and the place of the slowest
-        tier that gave a block."""
+        fastest. For each fetch: the keys in the order of the prefix, and the `tier_rank` of the
+        slowest tier that gave a block."""
         came, self._came = self._came, {}
         arrivals: list[tuple[Sequence[bytes], int]] = []
         for fetch, start in came.items():
             media = set(fetch.media[start : fetch.arrived])
-            place = max(
-                (rank for medium, rank in self._ranks.items() if medium in media), default=0
-            )
-            if place:
-                arrivals.append((fetch.keys[start : fetch.arrived], place))
+            ranks = [rank for medium, rank in self._tier_ranks.items() if medium in media]
+            if any(ranks):
+                arrivals.append((fetch.keys[start : fetch.arrived], max(ranks)))
         return arrivals
 
     def clear(self) -> None:
@@ -463,7 +461,7 @@ class Fetcher:
                 continue
             if read not in hung:
                 hung[read] = self.reads.hung_in(read, now)
-            hangs = key in hung[read] or answers[read.source.place][i] is False
+            hangs = key in hung[read] or answers[read.source.tier_rank][i] is False
             if hangs and not self._reroute(key, now):
                 return i
         return len(wanted)
@@ -477,8 +475,8 @@ class Fetcher:
         present = [i for i, source in enumerate(plan) if source is None]
         for i, block in zip(present, self._lease([wanted[i] for i in present]), strict=True):
             there[i] = block
-        places = {wanted[i]: i for i in reversed(range(len(plan))) if plan[i] is not None}
-        absent = sorted(places.values())  # a key that is wanted twice is read once
+        positions = {wanted[i]: i for i in reversed(range(len(plan))) if plan[i] is not None}
+        absent = sorted(positions.values())  # a key that is wanted twice is read once
         before = fetch.keys[first - 1 : first] if first else []
         blocks = self._reserve(before, wanted, absent, fetch.priority)
         stop = len(wanted) if len(blocks) == len(absent) else absent[len(blocks)]

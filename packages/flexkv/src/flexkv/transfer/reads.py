@@ -178,7 +178,7 @@ class Reads:
             if any(each.source is read.source and each.goes_before(read) for each in delivered):
                 read.progressed = now
         if self._between:
-            self._place()
+            self._find_next()
 
     def hung_in(self, read: Read, now: float) -> set[bytes]:
         """Keys of the blocks of a batch that nobody should wait for: those that hang, and all if
@@ -244,14 +244,14 @@ class Reads:
             source.counters.damaged_fetches += outcome is Outcome.DAMAGED
         # The tier still has a block whose read was cancelled; a new fetch may want it now.
         same = read.cancelled and outcome is Outcome.DROPPED
-        self._between[block] = source.place + (not same)
+        self._between[block] = source.tier_rank + (not same)
 
-    def _place(self) -> None:
+    def _find_next(self) -> None:
         """Find the next tier for each block between two tiers."""
         between, self._between = self._between, {}
         reads: dict[Source, list[Block]] = {}
         queries: dict[Source, list[bytes]] = {}
-        for block, place in between.items():
+        for block, tier_rank in between.items():
             key = block.key
             if block.state is BlockState.DROPPED:
                 self._index.abandon([block])
@@ -260,7 +260,7 @@ class Reads:
                 continue
             source, has = None, False
             if self._wanted(key) is not None:
-                source, has = self._next(key, place)
+                source, has = self._next(key, tier_rank)
             if source is None:
                 self._index.abandon([block])
                 self._completed([key], None)
@@ -268,7 +268,7 @@ class Reads:
                 reads.setdefault(source, []).append(block)
             else:
                 queries.setdefault(source, []).append(key)
-                self._between[block] = source.place
+                self._between[block] = source.tier_rank
         for source, blocks in reads.items():
             priorities = [self._wanted(block.key) for block in blocks]
             urgent = min(each for each in priorities if each is not None)
@@ -276,10 +276,10 @@ class Reads:
         for source, keys in queries.items():
             source.query(keys)
 
-    def _next(self, key: bytes, place: int) -> tuple[Source | None, bool]:
-        """The first tier from `place` on that has the block or has to be queried, and whether it
-        has the block."""
-        for source in self._sources[place:]:
+    def _next(self, key: bytes, tier_rank: int) -> tuple[Source | None, bool]:
+        """The first tier from `tier_rank` on that has the block or has to be queried, and whether
+        it has the block."""
+        for source in self._sources[tier_rank:]:
             has = source.contains([key])[0]
             if has is not False:
                 return source, bool(has)
@@ -287,7 +287,7 @@ class Reads:
 
     def _may_come(self, key: bytes, source: Source) -> bool:
         """Whether a tier behind `source` may have the block."""
-        return self._next(key, source.place + 1)[0] is not None
+        return self._next(key, source.tier_rank + 1)[0] is not None
 
     def _replace(self, block: Block, read: Read) -> None:
         """Reserve another slot for a block, because a read that hangs borrows the block's own."""
@@ -298,4 +298,4 @@ class Reads:
         if other is None:
             self._completed([key], None)
         else:
-            self._between[other] = read.source.place + 1
+            self._between[other] = read.source.tier_rank + 1

@@ -25,22 +25,22 @@ _ANSWERS = 1 << 17
 
 
 class Source(abc.ABC):
-    """A tier at its place among the tiers of a cache. Single-threaded.
+    """One of the tiers of a cache. Single-threaded.
 
     Attributes:
         tier: the tier; the cache owns it.
         medium: the medium of the tier.
-        place: the position among the tiers; 0 for the fastest.
+        tier_rank: the position among the tiers; 0 for the fastest.
         stall_seconds: see `AttachedTier`.
         counters: counts of the blocks fetched from the tier and written to it.
         left_out: whether the tier counts as empty and is not called, because a call of it has hung
             since before the cache recovered from an error.
     """
 
-    def __init__(self, tier: AnyTier, place: int, stall_seconds: float) -> None:
+    def __init__(self, tier: AnyTier, tier_rank: int, stall_seconds: float) -> None:
         self.tier = tier
         self.medium = tier.medium
-        self.place = place
+        self.tier_rank = tier_rank
         self.stall_seconds = stall_seconds
         self.counters = TierCounters()
         self.left_out = False
@@ -81,8 +81,8 @@ class Source(abc.ABC):
 class IndexedSource(Source):
     """A tier that knows its blocks. It is never queried, and nothing is remembered."""
 
-    def __init__(self, tier: IndexedTier, place: int, stall_seconds: float) -> None:
-        super().__init__(tier, place, stall_seconds)
+    def __init__(self, tier: IndexedTier, tier_rank: int, stall_seconds: float) -> None:
+        super().__init__(tier, tier_rank, stall_seconds)
         self._indexed = tier
 
     @property
@@ -117,8 +117,8 @@ class _TierQuery:
 class QueriedSource(Source):
     """A tier that has to be queried, and its answers of the last seconds."""
 
-    def __init__(self, tier: QueriedTier, place: int, stall_seconds: float) -> None:
-        super().__init__(tier, place, stall_seconds)
+    def __init__(self, tier: QueriedTier, tier_rank: int, stall_seconds: float) -> None:
+        super().__init__(tier, tier_rank, stall_seconds)
         self._remote = tier
         self._known: dict[bytes, tuple[bool, float]] = {}
         self._querying: dict[bytes, float] = {}
@@ -203,8 +203,8 @@ class QueriedSource(Source):
 def sources_of(tiers: Sequence[AttachedTier]) -> list[Source]:
     """A source for each of `tiers`, the fastest first."""
     return [
-        QueriedSource(each.tier, place, each.stall_seconds)
+        QueriedSource(each.tier, tier_rank, each.stall_seconds)
         if isinstance(each.tier, QueriedTier)
-        else IndexedSource(each.tier, place, each.stall_seconds)
-        for place, each in enumerate(tiers)
+        else IndexedSource(each.tier, tier_rank, each.stall_seconds)
+        for tier_rank, each in enumerate(tiers)
     ]

@@ -193,8 +193,8 @@ class TierStack:
             self.uses.count()
             return
         # Before the results: a tier may drop at once what is demoted here.
-        for keys, place in self.fetcher.drain_arrivals():
-            self._promote(keys, place)
+        for keys, tier_rank in self.fetcher.drain_arrivals():
+            self._promote(keys, tier_rank)
         reads = self.fetcher.reads
         for source, demoter in zip(self._sources, self._demoters, strict=True):
             if source.left_out:
@@ -308,9 +308,9 @@ class TierStack:
             with _logged(tier.medium):
                 tier.begin_close(flush_seconds)
         ended = [False] * len(self.tiers)
-        for place, tier in enumerate(self.tiers):
+        for tier_rank, tier in enumerate(self.tiers):
             with _logged(tier.medium):
-                ended[place] = tier.close(flush_seconds)
+                ended[tier_rank] = tier.close(flush_seconds)
         for source, before in zip(self._sources, written, strict=True):
             # Writes during the close have no results.
             source.counters.demoted_blocks += source.tier.figures.written_blocks - before
@@ -327,10 +327,11 @@ class TierStack:
         source.left_out = False
         logger.info("the %s tier works again", source.medium.value)
 
-    def _promote(self, keys: Sequence[bytes], place: int) -> None:
-        """Write blocks that the tier at `place` gave, or a faster one, to the tiers before it."""
+    def _promote(self, keys: Sequence[bytes], tier_rank: int) -> None:
+        """Write blocks that the tier of `tier_rank` gave, or a faster one, to the tiers before
+        it."""
         for demoter in self._on_store:
-            if demoter.source.place < place:
+            if demoter.source.tier_rank < tier_rank:
                 demoter.offer(keys)
 
 
