@@ -383,6 +383,10 @@ def _print_refused_disk(report: Report) -> None:
     sizing = report.sizing
     disk = _gib(report.gib(sizing.tried_disk))
     print(f"  (no disk: one of {disk} GiB added {100 * sizing.disk_gain:.1f} points in its replay)")
+    longest = max(len(each.blocks) + len(each.answer) for each in report.read.trace.requests)
+    if longest > sizing.memory_blocks:
+        most = _gib(report.gib(longest))
+        print(f"  (a request takes up to {most} GiB; what memory lacks does not get to a disk)")
     point = sizing.disk_most
     writes = report.drive_writes_a_day(point.written_blocks, sizing.tried_disk)
     if writes is not None and any(each.refused_blocks for each in sizing.admissions):
