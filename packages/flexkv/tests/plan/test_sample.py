@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexkv.eviction import POLICIES
@@ -18,6 +18,8 @@ from flexkv.plan.sample import conversations
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 SIZE = 16
+GENERATE = (Phase.explicit, Phase.generate)
+"""Without shrinking: one example takes a second."""
 SYSTEM = 6
 """Blocks that all conversations begin with."""
 
@@ -55,7 +57,7 @@ def _small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "LEAST_REQUESTS", 0)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4, deadline=None, phases=GENERATE)
 @given(st.integers(0, 10_000), st.sampled_from([3000, 5000]))
 def test_a_sample_agrees_with_the_whole_within_three_points(seed: int, blocks: int) -> None:
     trace = chats(seed, 1500)
@@ -68,7 +70,7 @@ def test_a_sample_agrees_with_the_whole_within_three_points(seed: int, blocks: i
         assert found.hit_rate == pytest.approx(truth.hit_rate, abs=0.03)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3, deadline=None, phases=GENERATE)
 @given(st.integers(0, 10_000))
 def test_writes_to_disk_are_those_of_the_whole_within_a_tenth(seed: int) -> None:
     trace = chats(seed)
