@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rank_lines import line_errors
 from rank_pairs import GLOO_SECONDS, RANKS
+from sglang_requests import Request as ScheduledRequest
 from sglang_world import LAYERS, PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
 from torch import distributed
 
@@ -58,6 +59,7 @@ class Round:
         right: whether they hold what was stored.
         raised: whether the fault happened.
         under_way: transfers of the cache that have not ended, though all is done.
+        failures: errors that guards have caught.
     """
 
     stored: bool
@@ -66,6 +68,7 @@ class Round:
     right: bool
     raised: bool
     under_way: int
+    failures: int
 
 
 class InjectedError(Exception):
@@ -154,6 +157,7 @@ class Process:
     def _play(self, fault: Fault | None) -> Round:
         self._rounds += 1
         self._raised = False
+        before = self._side.boundary.failures.total()
         hashes = hashes_of(f"round {self._rounds}", _PAGES)
         wanted = self._rank.fill([1, 2, 3], seed=10 * self._rounds + self._number)
         self._arm(fault, "store")
@@ -177,7 +181,8 @@ class Process:
         while not self._least(int(cache is None or not cache.busy)):
             self._side.ended_offloads()
         left = 0 if cache is None else len(cache.under_way)
-        return Round(stored, found, loaded, right, self._raised, left)
+        failures = self._side.boundary.failures.total() - before
+        return Round(stored, found, loaded, right, self._raised, left, failures)
 
     def close(self) -> None:
         self._rank.close()
@@ -199,8 +204,8 @@ class Process:
             for request in seen:
                 request.init_next_round_input(None)
             scheduler.waiting_queue = []
-            spans = [SimpleNamespace(rid=each.rid, prefix_len=0, extend_end=4) for each in seen]
-            return SimpleNamespace(reqs=spans, taken=seen), None
+            reqs = [ScheduledRequest(each.rid, [0] * 4 * _PAGES) for each in seen]
+            return SimpleNamespace(reqs=reqs, taken=seen), None
 
         scheduler = SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu")
         batch, _ = hooks.schedule(take_all, scheduler)

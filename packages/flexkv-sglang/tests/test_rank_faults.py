@@ -62,7 +62,7 @@ def pair(pairs: Pairs, request: pytest.FixtureRequest) -> Iterator[Pair]:
 LINES = math.inf if SHARE == 1 else 30
 """The most lines of a rank that fail."""
 
-GOOD = Round(stored=True, found=3, loaded=True, right=True, raised=False, under_way=0)
+GOOD = Round(stored=True, found=3, loaded=True, right=True, raised=False, under_way=0, failures=0)
 
 
 def name_of(case: tuple[int, Fault]) -> str:

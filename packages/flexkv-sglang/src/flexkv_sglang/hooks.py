@@ -112,13 +112,15 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     batch, _ = made
     requests = () if batch is None else batch.reqs
     if side.leads:
-        with side.boundary.guard("following a batch", "its requests are not counted or recorded"):
+        with side.boundary.guard(
+            "following a batch", "its requests are not counted or recorded", loses=False
+        ):
             tree = scheduler.tree_cache
             side.scheduled(requests, scheduler.waiting_queue, partial(_own_hashes, tree))
     if scheduler.device == "cpu":
         # On other devices, SGLang prepares the next step before this one ends, so its time is
         # unknown.
-        with side.boundary.guard("measuring a batch", "its time is not measured"):
+        with side.boundary.guard("measuring a batch", "its time is not measured", loses=False):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
 
@@ -179,7 +181,9 @@ def load_back(original: Callable[..., Any], wrapper: Any, request: Any) -> Any:
     that as `storage`, and the rest as `host`."""
     made = original(wrapper, request)
     for side in _sides:
-        with side.boundary.guard("reporting where a hit came from", "it counts as host memory"):
+        with side.boundary.guard(
+            "reporting where a hit came from", "it counts as host memory", loses=False
+        ):
             request.storage_hit_length = side.fetched_tokens(request.rid)
     return made
 
@@ -201,7 +205,9 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
     """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the
     prefix."""
     for side in _sides:
-        with side.boundary.guard("following the tree", "blocks may outlive the prefix before them"):
+        with side.boundary.guard(
+            "following the tree", "blocks may outlive the prefix before them", loses=False
+        ):
             if side.leads:
                 prefix = wrapper.cache.get_prefix_hash_values(node)
                 side.builds_on(prefix[-1] if prefix else None)
