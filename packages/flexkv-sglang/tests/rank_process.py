@@ -24,6 +24,7 @@ from torch import distributed
 from flexkv_sglang import hooks
 from flexkv_sglang.ranks import ranks_of
 from flexkv_sglang.side import RankSide
+from packages.line_errors import Line
 
 _PAGES = 3
 
@@ -45,7 +46,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class AnyLine:
-    """An error before one line, of those that have not failed in this process."""
+    """An error before one line.
+
+    Attributes:
+        spared: lines that do not fail.
+    """
+
+    spared: frozenset[Line]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class Round:
         raised: whether the fault happened.
         under_way: transfers of the cache that have not ended, though all is done.
         failures: errors that guards have caught.
+        hit: the lines that have failed in this process.
+        disabled: whether the cache has stopped for good.
     """
 
     stored: bool
@@ -69,6 +78,8 @@ class Round:
     raised: bool
     under_way: int
     failures: int
+    hit: tuple[Line, ...] = ()
+    disabled: bool = False
 
 
 class InjectedError(Exception):
@@ -147,12 +158,14 @@ class Process:
         if not isinstance(fault, AnyLine):
             return self._play(fault)
         before = len(self._errors.hit)
+        self._errors.spare(fault.spared)
         self._errors.arm()
         try:
             played = self._play(None)
         finally:
             self._errors.disarm()
-        return replace(played, raised=len(self._errors.hit) > before)
+        hit = tuple(self._errors.hit)
+        return replace(played, raised=len(hit) > before, hit=hit)
 
     def _play(self, fault: Fault | None) -> Round:
         self._rounds += 1
@@ -176,13 +189,15 @@ class Process:
                     found = request.found
                     loaded = self._load(request, [7, 8, 9])
                     right = same(self._rank.read([7, 8, 9]), wanted)
+        self._errors.disarm()
         cache = self._side._cache
         # After an error, the cache stores nothing until it has recovered.
         while not self._least(int(cache is None or not cache.busy)):
             self._side.ended_offloads()
         left = 0 if cache is None else len(cache.under_way)
         failures = self._side.boundary.failures.total() - before
-        return Round(stored, found, loaded, right, self._raised, left, failures)
+        disabled = cache is not None and cache.disabled
+        return Round(stored, found, loaded, right, self._raised, left, failures, disabled=disabled)
 
     def close(self) -> None:
         self._rank.close()
