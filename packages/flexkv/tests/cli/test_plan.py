@@ -214,6 +214,15 @@ def test_sizes_that_are_asked_for_are_shown(flexkv: Flexkv, trace: Path) -> None
     assert {7, 11} <= {each["blocks"] for each in found["sizes"]}
 
 
+def test_room_that_stays_empty_costs_no_memory(flexkv: Flexkv, trace: Path) -> None:
+    """An index of a million GiB would take terabytes."""
+    arguments = ["--memory-gb", "0,1000000", "--engine-gb", "0.001", "--json"]
+    found = flexkv("plan", trace, *TOKEN, *arguments).json
+    assert found["sizes"][-1]["bytes"] == pytest.approx(1e6 * (1 << 30))
+    for policy in found["sizes"][-1]["policies"]:
+        assert policy["hit_rate"] == pytest.approx(found["most"]["hit_rate"])
+
+
 def test_only_what_is_named_is_compared(flexkv: Flexkv, trace: Path) -> None:
     found = flexkv(
         "plan", trace, *TOKEN, "--policies", FOLLOWING, "--admissions", "none", "--json"

@@ -50,8 +50,20 @@ class Replayer:
         """The results of a cache, whose `engine_blocks` are those of the replayer."""
         setup = replace(setup, engine_blocks=self._engine_blocks)
         if self.sample is None or self._is_small(self.sample, setup):
-            return replay(self._trace, setup, self._savings)
+            found = replay(self._trace, self._bounded(setup), self._savings)
+            return replace(found, setup=setup)
         return self._estimate(self.sample, setup)
+
+    def _bounded(self, setup: Setup) -> Setup:
+        """The smallest cache with the same results: more room than twice all blocks stays empty,
+        and its index would take memory."""
+        most = 2 * self._trace.distinct_blocks
+        return replace(
+            setup,
+            memory_blocks=min(setup.memory_blocks, most),
+            disk_blocks=min(setup.disk_blocks, most),
+            engine_blocks=min(setup.engine_blocks, most),
+        )
 
     def _is_small(self, part: Sample, setup: Setup) -> bool:
         """Whether the sample's memory is too small to stand for that of the whole trace."""
@@ -69,7 +81,7 @@ class Replayer:
             engine_blocks=part.scaled(setup.engine_blocks),
             write_blocks=None if writes is None else round(writes * part.share),
         )
-        found = replay(part.trace, small, self._savings)
+        found = replay(part.trace, self._bounded(small), self._savings)
         of_sample, of_whole = part.points(max(setup.memory_blocks, setup.disk_blocks))
         tokens = part.estimate(found.hit_tokens, of_sample.hit_tokens, of_whole.hit_tokens)
         tokens = min(max(0.0, tokens), float(part.whole.at(part.whole.useful_blocks).hit_tokens))

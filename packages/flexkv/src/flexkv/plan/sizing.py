@@ -175,7 +175,8 @@ def size_up(
     disk = settable(curve.smallest_with(_MOST_SHARE), limits.disk_blocks)
     largest = max(1, most.blocks)
     wanted = {*round_sizes(max(1, largest // _SMALLEST_SHARE), largest, _SIZES), *sizes}
-    wanted |= {each for each in (memory, disk, 0 if knee is None else knee.blocks) if each}
+    wanted |= {memory, disk, 0 if knee is None else knee.blocks}
+    wanted.discard(0)
     others = [each for each in policies if each != LRU]
     steps = len(wanted) * len(others) + len(policies) + len(admissions) + 1
     done = 0
