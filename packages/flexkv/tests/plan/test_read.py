@@ -280,6 +280,13 @@ def test_turns_of_benchmark_clients_follow_by_their_delay(tmp_path: Path) -> Non
     assert trace.requests[2].output_tokens == 0
 
 
+def test_rows_with_texts_in_place_of_hashes_are_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", mooncake(0, 512, [1]), {"timestamp": 5, "text_input": "hello"})
+    trace = read_trace(path).trace
+    assert len(trace.requests) == 1
+    assert trace.skipped == {"without hash_ids": 1}
+
+
 def session(name: str, *requests: dict[str, object], **fields: object) -> dict[str, object]:
     return {"id": name, "block_size": 64, "requests": list(requests)} | fields
 

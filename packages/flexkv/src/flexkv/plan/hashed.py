@@ -23,6 +23,9 @@ MOONCAKE, BAILIAN = "mooncake", "bailian"
 _UNITS = {MOONCAKE: MILLISECONDS, BAILIAN: SECONDS}
 _USUAL_BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
 """The tokens of a block that are tried if the user names none."""
+_TEXTS = {"text_input", "input_text", "messages", "payload"}
+"""Fields of benchmark clients that have a prompt's text in place of its hashes."""
+NO_HASHES = "without hash_ids"
 _MOONCAKES, _BAILIANS = 512, 16
 """Tokens of a block in the published traces."""
 
@@ -50,6 +53,7 @@ class Parser:
         self._sizes = list(_USUAL_BLOCKS if block_tokens is None else (block_tokens,))
         self._clock = Clock(unit, _UNITS[form])
         self._starts = starts
+        self._skipped = 0
         self._latest: dict[str, float] = {}
         self._roots: dict[object, str] = {}
         self._rows: list[tuple[float, int, int, list[Hashable], str]] = []
@@ -60,6 +64,9 @@ class Parser:
         Raises:
             LineError: the line violates the format.
         """
+        if "hash_ids" not in line and not _TEXTS.isdisjoint(line):
+            self._skipped += 1
+            return
         ids = hashes(line)
         prompt = natural(line, "input_length", least=1)
         fitting = [size for size in self._sizes if len(ids) in (prompt // size, -(-prompt // size))]
@@ -83,7 +90,8 @@ class Parser:
         for seconds, prompt, output, ids, session in sorted(self._rows, key=lambda row: row[0]):
             blocks = prefixes.follow(ids[: prompt // size])
             requests.append(TracedRequest(seconds, blocks, (), prompt, output, session))
-        return Trace(name, self._form, size, requests, len(prefixes))
+        skipped = {NO_HASHES: self._skipped} if self._skipped else {}
+        return Trace(name, self._form, size, requests, len(prefixes), skipped=skipped)
 
     def _session(self, line: Mapping[str, object]) -> str:
         if self._form != BAILIAN:

@@ -13,12 +13,11 @@ from collections.abc import Hashable, Mapping
 
 from flexkv.plan.clock import SECONDS, Clock
 from flexkv.plan.fields import LineError, natural, show
-from flexkv.plan.hashed import hashes
+from flexkv.plan.hashed import NO_HASHES, hashes
 from flexkv.plan.starts import Starts
 from flexkv.plan.trace import NO_BLOCK, Prefixes, Trace, TracedRequest
 
 FORM = "sessions"
-NO_HASHES = "without hash_ids"
 
 
 def recognises(value: Mapping[str, object]) -> bool:
