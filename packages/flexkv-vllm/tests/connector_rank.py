@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from late_mover import LateMover
 from ranks import LOADS_FIRST, Rank, assert_adapter_at_rest, ended_transfers, step_result
 from texts import Text
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -22,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv_vllm import stages
 from flexkv_vllm.compat import patches
+from packages.late_mover import LateMover
 
 
 def flexkv_of(connector: Any) -> Any:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from connector_rank import ConnectorRank, each_thread_is_a_worker, flexkv_of
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
-from late_mover import LateMover
 from patience import wait_until
 from pauses import pause
 from ranks import AdapterRank, Rank
@@ -69,6 +68,7 @@ from packages.inside import (
     free_cells,
     index_of,
 )
+from packages.late_mover import LateMover
 from packages.tier_blocks import assert_no_slot_is_lost
 
 TOKEN_SECONDS = 1.0

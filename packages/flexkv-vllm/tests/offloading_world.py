@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from engine_world import World, run_together
 from kv_pages import BLOCK_TOKENS, make_pages
-from late_mover import LateMover
 from ranks import LOADS_FIRST, Rank, ended_transfers, step_result
 from texts import Text
 from vllm.config import set_current_vllm_config
@@ -30,6 +29,7 @@ from world_config import OFFLOADING
 from flexkv.figures.definitions import sample
 from flexkv_vllm.compat.core import fails_by_request
 from flexkv_vllm.metrics import PREFIX
+from packages.late_mover import LateMover
 
 # With older releases the spec refuses to be imported.
 pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26")

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from kv_pages import BLOCK_TOKENS, LAYERS, heads_of, token_bytes
-from late_mover import LateMover
 from texts import Text
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +21,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from flexkv.engine.orders import StepOrders
 from flexkv_vllm.adapter import Adapter
+from packages.late_mover import LateMover
 
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
 SAVES_IDLE = "wait_for_save" not in _STEP.parameters

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from late_mover import LateMover
 from toy_blocks import BLOCK, ToyRequest
 from toy_engine import ToyEngine
 
@@ -18,6 +17,7 @@ from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv_kernels import HostMemory
 from packages.inside import assert_no_fetch, assert_no_lease, index_of
+from packages.late_mover import LateMover
 from packages.tier_blocks import assert_no_slot_is_lost
 
 SLOT_GB = 4096 / (1 << 30)

@@ -493,7 +493,7 @@ class RankSide:
     def has_samples(self) -> bool:
         """Whether `take_samples` may have something."""
         figures = self._figures
-        return self._worker.figures.active or (figures is not None and figures.active)
+        return self._worker.has_figures or (figures is not None and figures.active)
 
     def take_samples(self) -> Samples:
         """The counts of this rank since the last call."""

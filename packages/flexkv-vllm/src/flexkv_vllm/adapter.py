@@ -195,7 +195,7 @@ class Adapter(WorkerCalls):
     def take_stats(self) -> FlexKVStats | None:
         """The counts since the last call; None if there are none."""
         side = self._worker or self._scheduler
-        if side is not None and side.figures.active and side.has_figures:
+        if side is not None and side.has_figures:
             with self._boundary.guard("counting", "the counts come later, or are lost"):
                 samples = side.figures.take()
                 return FlexKVStats(data=samples) if samples else None

@@ -172,7 +172,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 self._has_connector = True
 
     def _take_stats(self) -> OffloadingConnectorStats | None:
-        if self._figures.active:
+        if self._figures.active or self._boundary.failures:
             with self._boundary.guard("counting", "the counts come later, or are lost"):
                 return connector_stats(self._figures.take())
         return None

@@ -48,6 +48,7 @@ class CopyFigures:
         bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
 
     Attributes:
+        active: whether `take` may have something beside errors at the boundary.
         load_rate: what `take_load_rate` will return.
     """
 
@@ -63,7 +64,7 @@ class CopyFigures:
         self._warned = False
         self._begun: dict[int, tuple[Direction, int]] = {}
         self._meter, self._reader = Meter(), Reader()
-        self._new = False
+        self.active = False
         self.load_rate = 0.0
 
     def begin(self, ticket: int, direction: Direction, size: int) -> None:
@@ -78,7 +79,7 @@ class CopyFigures:
 
     def count(self, direction: Direction, size: int, seconds: float | None) -> None:
         """Count a copy of `size` bytes that is done and took `seconds`; None if that is unknown."""
-        self._new = True
+        self.active = True
         self._meter.count(COPIED_BYTES, size, "device", direction.name.lower())
         if seconds is None:
             return
@@ -100,17 +101,12 @@ class CopyFigures:
         self._put_ways()
         self._reader.drain(self._meter.values)
 
-    @property
-    def active(self) -> bool:
-        """Whether `take` may have something."""
-        return bool(self._new or self._boundary.failures)
-
     def take(self) -> Samples:
         """Take the samples that are new since the last call."""
         _put_errors(self._meter, self._boundary)
-        if self._new:
+        if self.active:
             # The mover counts a copy when it begins, so the way of each ended copy is known.
-            self._new = False
+            self.active = False
             self._put_ways()
         samples = self._reader.drain(self._meter.values)
         if fallback := samples.get(FALLBACK_BYTES.name):

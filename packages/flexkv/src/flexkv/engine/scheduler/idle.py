@@ -28,7 +28,7 @@ class IdleSteps:
         self._served_at: float | None = None
 
     def note(self, serves: bool) -> None:
-        """Note that a step begins. `serves` says whether the engine has requests."""
+        """Note that the engine has served a request, or that a step begins without any."""
         if serves or self._served_at is None:
             self._served_at = self._clock()
 

@@ -144,7 +144,8 @@ class RequestSide(Generic[Orders]):
             return answer
         with self._boundary.guard("lookup", "it is a miss"):
             tracked = self._requests.track(request)
-            self._poll()
+            if self._ended.waiting or self._cache.busy:
+                self._poll()
             answer = self._loads.match(tracked, local_tokens, len(self._requests.by_id) - 1)
         if answer[0] or self._promises.loads:
             self._promises.matched(request.request_id, local_tokens, answer)
@@ -181,6 +182,7 @@ class RequestSide(Generic[Orders]):
         if self.is_off:
             return False
         holds = None
+        self._idle_steps.note(True)
         with self._boundary.guard("ending a request", "its last blocks are not cached"):
             holds = self._end(request, tables)
         if holds is None:
@@ -226,7 +228,8 @@ class RequestSide(Generic[Orders]):
                 self._stores.step_ended(report.proves)
                 self._chooser.loaded(report.load_rate)
             self._chooser.timer.ended(0 if report is None else report.number)
-            self._poll()
+            if self._ended.waiting or self._cache.busy:
+                self._poll()
 
     @property
     def wants_step(self) -> bool:
@@ -238,7 +241,9 @@ class RequestSide(Generic[Orders]):
     @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
-        return not self.is_off and self.figures.is_due(bool(self._requests.by_id))
+        if self.is_off or not self.figures.active:
+            return False
+        return self.figures.is_due(bool(self._requests.by_id))
 
     # Resets and pauses.
 
@@ -351,8 +356,10 @@ class RequestSide(Generic[Orders]):
 
     def _build_orders(self, step: ScheduledStep) -> Orders:
         requests = self._requests.by_id
-        self._idle_steps.note(bool(requests))
-        self._poll()
+        if not requests:
+            self._idle_steps.note(False)
+        if self._ended.waiting or self._cache.busy:
+            self._poll()
         self._tables.follow(step, self._orders)
         if self._loads.unfinished:
             self._loads.continue_all(self._orders)
@@ -431,8 +438,8 @@ class RequestSide(Generic[Orders]):
         self._clear("weights", sure)
 
     def _poll(self) -> None:
-        if not (self._ended.waiting or self._cache.busy):
-            return
+        """Handle what has ended. Callers first look whether anything may have, because mostly
+        nothing has."""
         with self._boundary.guard(_POLLING, "copies that ended are seen later"):
             self.figures.note_activity()
             if self._lost_some:

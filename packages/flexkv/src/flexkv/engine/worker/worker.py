@@ -79,6 +79,7 @@ class WorkerSide:
     ) -> None:
         self._session = session
         self._work_so_far = work_so_far
+        self._boundary = boundary
         self._copies = RankCopies(
             session.arena,
             mover,
@@ -141,7 +142,7 @@ class WorkerSide:
     @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
-        return self.figures.active
+        return self.figures.active or bool(self._boundary.failures)
 
     def calibrate(self, engine_blocks: int) -> None:
         """See `RankCopies.calibrate`."""
