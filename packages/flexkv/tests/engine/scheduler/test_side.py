@@ -142,13 +142,16 @@ def test_a_reset_discards_all_blocks(make_world: MakeWorld, time: StoreTime) -> 
     assert world.hits(prompt) == 6
 
 
-def test_after_a_change_of_weights_no_block_of_the_old_ones_is_found(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("sure", [True, False])
+def test_after_a_change_of_weights_no_block_of_the_old_ones_is_found(
+    make_world: MakeWorld, sure: bool
+) -> None:
     world = make_world(disk_slots=64)
     prompt = prompt_of(6, 6)
     world.generate(prompt)
     world.settle()
     world.engine.pages.weights = b"new"
-    world.engine.side.weights_changed(sure=True)
+    world.engine.side.weights_changed(sure=sure)
     assert world.hits(prompt) == 0
     assert world.hits(prompt) == 6
 
@@ -199,7 +202,7 @@ def test_no_wrong_byte_is_read_in_random_traffic(make_world: MakeWorld, seed: in
                 for request in list(engine.running):
                     engine.preempt(request)
                 engine.pages.weights += b"."
-                engine.side.weights_changed(sure=True)
+                engine.side.weights_changed(sure=rng.random() < 0.5)
                 engine.pool.found = {}
             case _:
                 engine.pool.found = {}
