@@ -176,7 +176,9 @@ class OffloadingWorld(World):
         self.manager._poll()
 
     def assert_untracked(self) -> None:
-        assert self.manager._requests == self.manager._loading == {}
+        assert self.manager._requests == self.manager._loading == self.manager._fetched == {}
+        assert self.side._lacking == {}
+        assert self.side._finished == set()
         for rank in self.ranks:
             rank.assert_at_rest()
 

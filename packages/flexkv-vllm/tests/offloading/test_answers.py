@@ -87,6 +87,7 @@ def test_a_broken_follower_of_requests_changes_no_answer(
     before = swap(prompts, ("by_id", "_chooser", "_reports", "_steps"))
     assert prompts.match(broken, [(0, [KEY], 16, None)], 0, 16, lambda: (16, True)) == (16, True)
     assert prompts.allocated(broken, 16) is None
+    assert prompts.finished(broken) is None
     assert prompts.step_begins(broken) is None
     assert prompts.step_ended(broken, broken) is None
     assert prompts.answers == {}

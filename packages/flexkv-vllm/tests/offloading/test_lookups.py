@@ -57,13 +57,15 @@ def test_a_hit_is_one_call(make_offloading_world: MakeOffloadingWorld, asked: Co
     assert asked == {"lookup": 1, "keys in lookup": BLOCKS}
 
 
+@pytest.mark.parametrize("disk_slots", [0, 200])
 def test_a_miss_is_one_call(
-    make_offloading_world: MakeOffloadingWorld, asked: Counter[str]
+    make_offloading_world: MakeOffloadingWorld, asked: Counter[str], disk_slots: int
 ) -> None:
-    world = make_offloading_world(num_blocks=128, slots=128, disk_slots=200)
+    world = make_offloading_world(num_blocks=128, slots=128, disk_slots=disk_slots)
     assert match(world, random_prompt(random.Random(2), LENGTH), asked) == 0
+    assert asked["lookup"] == 1
     # Lower tiers are asked for the first blocks alone.
-    assert (asked["lookup"], asked["presence"], asked["keys in presence"]) == (1, 1, 16)
+    assert (asked["presence"], asked["keys in presence"]) == ((1, 16) if disk_slots else (0, 0))
 
 
 def test_a_prompt_on_disk_takes_few_calls(

@@ -22,6 +22,8 @@ from flexkv.plan.read import read_trace
 from packages.inside import assert_no_fetch, chooser_of
 
 LONG, SHORT = 600, 40
+BLOCK_BYTES = 128 * BLOCK_TOKENS
+"""Of a group of the tests' model, over all ranks."""
 LONG_HIT, SHORT_HIT = LONG // BLOCK_TOKENS * BLOCK_TOKENS, SHORT // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -70,6 +72,20 @@ def test_with_several_groups_a_whole_hit_measures_again(
     assert hits == [0] * 16 + [LONG_HIT] * 2
     assert world.collected()[sample("skipped_tokens", "slow")] == 16 * LONG_HIT
     world.check_outputs()
+
+
+@SEVERAL_GROUPS
+def test_of_a_window_only_the_needed_blocks_are_judged(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    """All blocks of the full layer and three of the window load a little faster than they are
+    computed."""
+    world = make_offloading_world(num_blocks=128, slots=256, budget=1024, windows=(WINDOW,))
+    prompt = random_prompt(random.Random(15), LONG)
+    world.generate(prompt)
+    world.forget()
+    world.believe((LONG_HIT / BLOCK_TOKENS + 4) * BLOCK_BYTES / (LONG_HIT * TOKEN_SECONDS))
+    assert world.external_tokens[world.generate(prompt)] == LONG_HIT
 
 
 def test_every_hit_is_loaded_if_the_settings_say_so(
@@ -142,6 +158,31 @@ def test_hits_wait_for_full_steps_only_if_enough_other_requests_gain(
     assert hits == [0, LONG_HIT, LONG_HIT]
     assert world.collected()[sample("skipped_tokens", "delayed")] == LONG_HIT
     world.check_outputs()
+
+
+def test_a_request_that_has_ended_is_no_other(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells its manager of the end with the next step."""
+    world = make_offloading_world()
+    prompt = random_prompt(random.Random(14), 200)
+    world.generate(prompt)
+    chooser = chooser_of(world.side)
+    choose_load = chooser.choose_load
+    counted = []
+
+    def note(*args: Any, others: int, **options: Any) -> Any:
+        counted.append(others)
+        return choose_load(*args, others=others, **options)
+
+    monkeypatch.setattr(chooser, "choose_load", note)
+    for running in (0, 2):
+        world.forget()
+        for _ in range(running):
+            world.add(random_prompt(random.Random(running), 20), max_tokens=30)
+        world.generate(prompt, max_tokens=1)
+        world.run()
+    assert counted == [0, 2]
 
 
 def test_loads_are_measured_by_what_workers_report(

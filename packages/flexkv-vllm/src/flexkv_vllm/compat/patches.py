@@ -205,6 +205,10 @@ class ConnectorCalls(Protocol):
         """vLLM gave blocks to a request, and loads as many tokens into them."""
         ...
 
+    def finished(self, request: Request) -> None:
+        """A request has ended. vLLM tells its manager with the next step; 0.26 has done so."""
+        ...
+
     def step_begins(self, output: SchedulerOutput) -> None:
         """vLLM has scheduled a step."""
         ...
@@ -227,6 +231,7 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
     side: Any = scheduler.OffloadingConnectorScheduler
     match, allocate = side.get_num_new_matched_tokens, side.update_state_after_alloc
     build, update = side.build_connector_meta, side.update_connector_output
+    finish = side.request_finished
     if hasattr(update, "__wrapped__"):
         return
 
@@ -250,6 +255,14 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
         if calls is not None:
             calls.allocated(request, num_external_tokens)
 
+    @functools.wraps(finish)
+    def follow_finish(self: Any, request: Any) -> Any:
+        answer = finish(self, request)
+        calls = calls_of(self.manager)
+        if calls is not None:
+            calls.finished(request)
+        return answer
+
     @functools.wraps(build)
     def follow_step(self: Any, scheduler_output: Any) -> Any:
         calls = calls_of(self.manager)
@@ -269,6 +282,7 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
 
     side.get_num_new_matched_tokens, side.update_state_after_alloc = follow_match, follow_allocation
     side.build_connector_meta, side.update_connector_output = follow_step, follow_end
+    side.request_finished = follow_finish
     connector: Any = offloading_connector.OffloadingConnector
     connector.bind_gpu_block_pool = bind_pool
 

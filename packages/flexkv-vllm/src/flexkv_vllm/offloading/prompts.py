@@ -67,6 +67,7 @@ class OffloadedPrompts:
         self._boundary = boundary
         self._lookups: Lookups | None = None
         self._lacking: dict[str, Lookups] = {}
+        self._finished: set[str] = set()  # of `by_id`
         self._matches_step = False
         self._steps: deque[int] = deque()  # numbers of the forward passes that have not ended
 
@@ -104,7 +105,7 @@ class OffloadedPrompts:
         when the load has ended."""
         blocks = self.by_id.get(request.request_id)
         match = None if blocks is None else blocks.match
-        if blocks is None or match is None or request.num_computed_tokens:
+        if blocks is None or match is None:
             return
         blocks.match = None
         with self._boundary.guard("reporting a hit", "it is not counted"):
@@ -117,6 +118,12 @@ class OffloadedPrompts:
                 keys=(blocks.used(hit), blocks.prompt()),
                 fetched=limited(match.fetched, tokens) if blocks.may_load else None,
             )
+
+    @answers(always(None), "it counts as another request for a step more")
+    def finished(self, request: EngineRequest) -> None:
+        """A request has ended. vLLM tells its manager with the next step, or has done so."""
+        if request.request_id in self.by_id:
+            self._finished.add(request.request_id)
 
     @answers(always(None), "it is not measured")
     def step_begins(self, output: SchedulerOutput) -> None:
@@ -182,6 +189,7 @@ class OffloadedPrompts:
     def ended(self, request_id: str) -> RequestBlocks | None:
         """A request has ended. Returns its state; None if it is unknown."""
         self._lacking.pop(request_id, None)
+        self._finished.discard(request_id)
         return self.by_id.pop(request_id, None)
 
     def report_ended(self, blocks: RequestBlocks) -> None:
@@ -239,8 +247,14 @@ class OffloadedPrompts:
         waiting = blocks.waiting(local_tokens)
         if waiting is not None:
             fetch, span = waiting
-            others = len(self.by_id) - 1
-            blocks.waits = span.tokens > 0 and self._chooser.is_worth_waiting(fetch, span, others)
+            blocks.waits = span.tokens > 0 and self._chooser.is_worth_waiting(
+                fetch, span, self._others
+            )
+
+    @property
+    def _others(self) -> int:
+        """The engine's requests besides the one that is matched."""
+        return len(self.by_id) - len(self._finished) - 1
 
     def _shortens(self, request: EngineRequest, local_tokens: int, tokens: int) -> bool:
         """Whether less than the hit of `tokens` tokens is to be loaded. Then further lookups find
@@ -254,7 +268,7 @@ class OffloadedPrompts:
             span,
             lookups.count(tokens),
             whole=len(blocks.groups) > 1,
-            others=len(self.by_id) - 1,
+            others=self._others,
         )
         if choice.left is not None:
             lookups.shorten(choice.blocks)
