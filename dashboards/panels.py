@@ -277,6 +277,20 @@ def _room(names: Names) -> Row:
                 Shape.NUMBER,
             ),
             Panel(
+                "Hits and those of LRU",
+                "Blocks a second that host memory had, and would have had with LRU. Below it: the "
+                "credit of the policy's guard, and engines in the order of LRU.",
+                "short",
+                (
+                    Query(
+                        f"sum by (policy) ({names.rate('guard_hit_blocks')})", "hits: {{policy}}"
+                    ),
+                    Query(f"sum ({names.series('guard_credit_blocks')})", "credit"),
+                    Query(f"sum ({names.series('guard_fallbacks')})", "in the order of LRU"),
+                    Query(f"sum ({names.rate('guard_switches')})", "switches"),
+                ),
+            ),
+            Panel(
                 "Blocks that come and go",
                 "In a second. Evictions as fast as stores, with few hits, mean too little room.",
                 "short",

@@ -9,30 +9,10 @@ requests come back. It evicts the block with the fewest hits to expect per secon
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from flexkv.eviction import EvictionPolicy
+from flexkv.eviction import EvictionPolicy, GuardState
 from flexkv_kernels._library import LIBRARY
-
-
-class GuardState(NamedTuple):
-    """What the guard has seen since the start. It compares the policy with LRU.
-
-    Attributes:
-        trusts_hazard: whether the policy's own order rules, and not LRU's.
-        credit: blocks that the policy may still lose to LRU before LRU's order rules.
-        immune_blocks: of the blocks used last, how many the policy's own order must not evict.
-        hits: blocks that requests found.
-        lru_hits: blocks that they would have found with LRU.
-        switches: times that LRU's order took over.
-    """
-
-    trusts_hazard: bool
-    credit: float
-    immune_blocks: int
-    hits: int
-    lru_hits: int
-    switches: int
 
 
 class _HazardPolicy(EvictionPolicy, Protocol):

@@ -224,7 +224,7 @@ PyObject* clear(PyObject* self, PyObject*) {
   return none();
 }
 
-// See GuardState in Python.
+// See flexkv.eviction.GuardState.
 PyObject* guard_state(PyObject* self, PyObject*) {
   const flexkv::eviction::Guard& guard = of(self).guard();
   const flexkv::eviction::GuardCounts& counts = guard.counts();

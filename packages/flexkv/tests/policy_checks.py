@@ -9,7 +9,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
+from flexkv.eviction import UNKNOWN_REQUEST, EvictionPolicy, GuardState, RequestContext
 
 
 class CheckedPolicy:
@@ -82,6 +82,9 @@ class CheckedPolicy:
         assert (key is None) is (not self.evictable)
         assert key is None or key in self.evictable
         return key
+
+    def guard_state(self) -> GuardState | None:
+        return self.policy.guard_state()
 
     def clear(self) -> None:
         for known in (self.evictable, self.held_blocks, self.hits, self.stale):

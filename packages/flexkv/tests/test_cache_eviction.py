@@ -8,6 +8,7 @@ from policy_checks import CheckedPolicy
 
 from flexkv import KVCache
 from flexkv.eviction import POLICIES, AnyPolicy, LRUPolicy, RequestContext
+from flexkv.figures.definitions import sample
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.types.mover import Status
@@ -70,5 +71,22 @@ def test_a_prefix_leaves_from_its_end(name: str) -> None:
             replay.run([b"short %d" % left])
             assert replay.cache.lookup(prefix) == left
             assert replay.cache.ready_blocks == SLOTS
+    finally:
+        replay.arena.close()
+
+
+@pytest.mark.parametrize(("name", "hits"), [("hazard", 5), ("lru", 0)])
+def test_figures_tell_hits_from_those_of_lru(name: str, hits: int) -> None:
+    replay = Replay(POLICIES[name](SLOTS))
+    try:
+        for blocks in (2, 3, 3):
+            replay.run(HOT[:blocks])
+        figures = replay.cache.figures()
+        for policy in ("used", "lru"):
+            assert figures.own.get(sample("guard_hit_blocks", policy), 0) == hits
+        assert figures.own.get(sample("guard_switches"), 0) == 0
+        assert figures.shared[sample("guard_fallbacks")] == 0
+        credit = 2 + 0.005 * hits if hits else 0
+        assert figures.shared[sample("guard_credit_blocks")] == pytest.approx(credit)
     finally:
         replay.arena.close()

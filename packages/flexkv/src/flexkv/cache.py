@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
-from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext
+from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, LRUPolicy, RequestContext
 from flexkv.figures.definitions import Counters, HostFigures, ResetCause
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
@@ -97,6 +97,7 @@ class KVCache:
         pin_seconds: float = 3600.0,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
+        self._policy = policy
         self._index = block_index(arena.spec.num_slots, policy)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
@@ -155,6 +156,7 @@ class KVCache:
             self._off,
             self._device.unreported,
             info.policy_name,
+            None if isinstance(self._policy, LRUPolicy) else self._policy.guard_state(),
         )
         return self._meter.read(host, self._below.figures(info.slot_bytes))
 

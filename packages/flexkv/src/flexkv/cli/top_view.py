@@ -77,6 +77,7 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
     title = ", ".join(filter(None, (source.name, *sorted(new.engines), *sorted(new.models))))
     about = [f"FlexKV {', '.join(sorted(new.versions))}"]
     about += [f"evicts by {each}" for each in POLICIES if change.total("eviction_policies", each)]
+    about += _guard(change)
     parts: list[RenderableType] = [_summary(change), _tiers(change), _links(change)]
     if history.failures:
         parts.append(_failures(history.failures))
@@ -142,6 +143,14 @@ def _summary(change: Change) -> Text:
         + ("" if saved is None else f", {saved:.2f} s a second")
         + f"   loads p50 {loads[0]}, p99 {loads[1]}"
     )
+
+
+def _guard(change: Change) -> list[str]:
+    """What the eviction policy brings, and whether its guard has fallen back to lru."""
+    lru, hits = (change.total("guard_hit_blocks", each) for each in ("lru", "used"))
+    found = [f"hits {hits / lru:.2f} of those of lru"] if lru else []
+    fallbacks = change.total("guard_fallbacks")
+    return [*found, *(["in the order of lru now"] if fallbacks else [])]
 
 
 def _tiers(change: Change) -> Table:

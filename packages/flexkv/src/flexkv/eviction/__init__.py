@@ -9,7 +9,12 @@ from typing import TypeAlias
 from flexkv.eviction.choice import AUTO, FOLLOWING, OTHERWISE, choose_policy
 from flexkv.eviction.hazard import MOST_BLOCKS, hazard_policy
 from flexkv.eviction.lru import LRUPolicy
-from flexkv.eviction.policy import UNKNOWN_REQUEST, EvictionPolicy, RequestContext
+from flexkv.eviction.policy import (
+    UNKNOWN_REQUEST,
+    EvictionPolicy,
+    GuardState,
+    RequestContext,
+)
 
 AnyPolicy: TypeAlias = EvictionPolicy | LRUPolicy
 """The policies that an index accepts."""
@@ -30,6 +35,7 @@ __all__ = [
     "UNKNOWN_REQUEST",
     "AnyPolicy",
     "EvictionPolicy",
+    "GuardState",
     "LRUPolicy",
     "RequestContext",
     "choose_policy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,26 @@ class RequestContext:
     request_id: str = ""
     session: str = ""
     returns: bool | None = None
+
+
+class GuardState(NamedTuple):
+    """What a policy's guard, which compares the policy with LRU, has counted since the start.
+
+    Attributes:
+        trusts_hazard: whether the policy's own order rules, and not LRU's.
+        credit: blocks that the policy may still lose to LRU before LRU's order rules.
+        immune_blocks: of the blocks used last, how many the policy's own order must not evict.
+        hits: blocks that requests found.
+        lru_hits: blocks that they would have found with LRU.
+        switches: times that LRU's order took over.
+    """
+
+    trusts_hazard: bool
+    credit: float
+    immune_blocks: int
+    hits: int
+    lru_hits: int
+    switches: int
 
 
 UNKNOWN_REQUEST = RequestContext()
@@ -101,6 +121,10 @@ class EvictionPolicy(Protocol):
         """Choose the block to evict next. It stays in the tier until `evicted`. None if all blocks
         are held."""
         ...
+
+    def guard_state(self) -> GuardState | None:
+        """The state of the policy's guard; None if it has none."""
+        return None
 
     def clear(self) -> None:
         """All blocks have left the tier, or an error may have torn what is known of them. The index

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from flexkv.eviction import POLICIES
+from flexkv.eviction import POLICIES, GuardState
 from flexkv.tiers.base import TierFigures
 from flexkv.tiers.circuit import CircuitState
 from flexkv.types.changes import BELOW, Medium
@@ -151,6 +151,7 @@ class HostFigures:
         disabled: whether loads and stores are disabled.
         transfers: loads and stores under way.
         policy: name of the eviction policy.
+        guard: state of its guard; None if it has none.
     """
 
     counters: Counters
@@ -161,6 +162,7 @@ class HostFigures:
     disabled: bool
     transfers: int
     policy: str
+    guard: GuardState | None
 
 
 class TierReading(NamedTuple):
@@ -280,6 +282,10 @@ def _resets(cause: ResetCause) -> ReadHost:
 
 def _has_policy(name: str) -> ReadHost:
     return lambda host: int(host.policy == name)
+
+
+def _guard(read: Callable[[GuardState], float]) -> ReadHost:
+    return lambda host: 0 if host.guard is None else read(host.guard)
 
 
 def _reads_in(state: CircuitState) -> ReadTier:
@@ -415,6 +421,20 @@ REFUSED_PIN_BLOCKS = _counter(
     "FlexKV blocks not pinned because half of the host memory is.",
     own={(): lambda host: host.counters.refused_pins},
 )
+GUARD_HIT_BLOCKS = _counter(
+    "guard_hit_blocks",
+    "Blocks that host memory had when their requests came, and that it would have had with lru.",
+    ("policy",),
+    own={
+        ("used",): _guard(lambda guard: guard.hits),
+        ("lru",): _guard(lambda guard: guard.lru_hits),
+    },
+)
+GUARD_SWITCHES = _counter(
+    "guard_switches",
+    "Times that the eviction policy's guard fell back to the order of lru.",
+    own={(): _guard(lambda guard: guard.switches)},
+)
 BLOCKS = _gauge(
     "blocks",
     "FlexKV blocks in the tier that can be loaded.",
@@ -452,6 +472,16 @@ EVICTION_POLICIES = _gauge(
     "1 for the policy by which host memory evicts, 0 for the others.",
     ("policy",),
     shared={(name,): _has_policy(name) for name in POLICIES},
+)
+GUARD_FALLBACKS = _gauge(
+    "guard_fallbacks",
+    "1 while the eviction policy's guard has the order of lru in force, else 0.",
+    shared={(): _guard(lambda guard: not guard.trusts_hazard)},
+)
+GUARD_CREDIT_BLOCKS = _gauge(
+    "guard_credit_blocks",
+    "FlexKV blocks that the eviction policy may lose to lru before its guard falls back to lru.",
+    shared={(): _guard(lambda guard: guard.credit)},
 )
 PINNED_BLOCKS = _gauge(
     "pinned_blocks",
