@@ -55,7 +55,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "saturated": saturated_rows,
     "cluster": _cluster_rows,
     "questions": lambda bench, say: question_rows(say),
-    "policies": lambda bench, say: policy_rows(bench.trace, say),
+    "policies": lambda bench, say: policy_rows(bench.traces, say),
     "sglang": sglang_rows,
 }
 MIN_SAMPLES = 5
@@ -72,7 +72,9 @@ def main() -> int:
     rows: list[Row] = []
     failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
-        bench = Bench(Path(folder), options.samples, options.pairs, options.disk_dir, options.trace)
+        bench = Bench(
+            Path(folder), options.samples, options.pairs, options.disk_dir, tuple(options.trace)
+        )
         for part in options.only:
             say(part)
             try:
@@ -111,11 +113,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         type=Path,
-        help="Mooncake's conversation trace (JSONL), which `policies` replays; default: none",
+        action="append",
+        default=[],
+        help="a trace (JSONL), which `policies` replays; may be repeated, Mooncake's conversation "
+        "trace first; default: none",
     )
     options = parser.parse_args()
-    if options.trace is not None and not options.trace.is_file():
-        parser.error(f"--trace is {options.trace}; allowed: a file")
+    for trace in options.trace:
+        if not trace.is_file():
+            parser.error(f"--trace is {trace}; allowed: a file")
     if options.samples < MIN_SAMPLES or options.pairs < 1:
         parser.error(f"--samples must be at least {MIN_SAMPLES}, --pairs at least 1")
     return options

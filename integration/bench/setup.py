@@ -36,15 +36,15 @@ class Bench:
 
     ``folder`` holds checkpoints, logs and FlexKV's runtime files; ``samples`` are measurements per
     engine start, ``pairs`` the starts with and without FlexKV. ``disk_dir`` is on the disk that is
-    measured; None for the system's directory for temporary files. ``trace`` is a file of requests
-    that eviction policies are compared on; None for none.
+    measured; None for the system's directory for temporary files. ``traces`` are files of requests
+    that eviction policies are compared on.
     """
 
     folder: Path
     samples: int = 5
     pairs: int = 3
     disk_dir: Path | None = None
-    trace: Path | None = None
+    traces: tuple[Path, ...] = ()
     _prompts: int = 0
 
     def flexkv(self, arena_gb: float = ARENA_GB, **settings: Any) -> Connector:
