@@ -262,8 +262,7 @@ class CacheClient(Protocol):
         held: bool = False,
     ) -> Transfer | None:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
-        is evicted to make room. A block whose predecessor is not in the arena is not stored, nor is
-        a block that the policy refuses and no lower tier would write.
+        is evicted to make room. A block whose predecessor is not in the arena is not stored.
 
         Args:
             keys: keys of blocks, each of which builds on the one before. They may begin anywhere in
