@@ -140,8 +140,12 @@ def test_a_transfer_says_which_key_lies_in_which_slot(workers: Workers) -> None:
     load = workers.cache.load(keys("a", "b", "c"))
     assert load is not None
     assert load.slots[1:] == store.slots
+    assert workers.cache.loading_blocks == 3
     blocks = ready_blocks(index_of(workers.cache))
     assert [blocks[key].slot for key in load.keys] == load.slots
+    workers.report(load, Status.DONE, Status.DONE)
+    workers.cache.poll()
+    assert workers.cache.loading_blocks == 0
 
 
 def test_a_failed_rank_means_never_found(workers: Workers) -> None:
@@ -406,6 +410,7 @@ class CacheModel(RuleBasedStateMachine):
         assert sorted(free_cells(self.workers.arena.board)) == list(range(CELLS))
         assert_no_slot_is_lost(index)
         assert all(block.leases == 0 for block in ready_blocks(index).values())
+        assert self.cache.loading_blocks == 0
         self.workers.arena.close()
 
     @rule(length=st.integers(1, 6), chain=st.integers(0, 2))

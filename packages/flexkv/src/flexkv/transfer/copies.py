@@ -55,6 +55,7 @@ class DeviceLink:
 
     Attributes:
         unreported: the number of transfers that `poll` has not returned.
+        loading_blocks: the number of blocks in the loads under way.
     """
 
     def __init__(self, board: CompletionBoard, meter: Meter) -> None:
@@ -66,17 +67,8 @@ class DeviceLink:
         self._pending: dict[int, DeviceCopy] = {}
         self._ending: deque[DeviceCopy] = deque()
         self._ended: list[DeviceCopy] = []
-        self.unreported = 0
+        self.unreported = self.loading_blocks = 0
         self._next_id = 1
-
-    @property
-    def loading_blocks(self) -> int:
-        """The number of blocks in the loads under way."""
-        pending = self._pending.values()
-        if not pending:
-            return 0
-        loads = (each for each in pending if each.transfer.direction is Direction.LOAD)
-        return sum(len(each.blocks) for each in loads)
 
     @property
     def stores(self) -> list[DeviceCopy]:
@@ -117,6 +109,8 @@ class DeviceLink:
         self._next_id += 1
         self._pending[transfer.id] = DeviceCopy(transfer, blocks, held)
         self.unreported += 1
+        if direction is Direction.LOAD:
+            self.loading_blocks += len(blocks)
         return transfer
 
     def confirm(self, transfer_id: int) -> None:
@@ -131,6 +125,8 @@ class DeviceLink:
         copy = self._pending.pop(transfer_id, None)
         if copy is not None:
             self.unreported -= 1
+            if copy.transfer.direction is Direction.LOAD:
+                self.loading_blocks -= len(copy.blocks)
             self._board.give_back(copy.transfer.cell)
         return copy
 
@@ -147,6 +143,10 @@ class DeviceLink:
         may have lost some; frees the cells of all others, and counts anew."""
         self._board.keep({each.transfer.cell for each in self._pending.values()})
         self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
+        loads = (
+            each for each in self._pending.values() if each.transfer.direction is Direction.LOAD
+        )
+        self.loading_blocks = sum(len(each.blocks) for each in loads)
         copies = [*self._pending.values(), *self._ending]
         return [
             block
@@ -177,6 +177,8 @@ class DeviceLink:
                 seconds = time.monotonic() - copy.begun
                 self._seconds[transfer.direction].observe(seconds)
             self._ending.append(self._pending.pop(transfer.id))
+            if transfer.direction is Direction.LOAD:
+                self.loading_blocks -= len(copy.blocks)
             self._board.give_back(transfer.cell)
         while self._ending:
             self._ended.append(self._ending.popleft())
