@@ -162,7 +162,7 @@ class Demoter:
             before = None if block.parent is None else block.parent.key
             if has:
                 there.add(key)
-            # Answers of a tier that has to ask are forgotten after a while.
+            # Answers of a tier that needs queries are forgotten after a while.
             elif (
                 before is None
                 or before in batch

@@ -265,7 +265,7 @@ class Fetcher:
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
         """Query tiers which of these blocks they have, as far as that is unknown. Does not wait.
-        Returns whether an answer is awaited. The arguments are those of `KVCache.query`."""
+        Returns whether an answer is awaited. The arguments are those of `CacheClient.query`."""
         first, others = self._unknown(keys), self._unknown(scattered)
         for source, unknown in first.items():
             # Without an answer for the first block, the other blocks may be of use.
@@ -433,8 +433,8 @@ class Fetcher:
             if not queries:
                 plan.append(source if i in absent else None)
             reach += 1
-        for asked, keys in queries.items():
-            asked.query(keys)
+        for queried, keys in queries.items():
+            queried.query(keys)
         return plan, reach, next((source.medium for source in queries), None)
 
     def _fastest(

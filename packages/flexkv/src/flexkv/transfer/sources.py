@@ -17,7 +17,7 @@ tier has evicted the block since, a read finds nothing. Not tuned."""
 
 LACKS_SECONDS = 5.0
 """Seconds for which a block counts as absent after the tier has reported that. An engine may look
-a waiting request up in every step; the tier is asked once in this time. A block that another node
+a waiting request up in every step; the tier is queried once in this time. A block that another node
 writes meanwhile is a miss until then. Not tuned."""
 
 _ANSWERS = 1 << 17

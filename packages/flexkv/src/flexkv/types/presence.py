@@ -14,7 +14,7 @@ class Presence(enum.Enum):
     BELOW = "below"
     """A lower tier has the block: it can be fetched."""
     UNKNOWN = "unknown"
-    """A lower tier that needs a query may have the block. `KVCache.query` and a fetch make the
+    """A lower tier that needs a query may have the block. `CacheClient.query` and a fetch make the
     query."""
     ABSENT = "absent"
     """No tier can give the block now."""
