@@ -481,7 +481,7 @@ GUARD_FALLBACKS = _gauge(
 GUARD_CREDIT_BLOCKS = _gauge(
     "guard_credit_blocks",
     "FlexKV blocks that the eviction policy may lose to lru before its guard falls back to lru.",
-    shared={(): _guard(lambda guard: guard.credit)},
+    shared={(): _guard(lambda guard: max(0.0, guard.credit))},
 )
 PINNED_BLOCKS = _gauge(
     "pinned_blocks",
