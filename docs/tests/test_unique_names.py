@@ -21,7 +21,7 @@ PACKAGES = {
 }
 
 STEMS = {
-    "flexkv": {"packed_keys": 2, "request": 2, "verify": 2},
+    "flexkv": {"request": 2, "verify": 2},
     "flexkv_sglang": {},
     "flexkv_vllm": {"events": 3, "orders": 2, "pages": 2},
 }
