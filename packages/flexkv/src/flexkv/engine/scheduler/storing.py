@@ -206,7 +206,9 @@ class Stores:
     def step_ended(self, number: int) -> None:
         """The steps up to `number` have ended, after `distrust`: their stores count."""
         while self._held and self._held[0].step <= number:
-            self._cache.confirm(self._held.popleft().transfer.id)
+            # In this order: after an error the next call confirms it.
+            self._cache.confirm(self._held[0].transfer.id)
+            self._held.popleft()
         while self._begun and self._begun[0][0] <= number:
             self._begun.popleft()
 
