@@ -34,7 +34,7 @@ def test_settings_in_force_are_labels_whatever_their_source() -> None:
     assert labels["ssd_cache_gb"] == "0.5"
     assert labels["always_load"] == "true"
     assert labels["min_load_tokens"] == "77"
-    assert labels["eviction_policy"] == "lru"
+    assert labels["eviction_policy"] == "auto"
     assert set(labels) <= set(INFO_LABELS)
 
 

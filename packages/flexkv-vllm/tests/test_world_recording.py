@@ -56,7 +56,7 @@ def test_the_curve_of_a_recording_is_what_the_cache_hit(
         num_blocks=ENGINE_BLOCKS,
         slots=slots,
         context=1024,
-        settings={"trace": str(path), "always_load": True},
+        settings={"trace": str(path), "always_load": True, "eviction_policy": "lru"},
     )
     prompts = chats(random.Random(3))
     for prompt in prompts:
