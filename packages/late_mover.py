@@ -96,7 +96,6 @@ class LateMover:
         waiting = self._waiting.get(ticket)
         if waiting is not None and timeout < 1 and waiting.polls > 0:
             return Status.PENDING  # a short wait need not end with the transfer
-        self._waiting.pop(ticket, None)
         if waiting is not None:
             self._tickets[ticket] = self._inner.submit(
                 waiting.direction,
@@ -106,6 +105,7 @@ class LateMover:
                 waiting.flag_address,
                 planes=waiting.planes,
             )
+            del self._waiting[ticket]  # only now: a later call tries again after an error
         return self._inner.wait(self._tickets.get(ticket, ticket), timeout)
 
     def mark(self, stream: int) -> int:
