@@ -153,7 +153,7 @@ def test_after_an_error_no_old_block_table_is_stored(
     first = world.add(prompt, max_tokens=40)
     world.step()
     with monkeypatch.context() as patch:
-        patch.setattr(world.side, "_poll", broken)
+        patch.setattr(world.side._tables, "follow", broken)
         world.step()
     world.run()
     hashes = world.requests[first].block_hashes
