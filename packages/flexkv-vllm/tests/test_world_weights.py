@@ -88,6 +88,26 @@ def test_the_next_engine_finds_blocks_of_the_models_files(
     world.check_outputs()
 
 
+def test_an_error_while_keys_change_finds_no_block_by_the_old_ones(
+    make_world: MakeWorld, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(disk_slots=100)
+    world.generate(prompt)
+    world.settle()
+    renew = world.cache.renew
+
+    def renew_and_fail(cause: str) -> None:
+        renew(cause)
+        raise InjectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "renew", renew_and_fail)
+        change_weights(world)
+    world.forget()
+    assert hits(world, prompt) == 0
+    world.check_outputs()
+
+
 def test_a_reset_of_a_user_leaves_nothing_for_the_next_engine(
     make_world: MakeWorld, prompt: list[int]
 ) -> None:

@@ -462,15 +462,14 @@ class RankSide:
     def _renew(self, *, mixed: bool) -> None:
         self.page_keys.renew(mixed=mixed)
         self.delayed.clear()
-        if self._cache is not None:
-            with self._boundary.guard("renewing keys", "blocks of old keys stay in host memory"):
-                self._cache.renew()
         if self._followed is not None and self._waiting is not None:
             self._followed.forget_lookups()
             self._waiting.forget_keys()
         with self._boundary.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
                 self.events.forget_all(self.page_keys.epoch.end)
+        if self._cache is not None:
+            self._cache.renew()
 
     def close(self, flush_seconds: float) -> None:
         """End all copies; close the cache, which may write for `flush_seconds`. Idempotent."""

@@ -424,12 +424,15 @@ class RequestSide(Generic[Orders]):
     def _clear(self, cause: str, sure: bool = False) -> None:
         for tracked in self._requests.by_id.values():
             tracked.store_nothing()
+            tracked.plan = None  # it has the keys of before, and lower tiers may have their blocks
         # No other engine finds the blocks of later epochs.
         if sure or self._keys.epoch.end:
+            # The keys first: an error after this leaves no block to be found by those of before.
+            self._keys.epoch.renew()
             self._cache.renew(cause)
         else:
             self._cache.clear(cause)
-        self._keys.epoch.renew()
+            self._keys.epoch.renew()
         self.figures.note_activity()
 
     def _clear_for_weights(self, sure: bool) -> None:
