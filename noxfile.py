@@ -34,6 +34,7 @@ PACKAGES = [
 STATIC_TOOLS = ["pyrefly==1.4.1", "packaging>=24"]
 TOOLS = [
     "pytest>=8.4,<9.2",  # pytest-xdist 3.8 does not see its groups under pytest 9.2
+    "pytest-timeout>=2.4,<3",
     "pytest-xdist>=3.7,<4",
     "hypothesis>=6.100,<7",
     "matplotlib>=3.9,<4",
@@ -91,6 +92,10 @@ nox.options.sessions = ["lint", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"  # not uv: it does not find torch's CPU build
 
+# Far above the slowest test with its engine's start, 170 s on a busy machine. A test that hangs
+# fails with the stacks of all threads, and the others go on.
+TEST_SECONDS = 600
+
 # Enough for two engines to end on a slow machine; `.ci/run` allows a little more.
 INTERRUPT_SECONDS = 90.0
 
@@ -134,7 +139,8 @@ def tests(session: nox.Session) -> None:
     """Run all tests, two at a time, those with a real engine first. `-- ARGS` go to pytest."""
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
     workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-    pytest = ["-m", "pytest", *workers, "--durations", "20", *session.posargs]
+    limit = ["--timeout", str(TEST_SECONDS), "--timeout-method", "signal"]
+    pytest = ["-m", "pytest", *workers, *limit, "--durations", "20", *session.posargs]
     env = {
         "OMP_NUM_THREADS": "1",
         # Hundreds of tests start a Python, which would compile all that it imports each time.

@@ -60,8 +60,15 @@ def victims(root: Path) -> Iterator[Victims]:
     paths = [str(Path(disk_blocks.__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
-        yield Victims(process)
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
+    )
+    with process:
+        try:
+            yield Victims(process)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # it may wait for a victim that lives
+            raise
         assert process.stdin is not None
         process.stdin.close()
     assert process.returncode == 0
