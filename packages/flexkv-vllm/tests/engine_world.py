@@ -98,7 +98,7 @@ class World(StagedWorkers):
 
     With `guesses` it decodes speculatively; those say which guesses are right.
 
-    Requests have up to `context` tokens.
+    Requests have up to `context` tokens. `role` is vLLM's `kv_role` of FlexKV's connector.
 
     With several `stages`, each has some of the layers, and vLLM schedules as many steps before it
     asks for the result of the first: a stage runs a step when the one before it has.
@@ -133,6 +133,7 @@ class World(StagedWorkers):
         drafts: Drafts = Drafts.NONE,
         guesses: random.Random | None = None,
         context: int = 2048,
+        role: str = "kv_both",
     ) -> None:
         slot_bytes = 4096 * -(-block_tokens * HEAD_BYTES * HEADS * LAYERS // 4096)
         self.vllm_config = make_config(
@@ -150,6 +151,7 @@ class World(StagedWorkers):
             events=events,
             guesses=guesses is not None,
             context=context,
+            role=role,
         )
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.entry = entry

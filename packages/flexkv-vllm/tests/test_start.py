@@ -233,6 +233,13 @@ def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig)
     assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode.ASYNC
 
 
+def test_a_role_that_vllm_does_not_have(vllm_config: VllmConfig) -> None:
+    assert vllm_config.kv_transfer_config is not None
+    vllm_config.kv_transfer_config.kv_role = "kv_reader"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"'kv_reader'; allowed: kv_both, kv_producer, "):
+        start(vllm_config)
+
+
 def test_a_second_scheduler_of_an_engine_is_refused(make_world: MakeWorld) -> None:
     """It would hand out the same slots."""
     world = make_world()

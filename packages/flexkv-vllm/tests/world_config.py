@@ -157,6 +157,7 @@ def make_config(
     events: bool = False,
     guesses: bool = False,
     context: int = 2048,
+    role: str = "kv_both",
 ) -> VllmConfig:
     model = directory / "model"
     model.mkdir(exist_ok=True)
@@ -165,7 +166,7 @@ def make_config(
     if not weights.exists():
         weights.write_bytes(b"weights that nobody loads")
     transfer = KVTransferConfig(
-        kv_role="kv_both",
+        kv_role=role,
         engine_id=str(uuid.uuid4()),
         kv_load_failure_policy=policy,
         **connector_of(
@@ -177,6 +178,7 @@ def make_config(
                 "copy_threads": 2,
                 **(settings or {}),
             },
+            role,
         ),
     )
     config = EngineArgs(
@@ -200,9 +202,11 @@ def make_config(
     return config
 
 
-def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+def connector_of(
+    entry: str, block_tokens: int, settings: dict[str, Any], role: str = "kv_both"
+) -> dict[str, Any]:
     """vLLM's connector with FlexKV behind it; the settings of both are in one place. Requests may
-    pin, unless the settings say otherwise."""
+    pin, unless the settings say otherwise. Inside `MultiConnector`, `role` is FlexKV's own."""
     settings = {"request_options": "all"} | settings
     if entry == OFFLOADING:
         vllms = {
@@ -216,15 +220,16 @@ def connector_of(entry: str, block_tokens: int, settings: dict[str, Any]) -> dic
             "kv_connector_extra_config": vllms | settings,
         }
     if entry == IN_MULTI:
-        child = connector_of(IN_TREE, block_tokens, settings) | {"kv_role": "kv_both"}
+        child = connector_of(IN_TREE, block_tokens, settings) | {"kv_role": role}
         return {
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": {"connectors": [child]},
         }
     if entry in (BESIDE_OTHER, IN_TREE_BESIDE_OTHER):
-        ours = connector_of(entry.partition(":")[2], block_tokens, settings)
+        ours = connector_of(entry.partition(":")[2], block_tokens, settings) | {"kv_role": role}
         other = {"kv_connector": "OtherConnector", "kv_connector_module_path": "other_connector"}
-        children = [child | {"kv_role": "kv_both"} for child in (other, ours)]
+        other["kv_role"] = "kv_both"
+        children = [other, ours]
         return {
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": {"connectors": children},

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from flexkv import CacheConfig, LayoutError, load_config
+from flexkv import CacheConfig, ConfigError, LayoutError, load_config
+from flexkv.engine.scheduler.request_options import BOTH, OptionsReader, Role
 from flexkv.settings import configure_logging
 from flexkv_vllm.compat.core import check_version
 from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
@@ -44,10 +45,42 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
     configure_logging(config)
     check_engine(config, connector)
     if config.enable:
+        _role_of(vllm_config)
         check_parallelism(vllm_config)
         check_attention(vllm_config)
         check_pooling(vllm_config)
     return config
+
+
+_ROLES = {
+    "kv_both": BOTH,
+    "kv_producer": Role(loads=False),
+    "kv_consumer": Role(stores=False),
+}
+
+
+def _role_of(vllm_config: VllmConfig) -> Role:
+    """What the engine does with blocks, by vLLM's `kv_role`; inside `MultiConnector`, FlexKV's own.
+
+    Raises:
+        ConfigError: `kv_role` has another value.
+    """
+    transfer = vllm_config.kv_transfer_config
+    name = "kv_both" if transfer is None else transfer.kv_role
+    if name not in _ROLES:
+        raise ConfigError(
+            f"kv_role of --kv-transfer-config is {name!r}; allowed: {', '.join(_ROLES)}"
+        )
+    return _ROLES[name]
+
+
+def options_of(config: CacheConfig, vllm_config: VllmConfig) -> OptionsReader:
+    """What reads the options of this engine's requests.
+
+    Raises:
+        ConfigError: see `_role_of`.
+    """
+    return OptionsReader(config.request_options, role=_role_of(vllm_config))
 
 
 def check_engine(config: CacheConfig, connector: type) -> None:

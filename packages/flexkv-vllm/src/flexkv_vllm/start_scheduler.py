@@ -21,7 +21,7 @@ from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
 from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.settings import engine_id_of
+from flexkv_vllm.settings import engine_id_of, options_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,14 +84,14 @@ def make_request_side(
             steps_behind=steps_behind(vllm_config),
         )
         tokens = groups.furthest.block_tokens
+        options = options_of(config, vllm_config)
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
         side = RequestSide(
-            EngineCache(session, cache, groups, keys, boundary, describe, recorder),
+            EngineCache(session, cache, groups, keys, boundary, describe, recorder, options),
             chooser,
             store_time,
             StepMetadata,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
-            allowed=config.request_options,
             lists_blocks=lists_all_blocks(vllm_config),
         )
         undo.pop_all()

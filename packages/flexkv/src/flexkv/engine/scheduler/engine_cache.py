@@ -12,6 +12,7 @@ from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine import Describe
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.request_options import OptionsReader
 from flexkv.session import Session
 
 
@@ -27,6 +28,7 @@ class EngineCache:
         boundary: ends, counts and logs errors of single requests.
         describe: describes blocks for events; None if the engine emits no events.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
+        options: reads the parameters of requests.
         ended: the loads and stores that have ended.
     """
 
@@ -37,6 +39,7 @@ class EngineCache:
     boundary: ErrorBoundary
     describe: Describe | None = None
     recorder: Recorder | None = None
+    options: OptionsReader = field(default_factory=OptionsReader)
     ended: EndedTransfers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -177,21 +177,21 @@ class Requests:
     Args:
         cache: of the engine.
         ended: called with each request that has ended.
-        allowed: parameters that requests may set (setting `request_options`); None for all.
+        options: reads what their users ask for.
 
     Attributes:
         by_id: those that are tracked.
-        options: reads what their users ask for.
+        options: as given.
     """
 
     def __init__(
         self,
         cache: CacheClient,
         ended: Callable[[TrackedRequest], None],
-        allowed: Collection[str] | None = None,
+        options: OptionsReader,
     ) -> None:
         self.by_id: dict[str, TrackedRequest] = {}
-        self.options = OptionsReader(allowed)
+        self.options = options
         self._cache = cache
         self._ended = ended
 

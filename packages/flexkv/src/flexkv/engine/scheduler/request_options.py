@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.engine import EngineRequest
@@ -56,6 +56,28 @@ class RequestOptions:
 
 
 NONE = RequestOptions()
+
+
+class Role(NamedTuple):
+    """What the engine may do with blocks; options of requests only restrict it further.
+
+    Attributes:
+        loads: whether it loads blocks.
+        stores: whether it stores blocks.
+    """
+
+    loads: bool = True
+    stores: bool = True
+
+    def limit(self, options: RequestOptions) -> RequestOptions:
+        """The options of a request in an engine of this role."""
+        if all(self):
+            return options
+        load, store = options.load and self.loads, options.store and self.stores
+        return replace(options, load=load, store=store)
+
+
+BOTH = Role()
 
 
 def _read_flag(value: object) -> bool:
@@ -138,6 +160,7 @@ class OptionsReader:
         allowed: the parameters that requests may set (setting `request_options`); None for all.
         names: the parameters that the engine's adapter follows; None for all.
         field: the engine's name of the dictionary that has them, for errors.
+        role: of the engine.
 
     Attributes:
         ignored: number of parameters that were not understood so far.
@@ -148,11 +171,13 @@ class OptionsReader:
         allowed: Collection[str] | None = None,
         names: Collection[str] | None = None,
         field: str = "kv_transfer_params",
+        role: Role = BOTH,
     ) -> None:
         self.ignored = 0
         self._followed = _PARAMETERS if names is None else names
         self._names = [name for name in self._followed if allowed is None or name in allowed]
         self._field = field
+        self._role = role
         self._warnings = 0
 
     def of(self, request: EngineRequest) -> RequestOptions:
@@ -161,6 +186,9 @@ class OptionsReader:
 
     def read(self, request_id: str, params: object) -> RequestOptions:
         """The options of the request of that id, from its dictionary of parameters."""
+        return self._role.limit(self._read(request_id, params))
+
+    def _read(self, request_id: str, params: object) -> RequestOptions:
         if not params:
             return NONE
         if not isinstance(params, Mapping):

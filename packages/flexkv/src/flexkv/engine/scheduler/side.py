@@ -7,7 +7,7 @@ Nothing here waits for anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Generic, TypeVar
@@ -48,7 +48,6 @@ class RequestSide(Generic[Orders]):
         make_orders: makes the orders of a step, without any. The engine carries them to its
             workers.
         load_ahead: see `Fetches`.
-        allowed: parameters that requests may set; None for all.
         lists_blocks: whether each step lists all blocks that it uses, so that loads into others
             need not follow it.
 
@@ -65,7 +64,6 @@ class RequestSide(Generic[Orders]):
         make_orders: Callable[[], Orders],
         *,
         load_ahead: bool,
-        allowed: Collection[str] | None = None,
         lists_blocks: bool = False,
     ) -> None:
         self.is_off = False
@@ -82,8 +80,8 @@ class RequestSide(Generic[Orders]):
         self._ordered: set[int] = set()  # ids of the transfers under way that workers know
         self._lost_some = False
         engine.boundary.after_error = self._after_error
-        self._requests = Requests(self._cache, self._abandon, allowed)
-        options = self._requests.options
+        options = engine.options
+        self._requests = Requests(self._cache, self._abandon, options)
         self.figures = CacheFigures(
             self._cache, engine.boundary, lambda: options.ignored, lambda: chooser.prefill_cost
         )
