@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from engine_world import World
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
@@ -20,17 +20,23 @@ Blocks: TypeAlias = dict[str, set[tuple[int, Any]]]
 
 
 class Subscriber:
-    """Keeps what it was told can be loaded, for each medium of FlexKV's."""
+    """Keeps what it was told can be loaded, for each medium of FlexKV's. As in the indexes of
+    routers, `AllBlocksCleared` clears all media."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.told: Blocks = {HOST: set(), DISK: set()}
+        self.cleared: Blocks = {HOST: set(), DISK: set()}
         self.stored: list[BlockStored] = []
 
     def listen(self) -> None:
         """Take the events since the last call."""
         events, self.world.recorder.events = self.world.recorder.events, []
         for event in events:
+            if isinstance(event, AllBlocksCleared):
+                for medium, told in self.told.items():
+                    self.cleared[medium] |= told
+                    told.clear()
             if getattr(event, "medium", None) not in self.told:
                 continue  # vLLM's own
             told = self.told[event.medium]
@@ -40,10 +46,12 @@ class Subscriber:
             if isinstance(event, BlockStored):
                 assert not told & blocks, "told twice"
                 told |= blocks
+                self.cleared[event.medium] -= blocks
                 self.stored.append(event)
             else:
                 assert isinstance(event, BlockRemoved)
-                assert told >= blocks, "never told"
+                assert told | self.cleared[event.medium] >= blocks, "never told"
+                self.cleared[event.medium] -= blocks
                 told -= blocks
 
 

@@ -102,6 +102,9 @@ def test_a_block_on_disk_is_told_as_storage(make_world: MakeWorld) -> None:
     assert subscriber.told == loadable(world)
     on_disk = [event for event in subscriber.stored if event.medium == DISK]
     assert sum(len(event.token_ids) for event in on_disk) == 36 * BLOCK_TOKENS
+    drain(subscriber)
+    on_disk = [event for event in subscriber.stored if event.medium == DISK]
+    assert len(on_disk) == 2 * 36, "again, after vLLM has cleared its own"
     # Back in host memory, they are told there, too, and not again for the disk.
     world.generate(texts[0])
     drain(subscriber)
@@ -183,6 +186,56 @@ def test_a_reset_removes_all_that_was_told(make_world: MakeWorld) -> None:
     assert subscriber.told == {HOST: set(), DISK: set()}
 
 
+@pytest.mark.parametrize("block_tokens", [BLOCK_TOKENS, 2 * BLOCK_TOKENS])
+def test_all_blocks_are_told_again_once_vllm_has_cleared_its_own(
+    make_world: MakeWorld, block_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks a step, and in full if host memory has them; then what has changed meanwhile."""
+    monkeypatch.setattr("flexkv_vllm.events._BLOCKS_PER_CALL", 2)
+    world = make_world(events=True, slots=24, disk_slots=100, block_tokens=block_tokens)
+    subscriber = Subscriber(world)
+    rng = random.Random(8)
+    stem = random_prompt(rng, 5 * BLOCK_TOKENS)
+    for _ in range(4):
+        world.generate(stem + random_prompt(rng, 5 * BLOCK_TOKENS))
+        drain(subscriber)
+    before = {medium: {*told} for medium, told in subscriber.told.items()}
+    assert before == loadable(world)
+    subscriber.stored.clear()
+    world.forget()
+    assert world.connector.has_pending_push_work()
+    steps = 0
+    while world.connector.has_pending_push_work():
+        seen = len(subscriber.stored)
+        world.step()
+        subscriber.listen()
+        assert len(subscriber.stored) <= seen + 2
+        steps += 1
+    assert steps > len(before[HOST]) * BLOCK_TOKENS // block_tokens // 2
+    assert subscriber.told == before
+    in_host = [event for event in subscriber.stored if event.medium == HOST]
+    assert all(len(event.token_ids) == len(event.block_hashes) * 16 for event in in_host)
+    told: set[Any] = {None}
+    for event in in_host:
+        assert event.parent_block_hash in told, "before the block that it builds on"
+        told.update(event.block_hashes)
+
+    world.forget()
+    world.step()
+    world.forget()  # while blocks are being told again
+    for _ in range(4):
+        world.generate(stem + random_prompt(rng, 5 * BLOCK_TOKENS))
+    while world.connector.has_pending_push_work():
+        world.step()
+    drain(subscriber)
+    assert subscriber.told == loadable(world)
+    # All are told once: with nothing to tell, no step does.
+    subscriber.stored.clear()
+    world.step()
+    subscriber.listen()
+    assert subscriber.stored == []
+
+
 def test_blocks_of_adapters_are_told_by_vllms_hashes(make_world: MakeWorld, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
@@ -254,6 +307,7 @@ def live_and_compare(
         if rng.random() < 0.2:
             flip_a_byte(rng, slabs(directory))
         # What vLLM would take with its next step is all that was not told yet.
+        world.recorder.events += world.scheduler.kv_cache_manager.take_events() or []
         world.recorder.events += world.connector.take_events()
         subscriber.listen()
         found = loadable(world, whole)

@@ -170,6 +170,7 @@ def test_events_tell_each_groups_blocks(make_world: MakeWorld) -> None:
             world.generate(prompt)
             world.settle()
             world.forget()
+            world.recorder.events += world.scheduler.kv_cache_manager.take_events() or []
             world.recorder.events += world.connector.take_events()
             subscriber.listen()
             assert subscriber.told[HOST] == loadable(world)[HOST]

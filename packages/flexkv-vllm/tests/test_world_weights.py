@@ -130,7 +130,7 @@ def test_events_take_back_all_blocks_of_the_old_weights(
 ) -> None:
     """Those on disk, too, which this engine does not find any more, and before it reports blocks of
     the new weights, which have the same hashes."""
-    monkeypatch.setattr("flexkv_vllm.events._OUTDATED", 2)
+    monkeypatch.setattr("flexkv_vllm.events._BLOCKS_PER_CALL", 2)
     world = make_world(events=True, disk_slots=100, block_tokens=block_tokens)
     subscriber = Subscriber(world)
     texts = [prompt, prompt[: 4 * BLOCK_TOKENS] + random_prompt(random.Random(5), HIT)]

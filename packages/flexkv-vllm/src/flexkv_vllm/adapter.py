@@ -105,7 +105,10 @@ class Adapter(WorkerCalls):
     @answers(always(None), "vLLM's prefix cache is not seen")
     def bind_pool(self, pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind_pool(Pool(pool), getattr(pool, "hash_block_size", 0))
+            own = Pool(pool)
+            self._scheduler.bind_pool(own, getattr(pool, "hash_block_size", 0))
+            if self._events is not None:
+                self._events.bind_pool(own)
 
     @answers(always(None), "it is fetched when it is scheduled")
     def queued(self, request: Request) -> None:

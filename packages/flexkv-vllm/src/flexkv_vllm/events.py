@@ -10,7 +10,7 @@ reported with the first FlexKV block that has them, and removed with the last.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from flexkv_vllm.compat.events import (
     event_hash,
     group_traits,
 )
+from flexkv_vllm.pool import Pool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 _LOCALITY = "LOCAL"
 
-_OUTDATED = 2048
-"""The most blocks of earlier keys whose removal one call reports: some milliseconds of work, as for
-the changes of a tier. Not tuned."""
+_BLOCKS_PER_CALL = 2048
+"""The most blocks of earlier keys whose removal one call reports, and the most that it reports
+again: some milliseconds of work, as for the changes of a tier. Not tuned."""
 
 _LOST = 4096
 """The most descriptions that are kept of blocks that host memory has lost and no lower tier has
@@ -104,9 +105,17 @@ class _Reported:
                 gone.append(each)
         return group, [*gone, *hashes[-1:]]
 
+    def is_shared(self, block_hash: bytes) -> bool:
+        """Whether several blocks begin with vLLM's block of this hash."""
+        return self._shared[block_hash] > 1
+
 
 class BlockEvents:
     """Reports the loadable blocks of one engine. Single-threaded.
+
+    When vLLM resets its own prefix cache, it reports that the engine has no block at all, and
+    indexes of routers then forget the blocks of all media. All reported blocks are therefore
+    reported again.
 
     Args:
         cache: the cache of the engine; watched from now on.
@@ -136,7 +145,15 @@ class BlockEvents:
         self._unsure: set[bytes] = set()  # described, and may have no slot in host memory
         self._lost: dict[bytes, None] = {}  # described, not in host memory, not yet on disk
         self._failed = False
+        self._pool: Pool | None = None
+        self._pool_blocks: object = None
+        self._repeated: Iterator[tuple[Medium, bytes]] | None = None
+        self._named_again: set[tuple[Medium, bytes]] = set()
         cache.watch()
+
+    def bind_pool(self, pool: Pool) -> None:
+        """Follow the resets of vLLM's own prefix cache; borrowed."""
+        self._pool, self._pool_blocks = pool, pool.blocks_by_hash
 
     def describe(self, request: Request, group: Group, blocks: Iterable[tuple[int, bytes]]) -> None:
         """Blocks of `request` have got a slot in host memory.
@@ -160,8 +177,9 @@ class BlockEvents:
     def pending(self) -> bool:
         """Whether `take` has changes to report. After an error, False until `take` succeeds: an
         engine at rest does not repeat it for ever."""
-        left = self._again or self._outdated or self._epoch != self._keys.epoch.end
-        return not self._failed and (bool(left) or self._cache.has_changes)
+        left = self._again or self._outdated or self._repeated or self._was_reset
+        epoch_ended = self._epoch != self._keys.epoch.end
+        return not self._failed and (bool(left) or epoch_ended or self._cache.has_changes)
 
     def take(self) -> list[KVCacheEvent]:
         """The events of changes since the last call, removals first. Many changes take several
@@ -173,9 +191,14 @@ class BlockEvents:
 
     def _take(self) -> list[KVCacheEvent]:
         self._follow_epoch()
-        outdated = self._take_outdated() if self._outdated else []
+        self._follow_reset()
+        early = self._take_outdated() if self._outdated else []
         if self._outdated:
-            return outdated  # before new blocks, which may have the same hashes
+            return early  # before new blocks, which may have the same hashes
+        if self._repeated is not None:
+            early += self._repeat(self._repeated)
+            if self._repeated is not None:
+                return early
         changes = self._cache.drain_changes()
         removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         stored: list[tuple[int, KVCacheEvent]] = []
@@ -197,8 +220,8 @@ class BlockEvents:
             self._forget()
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
-        outdated += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
-        return outdated + [event for _, event in stored]
+        early += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
+        return early + [event for _, event in stored]
 
     def _follow_epoch(self) -> None:
         """If the keys have changed, no lookup finds a block that was reported or described."""
@@ -209,11 +232,46 @@ class BlockEvents:
         self._reported = {medium: _Reported() for medium in Medium}
         for described in (self._described, self._again, self._unsure, self._lost):
             described.clear()
+        self._repeated = None
+
+    @property
+    def _was_reset(self) -> bool:
+        """Whether vLLM has reset its prefix cache since the last call of `_follow_reset`."""
+        return self._pool is not None and self._pool.blocks_by_hash is not self._pool_blocks
+
+    def _follow_reset(self) -> None:
+        """If vLLM has reset its prefix cache, begin to report all blocks again."""
+        if self._pool is None or not self._was_reset:
+            return
+        self._pool_blocks = self._pool.blocks_by_hash
+        self._named_again.clear()
+        # Until the last of them is reported, nothing is added or removed. A block comes after those
+        # that it builds on.
+        reported = self._reported.items()
+        self._repeated = ((medium, key) for medium, each in reported for key in each.named)
+
+    def _repeat(self, repeated: Iterator[tuple[Medium, bytes]]) -> list[KVCacheEvent]:
+        """Report some of the blocks again that were reported before the reset."""
+        events: list[KVCacheEvent] = []
+        some = list(islice(repeated, _BLOCKS_PER_CALL))
+        for medium, key in some:
+            reported = self._reported[medium]
+            group, hashes = reported.named[key]
+            shared = [(medium, each) for each in hashes[:-1] if reported.is_shared(each)]
+            known = len(self._named_again.intersection(shared))
+            self._named_again.update(shared)
+            if hashes:
+                description = self._described.get(key)
+                events.append(self._stored(medium, group, hashes[known:], description))
+        if len(some) < _BLOCKS_PER_CALL:
+            self._repeated = None
+            self._named_again.clear()
+        return events
 
     def _take_outdated(self) -> list[KVCacheEvent]:
         """Report the removal of some outdated blocks."""
         removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
-        left = _OUTDATED
+        left = _BLOCKS_PER_CALL
         while self._outdated and left:
             medium, reported = self._outdated[0]
             keys = list(islice(reversed(reported.named), left))

@@ -18,6 +18,11 @@ class Pool:
         self._blocks = blocks
         self._old_blocks: object = None
 
+    @property
+    def blocks_by_hash(self) -> object:
+        """vLLM's map of its blocks. It makes a new one when it resets its prefix cache."""
+        return self._blocks.cached_block_hash_to_block
+
     def has(self, block_hash: Any, group: int) -> bool:
         """See `EnginePool.has`."""
         return self._blocks.get_cached_block(block_hash, [group]) is not None
@@ -28,11 +33,10 @@ class Pool:
 
     def weights_changed(self, in_use: bool) -> None:
         """See `EnginePool.weights_changed`."""
-        found_by = self._blocks.cached_block_hash_to_block
+        found_by: Any = self.blocks_by_hash
         self._old_blocks = found_by if in_use or len(found_by) else None
 
     @property
     def may_find_old_blocks(self) -> bool:
-        """See `EnginePool.may_find_old_blocks`. vLLM makes a new map of its blocks when it resets
-        its prefix cache."""
-        return self._old_blocks is self._blocks.cached_block_hash_to_block
+        """See `EnginePool.may_find_old_blocks`."""
+        return self._old_blocks is self.blocks_by_hash
