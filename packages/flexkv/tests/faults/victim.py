@@ -19,12 +19,18 @@ BATCH = 40
 """Blocks that are written at once, at most."""
 
 
+def say(line: str) -> None:
+    """Write a line by one system call: a kill in the middle of a line would join it to the next,
+    which another process writes."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 def work(root: str, slots: int, seed: int) -> None:
     """Write, read, delete and evict blocks for ever."""
     chance = random.Random(seed)
     keys = names(KEYS)
     with opened(root, slots=slots) as client:
-        print("working", flush=True)
+        say("working")
         while True:
             client.write(chance.sample(keys, chance.randint(1, BATCH)))
             client.read(chance.sample(keys, 5))
@@ -37,10 +43,10 @@ def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            print(os.getpid(), flush=True)
+            say(str(os.getpid()))
             work(root, slots, int(line))
         os.waitpid(child, 0)
-        print("gone", flush=True)
+        say("gone")
 
 
 if __name__ == "__main__":
