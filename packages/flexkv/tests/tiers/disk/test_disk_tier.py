@@ -149,6 +149,16 @@ def test_a_reopened_tier_is_warm(tmp_path: Path) -> None:
         assert client.read(names(10, first=200)) == [DONE] * 10
 
 
+def test_a_closed_tier_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    tier = open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity_of(64))
+    assert set(threading.enumerate()) > before
+    assert tier.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE)
+    assert set(threading.enumerate()) <= before
+
+
 @pytest.mark.parametrize("allowed", [0.0, 3 * DEADLINE])
 def test_what_waits_is_written_as_long_as_the_engine_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, allowed: float

@@ -174,6 +174,7 @@ class Opening:
             raise
         finally:
             self._checked.set()
+        self._opening.begin_close()  # the thread has nothing more to do
         with self._lock:
             if not self._closed:
                 self._drive = drive
