@@ -236,8 +236,8 @@ def _room(names: Names) -> Sequence[Alert]:
             f"{_sum(names.increase('refused_pin_blocks'))} > 0",
             "0m",
             Severity.INFO,
-            "Requests pin more than half of host memory",
-            "Blocks beyond that are not pinned. Pin less or for a shorter time, or raise "
+            "Requests pin more than half of host memory, or retain more than their share",
+            "Blocks beyond that are not kept. Pin or retain less or for a shorter time, or raise "
             "cpu_cache_gb.",
         ),
     )

@@ -349,6 +349,7 @@ def _failures(names: Names) -> Row:
                     ),
                     Query(f"sum by (cause) ({names.increase('resets')})", "resets: {{cause}}"),
                     Query(f"sum ({names.increase('ignored_parameters')})", "ignored parameters"),
+                    Query(f"sum by (result) ({names.increase('hints')})", "hints {{result}}"),
                     Query(f"sum ({names.series('disabled_engines')})", "disabled"),
                 ),
             ),

@@ -180,7 +180,7 @@ def test_parameters_that_sglang_cannot_pass_are_named(
     (line,) = [each.message for each in caplog.records if "custom_params" in each.message]
     assert line == (
         "custom_params of request r has 'flexkv.pin': True, which is ignored, like 1 more; "
-        "allowed: flexkv.session, flexkv.returns"
+        "allowed: flexkv.session, flexkv.returns, flexkv.release"
     )
 
 

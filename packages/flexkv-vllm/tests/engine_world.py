@@ -352,6 +352,7 @@ class World(StagedWorkers):
         adapter: LoRARequest | None = None,
         params: Any = None,
         images: Any = None,
+        session: str | None = None,
     ) -> str:
         request_id = f"r{len(self.outputs)}"
         request = Request(
@@ -368,6 +369,8 @@ class World(StagedWorkers):
             lora_request=adapter,
             block_hasher=self.hasher,
         )
+        if session is not None:
+            request.session_id = session
         self.outputs[request_id] = []
         self.requests[request_id] = request
         self.texts[request_id] = Text(prompt)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from disk_world import fill, prompts
-from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
+from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 
 from packages.conftest import Clock
 
@@ -184,3 +184,78 @@ def test_a_request_is_served_whatever_its_parameters_are(
     world.check_outputs()
     adapter = world.connector._adapter
     assert not adapter._boundary.failures
+
+
+@pytest.mark.parametrize("most", [0, 15, 16, 100, 10**9])
+@pytest.mark.parametrize("name", ["flexkv.max_store_tokens", "max_offload_tokens"])
+def test_no_more_is_stored_than_asked_for(make_world: MakeWorld, name: str, most: int) -> None:
+    world = make_world(windows=(40,) if most == 100 else ())
+    prompt = random_prompt(random.Random(11), 200)
+    world.generate(prompt, max_tokens=40, params={name: most})
+    world.forget()
+    again = world.generate(prompt)
+    assert world.external_tokens[again] == min(most, 192) // BLOCK_TOKENS * BLOCK_TOKENS
+    world.check_outputs()
+
+
+def flood(world: World, rng: random.Random) -> None:
+    for _ in range(12):
+        world.generate(random_prompt(rng, 200))
+    world.forget()
+
+
+def test_retained_blocks_stay_for_their_time(make_world: MakeWorld, clock: Clock) -> None:
+    world = make_world(slots=64)
+    rng = random.Random(12)
+    texts = [random_prompt(rng, 100) for _ in range(2)]
+    world.generate(texts[0], params={"flexkv.retain_seconds": 300})
+    world.generate(texts[1])
+    flood(world, rng)
+    assert [world.external_tokens[world.generate(text)] for text in texts] == [96, 0]
+    clock.skip(301)
+    flood(world, rng)
+    assert world.external_tokens[world.generate(texts[0])] == 0
+
+
+def test_a_tenant_retains_an_eighth_and_all_a_quarter(make_world: MakeWorld) -> None:
+    world = make_world(slots=64)
+    rng = random.Random(13)
+    for salt, kept in ((None, 8), ("a", 16), ("b", 16)):
+        for _ in range(2):
+            text = random_prompt(rng, 101)
+            world.generate(text, salt=salt, params={"flexkv.retain_seconds": 300})
+        assert world.cache.pinned_blocks == kept
+    assert world.cache.counters.refused_pins == 3 * 12 - 16
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert world.cache.pinned_blocks == 0
+
+
+def test_the_end_of_a_conversation_releases_its_blocks(make_world: MakeWorld) -> None:
+    world = make_world(slots=64)
+    rng = random.Random(14)
+    text, other = random_prompt(rng, 100), random_prompt(rng, 20)
+    world.generate(text, max_tokens=1, params={"flexkv.retain_seconds": 300})
+    world.generate(other, max_tokens=1, params={"flexkv.retain_seconds": 300})
+    assert world.cache.pinned_blocks == 7
+    world.generate(text, max_tokens=1, salt="other", params={"flexkv.release": True})
+    assert world.cache.pinned_blocks == 7
+    world.generate(text, max_tokens=1, params={"flexkv.release": True})
+    assert world.cache.pinned_blocks == 1
+
+
+def test_vllms_name_of_a_conversation_reaches_the_policy(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    told: list[str] = []
+    record = world.cache.record
+    monkeypatch.setattr(
+        world.cache,
+        "record",
+        lambda keys, context, prompt: (told.append(context.session), record(keys, context, prompt)),
+    )
+    for params in (None, {"flexkv.session": "mine"}):
+        prompt = random_prompt(random.Random(15), 50)
+        world.add(prompt, salt="s", params=params, session="x-session")
+        world.run()
+    assert told == ["s\0x-session", "s\0mine"]

@@ -13,8 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from flexkv.client import CacheClient
+from flexkv.engine.scheduler.hints import EngineHints
 from flexkv.engine.scheduler.request_options import OptionsReader, tenant_session
 from flexkv.eviction import RequestContext
+from flexkv.figures.meter import Meter
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.recording import RequestRecorder
 
@@ -25,7 +27,7 @@ tuned."""
 _UNSCHEDULED = 64
 """Lookups of requests that left unscheduled, before these are searched for. Not tuned."""
 
-_PARAMETERS = ("session", "returns")
+_PARAMETERS = ("session", "returns", "release")
 """Parameters of requests that FlexKV follows in SGLang's `custom_params`."""
 
 
@@ -58,10 +60,9 @@ class FollowedRequests:
         self._running: dict[str, Any] = {}
         self._checked = time.monotonic()
 
-    @property
-    def ignored_parameters(self) -> int:
-        """Number of parameters that were not understood so far."""
-        return self._options.ignored
+    def put_counts(self, meter: Meter) -> None:
+        """See `OptionsReader.put_counts`."""
+        self._options.put_counts(meter)
 
     def looked_up(self, rid: str, keys: PackedKeys) -> None:
         """Note the latest lookup of a request: the keys of the pages that SGLang lacks."""
@@ -142,13 +143,14 @@ class FollowedRequests:
     def _context_of(self, request: Any) -> RequestContext:
         """What is known of a request, without its hit."""
         rid = request.rid
-        options = self._options.read(rid, getattr(request.sampling_params, "custom_params", None))
-        session = options.session or request.session_id or ""
+        params = getattr(request.sampling_params, "custom_params", None)
+        hints = EngineHints(request.session_id, envelope=getattr(request, "kv_hints", None))
+        options = self._options.read(rid, params, hints)
         tenant = f"{request.extra_key or ''}\0{request.cache_salt or ''}"
         return RequestContext(
             len(request.origin_input_ids),
             request_id=rid,
-            session=tenant_session(tenant, session),
+            session=tenant_session(tenant, options.session),
             returns=options.returns,
         )
 

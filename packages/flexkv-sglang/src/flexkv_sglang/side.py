@@ -123,7 +123,7 @@ class RankSide:
             self._figures = CacheFigures(
                 cache,
                 ErrorBoundary(),
-                lambda: followed.ignored_parameters,
+                followed.put_counts,
                 lambda: chooser.prefill_cost,
             )
             self._followed, self._queries = followed, Queries(self._figures, page_size)

@@ -38,6 +38,9 @@ _Result = TypeVar("_Result")
 _PIN_SHARE = 2
 """At most half of the arena can be pinned. The other half holds blocks that are being stored or
 fetched, and all unpinned blocks. Not tuned."""
+_RETAINED_SHARE = 4
+"""At most a quarter of the arena can be retained, by an owner half of that: any client may ask for
+it, and other blocks must stay, too. Not tuned."""
 
 _CHANGES = 2048
 """The most changes of a tier that one call returns: more than a step makes, and some milliseconds
@@ -101,6 +104,8 @@ class KVCache:
         self._index = block_index(arena.spec.num_slots, policy)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
+        retained = arena.spec.num_slots // _RETAINED_SHARE
+        self._retained = Pins(self._index, retained, max(1, retained // 2))
         self._counters = Counters()
         self._meter = Meter()
         self._off = self._stopped = self._recovering = False
@@ -136,7 +141,7 @@ class KVCache:
     @property
     def pinned_blocks(self) -> int:
         """The number of blocks in the arena that pins keep. Ends pins whose time is over."""
-        self._pins.expire(time.monotonic())
+        self._end_pins(time.monotonic())
         return self._index.pinned_blocks
 
     @property
@@ -278,7 +283,7 @@ class KVCache:
         """See `CacheClient.store`."""
         if self._off or self._recovering:
             return None
-        self._pins.expire(time.monotonic())
+        self._end_pins(time.monotonic())
         blocks = self._below.reserve(keys, positions, prefix_starts)
         if len(blocks) < len(positions):
             absent = set(positions).intersection(self._index.missing(keys))
@@ -336,7 +341,7 @@ class KVCache:
     ) -> None:
         """See `CacheClient.pin`."""
         now = time.monotonic()
-        self._pins.expire(now)
+        self._end_pins(now)
         until = now + (self._pin_seconds if seconds is None else seconds)
         refused = self._pins.pin(keys, owner, until)
         if refused and not self._counters.refused_pins:
@@ -349,6 +354,17 @@ class KVCache:
     def unpin(self, owner: Hashable = None) -> None:
         """See `CacheClient.unpin`."""
         self._pins.unpin(owner)
+
+    @_sound
+    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
+        """See `CacheClient.retain`."""
+        now = time.monotonic()
+        self._end_pins(now)
+        self._counters.refused_pins += self._retained.pin(keys, owner, now + seconds)
+
+    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
+        """See `CacheClient.release`."""
+        self._retained.unpin(owner, keys)
 
     def watch(self) -> None:
         """See `CacheClient.watch`."""
@@ -381,7 +397,7 @@ class KVCache:
         if self._stopped:
             return
         self._index.clear()
-        self._pins.clear()
+        self._forget_pins()
         self._below.fetcher.clear()
         self._stopped = True
 
@@ -422,8 +438,17 @@ class KVCache:
 
     def _forget_host_blocks(self, cause: str) -> None:
         self._index.clear()
-        self._pins.clear()
+        self._forget_pins()
         self._counters.count_reset(ResetCause(cause))
+
+    def _end_pins(self, now: float) -> None:
+        """End the pins whose time is over at `now`."""
+        self._pins.expire(now)
+        self._retained.expire(now)
+
+    def _forget_pins(self) -> None:
+        self._pins.clear()
+        self._retained.clear()
 
     def _recover(self) -> None:
         if not self._below.drain():

@@ -345,6 +345,22 @@ class CacheClient(Protocol):
         """End all pins of `owner`."""
         ...
 
+    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
+        """Keep the blocks of a prefix that are in the arena or being stored or fetched, as a client
+        has asked. Blocks beyond a quarter of the arena, and beyond an eighth for one owner, are not
+        kept, and are counted.
+
+        Args:
+            keys: keys of the prefix.
+            owner: who shares that eighth.
+            seconds: seconds for which the blocks stay, from the last call on.
+        """
+        ...
+
+    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
+        """End what `retain` has done for these blocks and this owner."""
+        ...
+
     def poll(self) -> list[Ended]:
         """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
         Returns the loads and stores that have ended. If this raises, the next call returns them."""

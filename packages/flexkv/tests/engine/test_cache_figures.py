@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 def figures_of(engine: Engine, cost: list[tuple[float, float] | None]) -> CacheFigures:
     """Figures of an engine whose last measurement of computing is the last of `cost`."""
-    return CacheFigures(engine.cache, ErrorBoundary(), lambda: 0, lambda: cost[-1])
+    return CacheFigures(engine.cache, ErrorBoundary(), lambda _: None, lambda: cost[-1])
 
 
 def values(samples: Samples, name: str, *labels: str) -> tuple[int, float]:
@@ -132,7 +132,7 @@ def test_a_store_that_was_not_reached_is_connecting(tmp_path: Path) -> None:
     store = MemoryStore()
     store.broken = {"open"}
     node = Node(tmp_path, store, disk=None)
-    figures = CacheFigures(node.cache, ErrorBoundary(), lambda: 0, lambda: None)
+    figures = CacheFigures(node.cache, ErrorBoundary(), lambda _: None, lambda: None)
     samples = figures.take()
     for way in ("read", "write"):
         assert samples[sample("circuits", "mooncake", way, "connecting")] == 1

@@ -111,7 +111,7 @@ def test_a_busy_engine_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(side_figures, "time", clock)
     arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), 4), threads=1)
     try:
-        made = CacheFigures(KVCache(arena, LRUPolicy()), ErrorBoundary(), lambda: 0)
+        made = CacheFigures(KVCache(arena, LRUPolicy()), ErrorBoundary(), lambda _: None)
         assert made.is_due(busy=True)
         made.take()
         made.note_activity()

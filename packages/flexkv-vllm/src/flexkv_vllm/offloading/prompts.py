@@ -236,7 +236,8 @@ class OffloadedPrompts:
         if not self._matches_step:
             self._matches_step = True
             self.before_match()
-        blocks.request, blocks.match = request, None
+        self._maker.follow(blocks, request)
+        blocks.match = None
         blocks.groups = [GroupBlocks(*group) for group in groups]
         most = blocks.options.max_load_tokens
         if most is not None and blocks.groups:

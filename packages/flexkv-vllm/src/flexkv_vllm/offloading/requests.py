@@ -16,9 +16,11 @@ from vllm.v1.kv_offload.base import (
 from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.hints import EngineHints
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request import Match
 from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
+from flexkv.figures.meter import Meter
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from flexkv_vllm.compat.offloading import may_load_from
@@ -299,7 +301,7 @@ class RequestBlocks:
 _OPTIONS = (
     *("load", "store", "max_load_tokens"),
     *("pin", "pin_seconds", "pin_name", "unpin"),
-    *("session", "returns"),
+    *("session", "returns", "release"),
 )
 """Parameters of requests that FlexKV follows here: all but `load_mode`."""
 
@@ -320,17 +322,23 @@ class RequestMaker:
         fetch_ended: Callable[[FetchId, FetchState], None],
     ) -> None:
         self._cache = cache
-        self._options = OptionsReader(allowed, _OPTIONS)
+        self._options = OptionsReader(allowed, _OPTIONS, own_tokens=False)
         self._fetch_ended = fetch_ended
 
-    @property
-    def ignored(self) -> int:
-        """See `OptionsReader.ignored`."""
-        return self._options.ignored
+    def put_counts(self, meter: Meter) -> None:
+        """See `OptionsReader.put_counts`."""
+        self._options.put_counts(meter)
+
+    def follow(self, blocks: RequestBlocks, request: EngineRequest) -> None:
+        """vLLM's own object of the request is known from now on."""
+        if blocks.request is not request:
+            blocks.options = self._options.name(blocks.options, request)
+        blocks.request = request
 
     def make(self, context: ReqContext) -> RequestBlocks:
         """The state of a new request. Its pins end, if it says so."""
-        options = self._options.read(context.req_id, context.kv_transfer_params)
+        hints = EngineHints(envelope=getattr(context, "kv_hints", None))
+        options = self._options.read(context.req_id, context.kv_transfer_params, hints)
         if options.unpin:
             self._cache.unpin(options.pin_name)
         return RequestBlocks(self._cache, context, options, self._fetch_ended)

@@ -58,7 +58,7 @@ def make_manager(
         chooser = make_chooser(settings, LoadMode.ASYNC, spec, cache)
         recorder = make_recorder(settings, "vllm", tokens, spec.format.slot_bytes, chooser)
         maker = RequestMaker(cache, settings.request_options, chooser.fetched)
-        figures = CacheFigures(cache, boundary, lambda: maker.ignored, lambda: chooser.prefill_cost)
+        figures = CacheFigures(cache, boundary, maker.put_counts, lambda: chooser.prefill_cost)
         reports = HitReports(cache, chooser, figures, recorder, tokens)
         manager = FlexKVOffloadingManager(
             cache,

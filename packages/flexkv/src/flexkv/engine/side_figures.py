@@ -19,7 +19,6 @@ from flexkv.figures.definitions import (
     FALLBACK_BYTES,
     HIT_BLOCKS,
     HIT_TOKENS,
-    IGNORED_PARAMETERS,
     LEFT_TOKENS,
     QUERY_TOKENS,
     SAVED_PREFILL_SECONDS,
@@ -151,7 +150,7 @@ class CacheFigures:
     Args:
         cache: of the engine.
         boundary: of the process.
-        ignored_parameters: how many parameters of requests were not understood so far.
+        put_counts: sets what the meter counts of parameters of requests.
         prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
 
     Attributes:
@@ -162,12 +161,12 @@ class CacheFigures:
         self,
         cache: CacheClient,
         boundary: ErrorBoundary,
-        ignored_parameters: Callable[[], int],
+        put_counts: Callable[[Meter], None],
         prefill: Callable[[], tuple[float, float] | None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._boundary = boundary
-        self._ignored_parameters = ignored_parameters
+        self._put_counts = put_counts
         self._prefill = prefill
         self._meter, self._reader = Meter(), Reader()
         self._hit_blocks = self._meter.histogram(HIT_BLOCKS)
@@ -235,7 +234,7 @@ class CacheFigures:
         """Take the samples that are new since the last call; empty if nothing is."""
         self._looked = time.monotonic()
         self._price()
-        self._meter.put(IGNORED_PARAMETERS, self._ignored_parameters())
+        self._put_counts(self._meter)
         _put_errors(self._meter, self._boundary)
         figures = self._cache.figures()
         samples = self._reader.drain(self._meter.values | figures.own | figures.shared)

@@ -99,7 +99,7 @@ class Counters(TierCounters):
     evicted_blocks: int = 0
     """Blocks that host memory evicted for others."""
     refused_pins: int = 0
-    """Blocks that were not pinned because of the limit on pins."""
+    """Blocks that were not pinned or retained because of the limits on both."""
     resets: int = 0
     """Times that all blocks were dropped."""
     weight_resets: int = 0
@@ -416,9 +416,23 @@ IGNORED_PARAMETERS = _counter(
     "Parameters of requests (kv_transfer_params) that were not understood.",
     counted=_SINGLE,
 )
+HINT_ACTIONS = (
+    *("session", "returns", "max_load_tokens", "max_store_tokens"),
+    *("retain", "release", "fetch", "prefetch", "demote", "other"),
+)
+HINTS = _counter(
+    "hints",
+    "Hints of requests, in FlexKV's own form or another, by what became of them.",
+    ("action", "result"),
+    counted=tuple(
+        (action, result)
+        for action in HINT_ACTIONS
+        for result in ("accepted", "clipped", "expired", "unsupported")
+    ),
+)
 REFUSED_PIN_BLOCKS = _counter(
     "refused_pin_blocks",
-    "FlexKV blocks not pinned because half of the host memory is.",
+    "FlexKV blocks not pinned because half of the host memory is, or not retained.",
     own={(): lambda host: host.counters.refused_pins},
 )
 GUARD_HIT_BLOCKS = _counter(
@@ -485,7 +499,7 @@ GUARD_CREDIT_BLOCKS = _gauge(
 )
 PINNED_BLOCKS = _gauge(
     "pinned_blocks",
-    "FlexKV blocks pinned in host memory.",
+    "FlexKV blocks pinned or retained in host memory.",
     shared={(): lambda host: host.pinned_blocks},
 )
 DISABLED_ENGINES = _gauge(

@@ -43,11 +43,13 @@ class Pins:
     Args:
         index: the index of the blocks.
         limit: the largest number of pins at a time.
+        owner_limit: the largest number of pins of one owner; None for `limit`.
     """
 
-    def __init__(self, index: BlockIndex, limit: int) -> None:
+    def __init__(self, index: BlockIndex, limit: int, owner_limit: int | None = None) -> None:
         self._index = index
         self._limit = limit
+        self._owner_limit = limit if owner_limit is None else owner_limit
         self._pins: dict[Hashable, dict[bytes, _Pin]] = {}
         self._count = 0
         self._ends: list[_End] = []
@@ -72,7 +74,8 @@ class Pins:
                 continue
             if known is not None:
                 self._drop(known)
-            if self._count >= self._limit:
+            own = len(self._pins.get(owner, ()))
+            if self._count >= self._limit or own >= self._owner_limit:
                 refused += key in self._index
                 continue
             block = self._index.pin(key)
@@ -83,10 +86,12 @@ class Pins:
                 self._note_end(pin)
         return refused
 
-    def unpin(self, owner: Hashable) -> None:
-        """End all pins of `owner`."""
-        for pin in list(self._pins.get(owner, {}).values()):
-            self._drop(pin)
+    def unpin(self, owner: Hashable, keys: Iterable[bytes] | None = None) -> None:
+        """End the pins of `owner` on the blocks of `keys`; None for all its pins."""
+        own = self._pins.get(owner, {})
+        for key in list(own if keys is None else keys):
+            if key in own:
+                self._drop(own[key])
 
     def expire(self, now: float) -> None:
         """End the pins whose time is over at `now`, in seconds of the caller's clock."""

@@ -33,7 +33,10 @@ GIB = 1 << 30
 MOST_PIN_SECONDS = 30 * 24 * 3600
 """The longest time for which a setting or a request may pin blocks."""
 _PIN_OPTIONS = ("pin", "pin_seconds", "pin_name", "unpin")
-_FREE_OPTIONS = ("load", "store", "max_load_tokens", "load_mode", "session", "returns")
+_FREE_OPTIONS = (
+    *("load", "store", "max_load_tokens", "load_mode", "session", "returns"),
+    *("max_store_tokens", "retain_seconds", "release"),
+)
 """The parameters of requests, without their prefix. Those that do not pin concern little more than
 the request that has them."""
 

@@ -32,11 +32,14 @@ def test_all_parameters() -> None:
         "flexkv.load_mode": "layerwise",
         "flexkv.session": "chat 7",
         "flexkv.returns": True,
+        "flexkv.max_store_tokens": 50,
+        "flexkv.retain_seconds": 300,
+        "flexkv.release": False,
     }
     assert list(params) == NAMES
     reader = OptionsReader()
     assert reader.of(request(params)) == RequestOptions(
-        False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE, "chat 7", True
+        False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE, "chat 7", True, 50, 300.0
     )
     assert reader.ignored == 0
 
@@ -72,7 +75,13 @@ def test_what_is_not_ours_is_left_alone(params: Any, caplog: pytest.LogCaptureFi
         ({"FlexKV.load": False}, ["'FlexKV.load': False", "allowed: flexkv.load, flexkv.store"]),
         ({"flexkv.LOAD": False}, ["'flexkv.LOAD': False", "allowed: flexkv.load"]),
         ({"flexkv.returns": "soon"}, ["flexkv.returns: 'soon'", "allowed: true or false"]),
-        ({"flexkv.session": 3}, ["flexkv.session: 3", "a text of 1 to 64 characters"]),
+        ({"flexkv.session": 3}, ["flexkv.session: 3", "a text that is not empty"]),
+        ({"flexkv.session": ""}, ["flexkv.session: ''", "a text that is not empty"]),
+        ({"flexkv.max_store_tokens": -1}, ["max_store_tokens: -1", "a whole number from 0 on"]),
+        ({"flexkv.retain_seconds": 0}, ["retain_seconds: 0", "a number above 0; at most 3600"]),
+        ({"flexkv.retain_seconds": "5m"}, ["retain_seconds: '5m'", "a number above 0"]),
+        ({"flexkv.retain_seconds": True}, ["retain_seconds: True", "a number above 0"]),
+        ({"flexkv.release": 1}, ["flexkv.release: 1", "allowed: true or false"]),
         ("nonsense", ["is 'nonsense'", "allowed: a dictionary"]),
     ],
 )

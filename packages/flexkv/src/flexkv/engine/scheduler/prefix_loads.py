@@ -16,6 +16,7 @@ from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
 from flexkv.engine.scheduler.loading import Loads
 from flexkv.engine.scheduler.matching import Matcher
 from flexkv.engine.scheduler.request import Match, TrackedRequest
+from flexkv.engine.scheduler.request_options import tenant_of
 from flexkv.engine.side_figures import CacheFigures
 
 
@@ -148,6 +149,9 @@ class PrefixLoads:
     def used(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count the use of an ended request's prefix, which has `tokens` tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
+        if tracked.options.release:
+            keys = self._matcher.keys_of(tracked, tokens)
+            self._cache.release(keys, tenant_of(tracked.request))
         self._reports.ended(tracked.request, lambda: self._matcher.keys_of(tracked, tokens))
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:

@@ -8,13 +8,27 @@ ignores the keys of other connectors.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.hints import (
+    MOST_RETAIN_SECONDS,
+    NAME_CHARACTERS,
+    NO_HINTS,
+    EngineHints,
+    Hint,
+    HintResult,
+    name_of,
+    read_hints,
+    retention,
+)
 from flexkv.eviction import RequestContext
+from flexkv.figures.definitions import HINTS, IGNORED_PARAMETERS
+from flexkv.figures.meter import Meter
 from flexkv.settings import MOST_PIN_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -41,6 +55,11 @@ class RequestOptions:
         load_mode: overrides the setting, unless that is `async`; None for the setting's.
         session: name of the conversation, within the same cache salt; empty if not named.
         returns: whether a prompt that begins with this one is expected soon; None if not said.
+        max_store_tokens: the first tokens whose blocks are cached; None for all.
+        retain_seconds: seconds for which its blocks stay in host memory; see `CacheClient.retain`.
+            None if not said.
+        release: whether its conversation ends with it: its blocks need not be retained, and no
+            prompt that begins with this one is expected.
     """
 
     load: bool = True
@@ -53,6 +72,14 @@ class RequestOptions:
     load_mode: LoadMode | None = None
     session: str = ""
     returns: bool | None = None
+    max_store_tokens: int | None = None
+    retain_seconds: float | None = None
+    release: bool = False
+
+    def limit_stored(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens may be cached."""
+        most = self.max_store_tokens
+        return tokens if most is None else min(tokens, most)
 
 
 NONE = RequestOptions()
@@ -101,13 +128,25 @@ def _read_seconds(value: object) -> float:
 
 
 def _read_name(value: object) -> str:
-    if isinstance(value, str) and 0 < len(value) <= _NAME_CHARACTERS:
+    if isinstance(value, str) and 0 < len(value) <= NAME_CHARACTERS:
         return value
     raise ValueError
 
 
-_NAME_CHARACTERS = 64
-"""The longest name of pins or of a conversation; a UUID has 36 characters. Not tuned."""
+def _read_session(value: object) -> str:
+    if isinstance(value, str) and value:
+        return name_of(value)
+    raise ValueError
+
+
+def _read_retention(value: object) -> float:
+    hint = retention(value)
+    if hint.value is None or isinstance(value, str):
+        raise ValueError
+    seconds: float = hint.value
+    return seconds
+
+
 _FLAG = "true or false"
 _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load": (_read_flag, _FLAG),
@@ -115,19 +154,38 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_load_tokens": (_read_count, "a whole number from 0 on"),
     "pin": (_read_flag, _FLAG),
     "pin_seconds": (_read_seconds, f"a number above 0, up to {MOST_PIN_SECONDS}"),
-    "pin_name": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
+    "pin_name": (_read_name, f"a text of 1 to {NAME_CHARACTERS} characters"),
     "unpin": (_read_flag, _FLAG),
     "load_mode": (LoadMode, ", ".join(mode.value for mode in LoadMode)),
-    "session": (_read_name, f"a text of 1 to {_NAME_CHARACTERS} characters"),
+    "session": (_read_session, "a text that is not empty"),
     "returns": (_read_flag, _FLAG),
+    "max_store_tokens": (_read_count, "a whole number from 0 on"),
+    "retain_seconds": (_read_retention, f"a number above 0; at most {MOST_RETAIN_SECONDS} count"),
+    "release": (_read_flag, _FLAG),
 }
 """For each parameter the function that reads its value or raises ValueError, and the allowed
 values, for errors."""
 
 
+_HINTS = {
+    "session": "session",
+    "returns": "returns",
+    "max_load_tokens": "max_load_tokens",
+    "max_store_tokens": "max_store_tokens",
+    "retain_seconds": "retain",
+    "release": "release",
+}
+"""Of each parameter that has other forms as well, the action in the metric of hints."""
+
+
 def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:
     """The owner of a request's pins: each cache salt has names of its own."""
     return _salt_of(request), options.pin_name
+
+
+def tenant_of(request: EngineRequest) -> tuple[str, str]:
+    """The owner of the blocks that requests of a cache salt retain."""
+    return "retained", _salt_of(request)
 
 
 def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int) -> RequestContext:
@@ -161,9 +219,11 @@ class OptionsReader:
         names: the parameters that the engine's adapter follows; None for all.
         field: the engine's name of the dictionary that has them, for errors.
         role: of the engine.
+        own_tokens: see `read_hints`.
 
     Attributes:
         ignored: number of parameters that were not understood so far.
+        hints: number of hints so far, by action and result; see `read_hints`.
     """
 
     def __init__(
@@ -172,28 +232,70 @@ class OptionsReader:
         names: Collection[str] | None = None,
         field: str = "kv_transfer_params",
         role: Role = BOTH,
+        own_tokens: bool = True,
     ) -> None:
         self.ignored = 0
+        self.hints: Counter[tuple[str, HintResult]] = Counter()
         self._followed = _PARAMETERS if names is None else names
         self._names = [name for name in self._followed if allowed is None or name in allowed]
         self._field = field
         self._role = role
+        self._own_tokens = own_tokens
         self._warnings = 0
 
     def of(self, request: EngineRequest) -> RequestOptions:
         """The options of `request`."""
-        return self.read(request.request_id, getattr(request, "kv_transfer_params", None))
+        hints = EngineHints(
+            getattr(request, "session_id", None),
+            getattr(getattr(request, "sampling_params", None), "extra_args", None),
+            getattr(request, "kv_hints", None),
+        )
+        return self.read(request.request_id, getattr(request, "kv_transfer_params", None), hints)
 
-    def read(self, request_id: str, params: object) -> RequestOptions:
-        """The options of the request of that id, from its dictionary of parameters."""
-        return self._role.limit(self._read(request_id, params))
-
-    def _read(self, request_id: str, params: object) -> RequestOptions:
-        if not params:
-            return NONE
-        if not isinstance(params, Mapping):
+    def read(
+        self, request_id: str, params: object, hints: EngineHints = NO_HINTS
+    ) -> RequestOptions:
+        """The options of the request of that id, from its dictionary of parameters and from hints
+        in other forms. The parameters with FlexKV's own names win."""
+        if not params and hints == NO_HINTS:
+            return self._role.limit(NONE)
+        if params is not None and not isinstance(params, Mapping):
             self._ignore(request_id, 1, f"is {_shown(params)}", "a dictionary")
-            return NONE
+        fields: Mapping[Any, Any] = params if isinstance(params, Mapping) else {}
+        options = self._read_own(request_id, fields) if fields else {}
+        for hint in read_hints(fields, hints, self._own_tokens):
+            self._follow(hint, options)
+        if options.get("release"):
+            options["returns"] = False
+        return self._role.limit(RequestOptions(**options) if options else NONE)
+
+    def name(self, options: RequestOptions, request: EngineRequest) -> RequestOptions:
+        """`options` with the name that the engine has for the conversation of `request`."""
+        session = getattr(request, "session_id", None)
+        named: dict[str, Any] = {"session": options.session} if options.session else {}
+        for hint in read_hints({}, EngineHints(session)):
+            self._follow(hint, named)
+        return replace(options, **named)
+
+    def put_counts(self, meter: Meter) -> None:
+        """Set what `meter` counts of parameters and hints."""
+        meter.put(IGNORED_PARAMETERS, self.ignored)
+        for (action, result), count in self.hints.items():
+            meter.put(HINTS, count, action, result.value)
+
+    def _follow(self, hint: Hint, options: dict[str, Any]) -> None:
+        """Set the option of a hint, unless it is set."""
+        if hint.option in options:
+            return
+        result = hint.result
+        if hint.option and hint.option not in self._names:
+            result = HintResult.UNSUPPORTED
+        elif hint.option:
+            options[hint.option] = hint.value
+        self.hints[hint.action, result] += 1
+
+    def _read_own(self, request_id: str, params: Mapping[Any, Any]) -> dict[str, Any]:
+        """The options that have FlexKV's own names."""
         options: dict[str, Any] = {}
         bad: list[tuple[str, str]] = []
         for key, value in params.items():
@@ -211,9 +313,16 @@ class OptionsReader:
                 options[name] = read(value)
             except ValueError:
                 bad.append((f"has {key}: {_shown(value)}", allowed))
+                continue
+            if name in _HINTS:
+                self._count_own(name, value)
         if bad:
             self._ignore(request_id, len(bad), *bad[0])
-        return RequestOptions(**options)
+        return options
+
+    def _count_own(self, name: str, value: object) -> None:
+        clips = name == "retain_seconds" and retention(value).result
+        self.hints[_HINTS[name], clips or HintResult.ACCEPTED] += 1
 
     def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
         """Count wrong parameters of a request, and log the first of them in one line."""

@@ -83,7 +83,7 @@ class RequestSide(Generic[Orders]):
         options = engine.options
         self._requests = Requests(self._cache, self._abandon, options)
         self.figures = CacheFigures(
-            self._cache, engine.boundary, lambda: options.ignored, lambda: chooser.prefill_cost
+            self._cache, engine.boundary, options.put_counts, lambda: chooser.prefill_cost
         )
         self._loads = PrefixLoads(engine, chooser, self.figures, load_ahead)
         self._fills = StepStores(engine, store_time)

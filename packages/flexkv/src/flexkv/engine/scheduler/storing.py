@@ -17,7 +17,7 @@ from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.full_blocks import Filled
 from flexkv.engine.scheduler.groups import Group, Reach
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions, pin_owner
+from flexkv.engine.scheduler.request_options import RequestOptions, pin_owner, tenant_of
 
 
 class _Run(NamedTuple):
@@ -38,12 +38,17 @@ class _Run(NamedTuple):
 
 
 class _Pin(NamedTuple):
-    """Blocks to pin once they have slots, for an owner and a time in seconds; None is the time of
-    the settings."""
+    """Blocks to pin or to retain once they have slots.
+
+    Attributes:
+        keys: their keys.
+        request: the request that asks for it.
+        options: its options.
+    """
 
     keys: Sequence[bytes]
-    owner: tuple[str, str]
-    seconds: float | None
+    request: EngineRequest
+    options: RequestOptions
 
 
 @dataclass(slots=True)
@@ -146,7 +151,7 @@ class Stores:
 
     def first_fill(self, options: RequestOptions) -> int:
         """`next_fill` of a request whose blocks were not considered yet."""
-        return self._align if options.store or options.pin else NEVER
+        return self._align if options.store or _keeps(options) else NEVER
 
     def add_filled(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
         """Add blocks that are full.
@@ -179,7 +184,7 @@ class Stores:
         if tracked.next_fill == NEVER:
             return
         with self._boundary.guard("storing states", "they are not cached", loses=False):
-            self._add(tracked, self._states_of(tracked.request, offers), batch)
+            self._add(tracked, self._states_of(tracked, offers), batch)
 
     def order(self, batch: StoreBatch, orders: StepOrders) -> None:
         """Order the stores of a step."""
@@ -277,14 +282,15 @@ class Stores:
         return bool(reading)
 
     def _states_of(
-        self, request: EngineRequest, offers: Iterable[tuple[int, int, int]]
+        self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]
     ) -> list[_Run]:
         """The states that the engine offers, of prefixes that a load may end with."""
+        request, most = tracked.request, tracked.options.limit_stored(NEVER)
         members = {group.index: group for group in self._groups.members}
         found: list[_Run] = []
         for index, block, tokens in offers:
             group = members.get(index)
-            if group is not None and block and tokens % self._align == 0:
+            if group is not None and block and tokens % self._align == 0 and tokens <= most:
                 position = tokens // group.block_tokens - 1
                 found.append(_Run(request, group, position, 1, (block,)))
         return sorted(found, key=lambda run: run.position)
@@ -319,7 +325,8 @@ class Stores:
 
     def _wanted(self, tracked: TrackedRequest, group: Group, positions: range) -> list[int]:
         """The blocks that a later request can use, of a group that looks back less far."""
-        prompt, align, size = tracked.request.num_prompt_tokens, self._align, group.block_tokens
+        prompt = tracked.options.limit_stored(tracked.request.num_prompt_tokens)
+        align, size = self._align, group.block_tokens
         ends = {each // align * align for each in (prompt, prompt - 1, tracked.divergence)}
         wanted = {
             position
@@ -333,20 +340,26 @@ class Stores:
     def _add_of_groups(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
         """Add full blocks of a model with several groups, or without full attention."""
         for tracked, start, stop in filled:
-            self._add(tracked, self._filled_between(tracked, start, stop), batch)
+            end = tracked.options.limit_stored(stop)
+            self._add(tracked, self._filled_between(tracked, start, end), batch)
 
     def _add_of_one(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
         """Add full blocks of a model whose only group has full attention. Does what `_add` does, by
         fewer calls: of 256 requests that decode, 16 fill a block in each step."""
         (group,), keys_of = self._groups.members, self._keys.of
         size, step = group.block_tokens, group.engine_blocks
-        for tracked, start, stop in filled:
+        for tracked, start, filled_to in filled:
+            options, stop = tracked.options, filled_to
+            if options.max_store_tokens is not None:
+                stop = options.limit_stored(stop)
+                if stop < start + size:
+                    tracked.store_nothing()
+                    continue
             first, end = start // size, stop // size
             blocks = tracked.engine_blocks[0][first * step : end * step]
             if 0 in blocks:
                 self._add(tracked, self._filled_between(tracked, start, stop), batch)
                 continue
-            options = tracked.options
             own = keys_of(tracked, group, first - 1 if first else 0, end)
             chains = _chains_of(tracked, batch)
             at = len(chains.keys)
@@ -358,9 +371,8 @@ class Stores:
                 chains.runs.append(_Run(tracked.request, group, first, end - first, blocks))
                 chains.places += range(at, at + end - first)
             chains.keys += own
-            if options.pin:
-                owner = pin_owner(tracked.request, options)
-                chains.pins.append(_Pin(own[first > 0 :], owner, options.pin_seconds))
+            if _keeps(options):
+                chains.pins.append(_Pin(own[first > 0 :], tracked.request, options))
 
     def _add(self, tracked: TrackedRequest, found: Sequence[_Run], batch: StoreBatch) -> None:
         """Add blocks of a request, in each group ascending by position, each behind the one that it
@@ -390,11 +402,10 @@ class Stores:
                     chains.runs.append(run)
                     chains.places += range(len(keys), len(keys) + run.blocks)
                 keys += own[at : at + run.blocks]
-                if options.pin:
+                if _keeps(options):
                     stored += own[at : at + run.blocks]
         if stored:
-            owner = pin_owner(request, options)
-            chains.pins.append(_Pin(stored, owner, options.pin_seconds))
+            chains.pins.append(_Pin(stored, request, options))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
         transfer = self._cache.store(chains.keys, chains.places, chains.prefix_starts, held=True)
@@ -415,8 +426,11 @@ class Stores:
                 self._cache.cancel(transfer.id)
                 raise
             self._tell(running)
-        for pin in chains.pins:
-            self._cache.pin(pin.keys, pin.owner, pin.seconds)
+        for keys, request, options in chains.pins:
+            if options.pin:
+                self._cache.pin(keys, pin_owner(request, options), options.pin_seconds)
+            if options.retain_seconds is not None:
+                self._cache.retain(keys, tenant_of(request), options.retain_seconds)
 
     def _tell(self, running: _Running) -> None:
         if self._describe is not None:
@@ -424,6 +438,11 @@ class Stores:
             for run, positions in running.positions_by_run():
                 found = ((run.position + i, keys[at]) for i, at in enumerate(positions))
                 self._describe(run.request, run.group, found)
+
+
+def _keeps(options: RequestOptions) -> bool:
+    """Whether blocks of the request are pinned or retained."""
+    return options.pin or options.retain_seconds is not None
 
 
 def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int:
