@@ -72,6 +72,10 @@ def test_enable_flexkv(text: str, expected: bool) -> None:
         ({"objects_url": "ftp://bucket"}, ["'ftp://bucket'", "objects_url", "s3://"]),
         ({"objects_url": "s3://"}, ["'s3://'", "objects_url"]),
         ({"objects_url": "s3://bucket/../x"}, ["objects_url"]),
+        ({"objects_url": "file://host/x"}, ["'file://host/x'", "objects_url", "file:///PATH"]),
+        ({"objects_url": "file:///a/../b"}, ["objects_url"]),
+        ({"objects_url": "file:///"}, ["objects_url"]),
+        ({"objects_url": "file:x"}, ["objects_url"]),
         ({"objects_timeout_seconds": 0}, ["0", "objects_timeout_seconds", "from 0.001"]),
         ({"block_tokens": 2**70}, ["block_tokens", "to 1048576"]),
         ({"min_load_tokens": -1}, ["-1", "min_load_tokens", "from 0"]),
@@ -277,5 +281,10 @@ def test_no_error_repeats_the_credentials_of_a_url(url: str) -> None:
 
 
 def test_the_url_of_a_bucket() -> None:
-    for url in ("s3://bucket", "gs://b/a/b.c", "abfss://c@account.dfs.core.windows.net/x"):
+    for url in (
+        "s3://bucket",
+        "gs://b/a/b.c",
+        "file:///mnt/kv",
+        "abfss://c@account.dfs.core.windows.net/x",
+    ):
         assert load_config({"objects_url": f"{url}/"}, environ={}).objects_url == url

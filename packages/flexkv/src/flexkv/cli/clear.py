@@ -2,18 +2,20 @@
 """Remove all caches of a directory that no engine owns. Files that are not FlexKV's stay. Without
 DIR, the command also clears the shared stores that the settings name: no engine finds their old
 blocks any more, and running engines go on sharing. The command asks first; without a terminal to
-ask on, it needs --yes. Exit code 0 if all were removed, 1 if any was skipped or if the answer was
-no."""
+ask on, it needs --yes. With --older-than it only removes old blocks of a shared folder. Exit code 0
+if all were removed, 1 if any was skipped or if the answer was no."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import os
+import re
 import sys
+from collections.abc import Sequence
 
 from flexkv.cli.common import Found, add_directory, find_folders, read_settings, size
-from flexkv.cli.shared import SharedBlocks, is_fingerprint, shared_blocks
+from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared_blocks
 from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import owner_of
@@ -23,6 +25,9 @@ from flexkv.types.errors import ConfigError
 
 NAME = "clear"
 HELP = "remove the caches that no engine owns, and clear shared stores"
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in shared stores, clear only the blocks of this fingerprint; folders are removed "
         "whatever their fingerprint",
     )
+    parser.add_argument(
+        "--older-than",
+        metavar="AGE",
+        help="only remove the blocks that were written longer ago into the folder of "
+        "objects_url=file:///PATH: a number and s, m, h or d, for example 7d",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
+    if args.older_than is not None:
+        return _remove_older(args)
     shared, found = _chosen(args.directory, args.fingerprint)
     if found.silent and not found.folders and not shared:
         return 1
@@ -48,6 +61,31 @@ def run(args: argparse.Namespace) -> int:
     removed = [_remove(path) for path in found.folders]
     cleared = [_clear(each) for each in shared]
     return 0 if all(removed + cleared) and not found.silent else 1
+
+
+def _remove_older(args: argparse.Namespace) -> int:
+    age = re.fullmatch(r"([0-9]{1,9})([smhd])", args.older_than)
+    if age is None:
+        raise ConfigError(
+            f"--older-than is {args.older_than!r} on the command line; allowed: a number and s, m, "
+            "h or d, for example 7d"
+        )
+    if args.directory is not None or args.fingerprint is not None:
+        raise ConfigError(
+            "--older-than is on the command line with DIR or --fingerprint; allowed: alone, for "
+            "the folder of objects_url"
+        )
+    config = read_settings()
+    if not args.yes and not _agrees(f"Remove blocks older than {age[0]} in {config.objects_url}?"):
+        print("nothing removed")
+        return 1
+    try:
+        files, count = remove_older(config, int(age[1]) * _UNITS[age[2]])
+    except OSError as error:
+        print(f"skipped {config.objects_url}: {reason_of(error)}")
+        return 1
+    print(f"removed {files} blocks of {config.objects_url}, {size(count)}")
+    return 0
 
 
 def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[SharedBlocks], Found]:
@@ -100,20 +138,24 @@ def _needless(fingerprint: str, why: str) -> ConfigError:
 
 
 def _confirmed(folders: list[str], shared: list[SharedBlocks]) -> bool:
+    lines = [*folders, *(f"{each.store}, fingerprint {each.fingerprint}" for each in shared)]
+    what = f"Remove {_count(folders)} (folders in use are skipped)"
+    if shared:
+        what += f", and clear {len(shared)} of shared stores for all engines"
+    return _agrees(f"{what}?", lines)
+
+
+def _agrees(question: str, lines: Sequence[str] = ()) -> bool:
+    """Ask a question behind the given lines. Returns whether the answer is yes."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "--yes is missing on the command line, and standard input is not a terminal; allowed: "
             "--yes, or a terminal"
         )
-    for path in folders:
-        print(path)
-    for each in shared:
-        print(f"{each.store}, fingerprint {each.fingerprint}")
-    what = f"Remove {_count(folders)} (folders in use are skipped)"
-    if shared:
-        what += f", and clear {len(shared)} of shared stores for all engines"
+    for line in lines:
+        print(line)
     try:
-        answer = input(f"{what}? [y/N] ")
+        answer = input(f"{question} [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in {"y", "yes"}

@@ -42,6 +42,27 @@ class SharedBlocks:
         return epochs.clear(self.record)
 
 
+def remove_older(config: CacheConfig, seconds: float) -> tuple[int, int]:
+    """Remove the old blocks in a shared folder.
+
+    Returns:
+        The number of files, and their bytes.
+
+    Raises:
+        ConfigError: the settings name no shared folder.
+        StoreSettingError: the folder cannot be used.
+        OSError: a file cannot be removed.
+    """
+    if not (config.objects_url or "").startswith("file://"):
+        raise ConfigError(
+            f"--older-than is on the command line, and objects_url is {config.objects_url!r}; "
+            "allowed: with objects_url=file:///PATH (a bucket's own lifecycle rules expire blocks)"
+        )
+    from flexkv.tiers.objects.shared_folder import remove_older
+
+    return remove_older(str(config.objects_url), seconds)
+
+
 def is_fingerprint(text: str) -> bool:
     """Whether `text` has the form of a fingerprint."""
     return _FINGERPRINT.fullmatch(text) is not None

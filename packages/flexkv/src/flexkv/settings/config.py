@@ -211,7 +211,8 @@ class CacheConfig:
         "A bucket that engines on many nodes share blocks in: `s3://BUCKET/PATH`, "
         "`gs://BUCKET/PATH`, `az://CONTAINER/PATH`. Credentials, region and endpoint come from "
         "the environment (`AWS_...`, `GOOGLE_...`, `AZURE_...`), or from the machine's role. "
-        "Default: no bucket is used.",
+        "`file:///PATH` names a folder of a file system that the nodes share, such as Lustre or "
+        "NFS, which takes the place of a bucket. Default: no bucket is used.",
     )
     objects_admission: str = setting(
         choice(ADMISSIONS),

@@ -28,7 +28,8 @@ a path of that name."""
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _BUCKET = re.compile(
-    rf"(?:(?:s3|gs|az)://{_NAME}|abfss?://{_NAME}@{_NAME})(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._-]+)*/?"
+    rf"(?:(?:s3|gs|az)://{_NAME}|abfss?://{_NAME}@{_NAME}|file://(?=/[^/]))"
+    r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._-]+)*/?"
 )
 
 _HOST = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
@@ -179,11 +180,11 @@ def http_url(example: str) -> ValueKind[str]:
 
 
 def bucket_url() -> ValueKind[str]:
-    """The URL of a bucket, with a path or without. Trailing slashes are removed. Credentials are
-    refused, because they would end up in logs."""
+    """The URL of a bucket, with a path or without, or of a folder. Trailing slashes are removed.
+    Credentials are refused, because they would end up in logs."""
     allowed = (
-        "s3://, gs://, az:// or abfss://CONTAINER@HOST, a bucket and a path; without "
-        "credentials, `?` and `#`"
+        "s3://, gs://, az:// or abfss://CONTAINER@HOST, a bucket and a path, or file:///PATH; "
+        "without credentials, `?` and `#`"
     )
     return _matching("URL", allowed, _BUCKET)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the tier of a bucket."""
+"""Opens the tier of a bucket, or of a folder in its place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from obstore.store import ObjectStore, from_url
 
 from flexkv.tiers.base import States
 from flexkv.tiers.objects.object_store import ObjectBlocks
+from flexkv.tiers.objects.shared_folder import SCHEME, open_shared_folder
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.types.changes import Medium
 from flexkv.types.errors import StoreSettingError
@@ -53,7 +54,7 @@ def open_object_tier(
 
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:
-    """The store of a URL. Sends nothing.
+    """The store of a URL. Sends nothing to a bucket; checks a folder.
 
     Args:
         url: the setting `objects_url`.
@@ -62,6 +63,8 @@ def connect(url: str, timeout_seconds: float) -> ObjectStore:
     Raises:
         StoreSettingError: the URL or an environment variable of its store cannot be used.
     """
+    if url.startswith(SCHEME):
+        return open_shared_folder(url)
     allow_http = any(os.environ.get(name, "").lower() in _TRUE for name in _PLAIN_HTTP)
     for name in _ENDPOINTS:
         if os.environ.get(name, "").lower().startswith("http://") and not allow_http:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flexkv clear` and a shared folder, with nodes that run meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+
+from shared_node import FINGERPRINT, Remote
+
+from flexkv.tiers.epochs import FRESH_SECONDS
+from flexkv.tiers.objects.shared_folder import Freed, remove_older
+from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.cli.stores import Flexkv, FlexkvOnTerminal
+
+Start = Callable[[], Remote]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "kv"
+    made.mkdir(mode=0o700)
+    return made
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    made: list[Remote] = []
+    settings: dict[str, Any] = {
+        "objects_url": f"file://{folder}",
+        "objects_question_seconds": PATIENCE_SECONDS,
+        "objects_timeout_seconds": PATIENCE_SECONDS,
+    }
+
+    def make() -> Remote:
+        made.append(Remote(settings, {}))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.kill()
+
+
+def file_of(folder: Path, name: str) -> Path:
+    (found,) = (folder / "blocks" / FINGERPRINT).glob(f"*/{(name.encode() * 32).hex()}")
+    return found
+
+
+def test_after_a_reset_or_a_clear_nothing_of_before_is_found(
+    start: Start, folder: Path, flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = start(), start()
+    one.do("store", "abc")
+    monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
+    ended = flexkv("clear", "--yes")
+    assert (ended.code, ended.out) == (0, f"cleared file://{folder}, fingerprint {FINGERPRINT}\n")
+    assert other.do("fetch", "abc") == ""
+    one.do("store", "de")
+    assert other.do("fetch", "de") == "de"
+    one.do("reset")
+    time.sleep(2 * FRESH_SECONDS)
+    assert start().do("fetch", "de") == ""
+
+
+def test_old_blocks_are_removed_and_engines_go_on(
+    start: Start, folder: Path, flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    one.do("store", "abc")
+    old = file_of(folder, "c")
+    left = old.with_name(old.name + "#1")  # by a writer that was killed
+    left.write_bytes(b"part")
+    for path in (old, left):
+        os.utime(path, (1e9, 1e9))
+    monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
+    ended = flexkv("clear", "--yes", "--older-than", "7d")
+    assert ended.code == 0
+    assert ended.out.startswith(f"removed 2 blocks of file://{folder}, ")
+    assert not old.exists()
+    assert not left.exists()
+    other = start()
+    assert other.do("fetch", "abc") == "ab"
+    assert other.do("store", "abc") == "1"
+    assert start().do("fetch", "abc") == "abc"
+    size = sum(path.stat().st_size for path in (folder / "blocks").rglob("*") if path.is_file())
+    assert remove_older(f"file://{folder}", -60) == Freed(3, size)
+    assert {path.name for path in folder.rglob("*")} == {"blocks", "epochs", FINGERPRINT}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url", "said"),
+    [
+        (["--older-than", "7"], "file:///x", "--older-than is '7'"),
+        (["--older-than", "7d", "DIR"], "file:///x", "with DIR or --fingerprint"),
+        (["--older-than", "7d"], "s3://bucket", "objects_url is 's3://bucket'"),
+        (["--older-than", "7d"], "file:///nowhere/kv", "No such file or directory"),
+    ],
+)
+def test_clear_says_what_is_wrong_with_an_age(
+    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch, arguments: list[str], url: str, said: str
+) -> None:
+    monkeypatch.setenv("FLEXKV_OBJECTS_URL", url)
+    ended = flexkv("clear", "--yes", *arguments)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_removing_old_blocks_asks_first(
+    flexkv_on_terminal: FlexkvOnTerminal,
+    start: Start,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start().do("store", "a")
+    monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
+    ended = flexkv_on_terminal("clear", "--older-than", "0s", answer="n\n")
+    assert ended.code == 1
+    assert f"Remove blocks older than 0s in file://{folder}?" in ended.out
+    assert file_of(folder, "a").exists()
+    assert flexkv_on_terminal("clear", "--older-than", "0s", answer="y\n").code == 0
+    assert not list((folder / "blocks").iterdir())
