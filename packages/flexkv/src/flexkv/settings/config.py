@@ -18,6 +18,7 @@ from flexkv.settings.kinds import (
     devices,
     flag,
     gib,
+    gib_or_none,
     host_port,
     http_url,
     path,
@@ -102,11 +103,11 @@ class CacheConfig:
         "those used longest ago. The log and the metrics name the choice.",
     )
     ssd_cache_gb: float | None = setting(
-        gib(limit="at most the free space of the file systems"),
+        gib_or_none("at most the free space of the file systems"),
         None,
         "Disk space for cached blocks, in GiB, of all directories in `ssd_cache_dir` together. It "
         "is a hard bound on the bytes on disk, and allocated at start. Blocks on disk survive the "
-        "engine. Default: no disk is used.",
+        "engine. With 0, `ssd_cache_dir` has no effect. Default: no disk is used.",
         needs="ssd_cache_dir",
     )
     ssd_cache_dir: tuple[str, ...] = setting(

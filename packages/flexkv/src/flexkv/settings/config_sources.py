@@ -3,7 +3,7 @@
 
 Precedence, highest first: the engine's own command line or the program's mapping, the file named
 by `FLEXKV_CONFIG_PATH`, the environment, the default. An unknown key is an error that names the
-nearest known one.
+nearest known one, but for names of Tencent's FlexKV; see `tencents_names`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import Any, NamedTuple
 from flexkv.settings.config import SETTINGS, CacheConfig
 from flexkv.settings.setting import shorten, show
 from flexkv.settings.settings_file import CONFIG_PATH_VARIABLE, read_file
+from flexkv.settings.tencents_names import is_ignored
 from flexkv.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "FLEXKV_"
 """A variable with this prefix, in upper or lower case, that is no setting is an error."""
+
+_said: set[str] = set()
+"""Ignored names that the log has; a process reads the settings more than once."""
 
 _MOST_COMPARED = 100
 """Characters of an unknown name that are compared with the known ones."""
@@ -57,12 +61,17 @@ def load_config(
             value, source and what is allowed.
     """
     environ = os.environ if environ is None else environ
-    given = _from_environment(environ)
+    ignored: list[str] = []
+    given = _from_environment(environ, ignored)
     path = environ.get(CONFIG_PATH_VARIABLE)
     if path:
-        given |= _from_mapping(read_file(path), f"file {path} ({CONFIG_PATH_VARIABLE})")
-    given |= _from_mapping(extra or {}, extra_source)
+        given |= _from_mapping(read_file(path), f"file {path} ({CONFIG_PATH_VARIABLE})", ignored)
+    given |= _from_mapping(extra or {}, extra_source, ignored)
+    # A size of 0 turns off what needs it.
+    off = {name for name, each in given.items() if each.read is None}
+    given = {name: each for name, each in given.items() if SETTINGS[name].needs not in off}
     _check_needs(given)
+    _report(ignored)
     return CacheConfig(**{name: each.read for name, each in given.items()})
 
 
@@ -86,7 +95,11 @@ def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = N
         flexkv.addHandler(handler)
         flexkv.propagate = False
     environ = os.environ if environ is None else environ
-    ignored = sorted(name for name in environ if _INJECTED.fullmatch(name))
+    ignored = sorted(
+        name
+        for name in environ
+        if _INJECTED.fullmatch(name) and not is_ignored(_setting_of(name), "", "the environment")
+    )
     if ignored:
         logger.info(
             "%d environment variables set by Kubernetes for a Service are not settings; ignored: "
@@ -104,7 +117,7 @@ class _Given(NamedTuple):
     read: Any
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+def _from_environment(environ: Mapping[str, str], ignored: list[str]) -> dict[str, _Given]:
     variables = {each.variable: each for each in SETTINGS.values()}
     known = {CONFIG_PATH_VARIABLE, *variables}
     given: dict[str, _Given] = {}
@@ -112,7 +125,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
         if name in variables and text:
             setting, source = variables[name], f"environment variable {name}"
             given[setting.name] = _Given(text, source, setting.read(text, source))
-        elif name.upper().startswith(PREFIX) and not (name in known or _INJECTED.fullmatch(name)):
+        elif name in known or not name.upper().startswith(PREFIX):
+            continue
+        elif is_ignored(_setting_of(name), text, f"environment variable {name}"):
+            ignored.append(name)
+        elif not _INJECTED.fullmatch(name):
             raise ConfigError(
                 f"unknown environment variable {shorten(name)}{_nearest(name, known)}; "
                 f"allowed: {', '.join(sorted(known))}"
@@ -120,19 +137,38 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     return given
 
 
-def _from_mapping(mapping: Mapping[Any, object], source: str) -> dict[str, _Given]:
+def _from_mapping(
+    mapping: Mapping[Any, object], source: str, ignored: list[str]
+) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for key, value in mapping.items():
-        if key not in SETTINGS:
+        if isinstance(key, str) and key not in SETTINGS and is_ignored(key, value, source):
+            ignored.append(key)
+        elif key not in SETTINGS:
             name = key if isinstance(key, str) else show(key)
             raise ConfigError(
                 f"unknown key {show(key)} in {source}{_nearest(name, SETTINGS)}; "
                 f"allowed: {', '.join(sorted(SETTINGS))}"
             )
-        if value is not None:
+        elif value is not None:
             where = f"key {key!r} in {source}"
             given[key] = _Given(value, where, SETTINGS[key].read(value, where))
     return given
+
+
+def _setting_of(variable: str) -> str:
+    return variable.removeprefix(PREFIX).lower()
+
+
+def _report(ignored: Iterable[str]) -> None:
+    """Log once a process which names of Tencent's FlexKV were ignored."""
+    new = [name for name in ignored if name not in _said]
+    if new:
+        _said.update(new)
+        logger.warning(
+            "ignored, because they are off or tune Tencent's FlexKV only: %s",
+            shorten(", ".join(new)),
+        )
 
 
 def _check_needs(given: Mapping[str, _Given]) -> None:

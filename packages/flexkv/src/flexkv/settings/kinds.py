@@ -88,6 +88,17 @@ def gib(least: float = _LEAST_GIB, unit: str = "GiB", limit: str = "") -> ValueK
     return number(least, _MOST_GIB, unit, limit)
 
 
+def gib_or_none(limit: str) -> ValueKind[float | None]:
+    """A size in GiB, or 0 for None; see `number`."""
+    size = gib(limit=limit)
+
+    def parse(value: object) -> float | None:
+        none = not isinstance(value, bool) and str(value).strip() in ("0", "0.0")
+        return None if none else size.parse(value)
+
+    return ValueKind(size.unit, f"0 for none, or {size.allowed}", parse, size.written)
+
+
 def seconds(least: float) -> ValueKind[float]:
     """A time limit, of a day at most."""
     return number(least, _DAY_SECONDS, "seconds")
