@@ -40,7 +40,7 @@ def read_file(path: str) -> Mapping[Any, object]:
         ConfigError: the file cannot be read or parsed, or holds no mapping.
     """
     try:
-        text = _read_text(path)
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read {path} from {CONFIG_PATH_VARIABLE}: {error}; allowed: {_ALLOWED_FILE}"
@@ -63,7 +63,7 @@ def read_file(path: str) -> Mapping[Any, object]:
     return content
 
 
-def _read_text(path: str) -> str:
+def read_text(path: str) -> str:
     """The text of a regular file.
 
     Opening a FIFO would wait for a writer, and a device may never end.
