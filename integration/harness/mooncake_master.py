@@ -39,13 +39,18 @@ class MooncakeMaster(StoreProcess):
         segment_gb: float = 1 / 64,
     ) -> None:
         self._address = address
+        is_ipv6 = ":" in address
+        # Its HTTP servers have no IPv6.
+        self._web = "127.0.0.1" if is_ipv6 else address
         self._command = list(command)
         # Until the end: nobody may take a port before the first start, or while it is killed.
         self._held = [hold_port() for _ in range(3)]
         self._ports = [each.getsockname()[1] for each in self._held]
         self.settings: dict[str, Any] = {
-            "mooncake_master": f"{address}:{self._ports[0]}",
-            "mooncake_metadata": f"http://{address}:{self._ports[1]}/metadata",
+            "mooncake_master": f"[{address}]:{self._ports[0]}"
+            if is_ipv6
+            else f"{address}:{self._ports[0]}",
+            "mooncake_metadata": f"http://{self._web}:{self._ports[1]}/metadata",
             "mooncake_segment_gb": segment_gb,
         }
         super().__init__()
@@ -67,7 +72,7 @@ class MooncakeMaster(StoreProcess):
 
     def _get(self, page: str) -> list[str]:
         """Lines of what it answers by HTTP."""
-        url = f"http://{self._address}:{self._ports[2]}/{page}"
+        url = f"http://{self._web}:{self._ports[2]}/{page}"
         with urllib.request.urlopen(url, timeout=START_SECONDS) as answer:
             text: bytes = answer.read()
         return text.decode().splitlines()
@@ -83,9 +88,9 @@ class MooncakeMaster(StoreProcess):
                 f"--rpc_address={self._address}",
                 f"--rpc_port={self._ports[0]}",
                 "--enable_http_metadata_server=true",
-                f"--http_metadata_server_host={self._address}",
+                f"--http_metadata_server_host={self._web}",
                 f"--http_metadata_server_port={self._ports[1]}",
-                f"--metrics_host={self._address}",
+                f"--metrics_host={self._web}",
                 f"--metrics_port={self._ports[2]}",
             ],
             stdout=subprocess.DEVNULL,
@@ -93,22 +98,23 @@ class MooncakeMaster(StoreProcess):
             text=True,
         )
         for port in self._ports:
-            self._await(process, port)
+            host = self._address if port == self._ports[0] else self._web
+            self._await(process, host, port)
         return process
 
-    def _await(self, process: subprocess.Popen[str], port: int) -> None:
+    def _await(self, process: subprocess.Popen[str], host: str, port: int) -> None:
         """Wait until it listens on `port`."""
-        while not self._listens(port):
+        while not self._listens(host, port):
             assert process.poll() is None
             time.sleep(0.02)
 
-    def _listens(self, port: int) -> bool:
+    def _listens(self, host: str, port: int) -> bool:
         if self._command:  # only from where it runs
-            connect = f"import socket; socket.create_connection(({self._address!r}, {port}))"
+            connect = f"import socket; socket.create_connection(({host!r}, {port}))"
             tried = subprocess.run(
                 [*self._command, sys.executable, "-c", connect], capture_output=True, check=False
             )
             return tried.returncode == 0
-        with contextlib.suppress(OSError), socket.create_connection((self._address, port)):
+        with contextlib.suppress(OSError), socket.create_connection((host, port)):
             return True
         return False

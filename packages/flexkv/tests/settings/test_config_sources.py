@@ -280,6 +280,20 @@ def test_no_error_repeats_the_credentials_of_a_url(url: str) -> None:
     assert "hidden" not in str(raised.value)
 
 
+def test_addresses_of_a_mooncake_store() -> None:
+    for master in ("h:1", "10.0.0.1:1", "[fe80::1]:50051"):
+        for metadata in ("https://h/metadata", "http://[::1]:8080/metadata"):
+            extra = {"mooncake_master": master, "mooncake_metadata": metadata}
+            config = load_config(extra, environ={})
+            assert (config.mooncake_master, config.mooncake_metadata) == (master, metadata)
+    for master in ("::1:5", "[h]:1", "[::1]"):
+        with pytest.raises(ConfigError, match=r"HOST:PORT or \[IPv6\]:PORT"):
+            load_config({"mooncake_master": master}, environ={})
+    for metadata in ("etcd://h:1", "https://u:p@h/m", "http://::1/m"):
+        with pytest.raises(ConfigError, match="or the same with https"):
+            load_config({"mooncake_metadata": metadata}, environ={})
+
+
 def test_the_url_of_a_bucket() -> None:
     for url in (
         "s3://bucket",

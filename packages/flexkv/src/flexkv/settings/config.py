@@ -161,7 +161,7 @@ class CacheConfig:
         needs="mooncake_metadata",
     )
     mooncake_metadata: str | None = setting(
-        http_url("http://HOST:PORT/metadata"),
+        http_url("http://HOST:PORT/metadata, or the same with https"),
         None,
         "The HTTP metadata server of the Mooncake Store, `http://HOST:PORT/metadata`. Default: "
         "none.",

@@ -34,8 +34,10 @@ _BUCKET = re.compile(
 
 _HOST = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 """Labels of a machine's name have 1 to 63 characters; no resolver takes others."""
-_HOST_PORT = re.compile(rf"{_HOST}:(?P<port>[0-9]{{1,5}})")
-_HTTP_URL = re.compile(rf"http://{_HOST}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
+_ANY_HOST = rf"(?:{_HOST}|\[[0-9A-Fa-f:.]{{2,45}}\])"
+"""A name, an IPv4 address, or an IPv6 address in brackets."""
+_HOST_PORT = re.compile(rf"{_ANY_HOST}:(?P<port>[0-9]{{1,5}})")
+_HTTP_URL = re.compile(rf"https?://{_ANY_HOST}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
 
 _COMPARE_SECONDS = 1.0
@@ -182,7 +184,7 @@ def paths() -> ValueKind[tuple[str, ...]]:
 
 def host_port() -> ValueKind[str]:
     """The address of a server with its port."""
-    return _matching("HOST:PORT", "HOST:PORT", _HOST_PORT)
+    return _matching("HOST:PORT", "HOST:PORT or [IPv6]:PORT", _HOST_PORT)
 
 
 def http_url(example: str) -> ValueKind[str]:

@@ -4,6 +4,7 @@ without it."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,3 +121,18 @@ def test_a_master_that_hangs_or_dies_costs_hits_and_nothing_else(
     master.restart()
     # Both join again by themselves: sooner or later one finds what the other has stored.
     await_sharing(node, other, fresh)
+
+
+def test_nodes_meet_at_a_master_by_ipv6() -> None:
+    patient = dict.fromkeys(
+        ("mooncake_question_seconds", "mooncake_timeout_seconds"), PATIENCE_SECONDS
+    )
+    with contextlib.ExitStack() as ending:
+        master = ending.enter_context(MooncakeMaster("::1"))
+        assert master.settings["mooncake_master"].startswith("[::1]:")
+        nodes = [Remote(master.settings | patient, {}) for _ in range(2)]
+        for node in nodes:
+            ending.callback(node.kill)
+        one, other = nodes
+        one.do("store", "abc")
+        assert other.do("fetch", "abcd") == "abc"

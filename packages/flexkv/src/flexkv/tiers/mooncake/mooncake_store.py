@@ -288,7 +288,8 @@ class MetadataRecord:
 
     def __init__(self, url: str, fingerprint: str, timeout_seconds: float) -> None:
         parts = urllib.parse.urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname or "", parts.port or (443 if self._secure else 80)
         key = urllib.parse.quote(f"flexkv/epochs/{fingerprint}", safe="")
         self._path = f"{parts.path}?key={key}"
         self._timeout_seconds = timeout_seconds
@@ -314,7 +315,8 @@ class MetadataRecord:
 
     def _request(self, method: str, body: bytes | None = None) -> tuple[int, bytes]:
         # http.client, since urllib would send it through the proxies of the environment.
-        made = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_seconds)
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        made = kind(self._host, self._port, timeout=self._timeout_seconds)
         opened: list[socket.socket] = []
         given_up = threading.Event()
 

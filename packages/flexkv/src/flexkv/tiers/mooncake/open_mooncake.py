@@ -135,11 +135,13 @@ def _join(settings: MooncakeSettings) -> MooncakeDistributedStore:
 
 
 def _own_address(master: str) -> str:
-    """This machine's address on the route to the master, by which other nodes reach it.
+    """This machine's address on the route to the master, by which other nodes reach it; an IPv6
+    address is in brackets.
 
     Raises:
         OSError: the master cannot be reached.
     """
     host, _, port = master.rpartition(":")
-    with socket.create_connection((host, int(port)), _REACH_SECONDS) as probe:
-        return str(probe.getsockname()[0])
+    with socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS) as probe:
+        own = str(probe.getsockname()[0])
+    return f"[{own}]" if ":" in own else own

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the epoch at a metadata server behind TLS."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: it comes with moto")
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from flexkv.tiers.mooncake.mooncake_store import MetadataRecord
+from packages.conftest import PATIENCE_SECONDS
+
+FINGERPRINT = "f" * 32
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """Keeps values as Mooncake's metadata server does."""
+
+    values: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        self._answer(self.values.get(self._key))
+
+    def do_PUT(self) -> None:
+        self.values[self._key] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing."""
+
+    @property
+    def _key(self) -> str:
+        return urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)["key"][0]
+
+    def _answer(self, value: bytes | None) -> None:
+        self.send_response(404 if value is None else 200)
+        self.send_header("Content-Length", str(len(value or b"")))
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+
+def write_certificate(path: Path) -> None:
+    """A certificate of this address, signed by itself, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - day)
+        .not_valid_after(now + day)
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(made.public_bytes(pem) + private)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    path = tmp_path / "server.pem"
+    write_certificate(path)
+    return path
+
+
+@pytest.fixture
+def url(certificate: Path) -> Iterator[str]:
+    handler = type("Fresh", (Metadata,), {"values": {}})
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"https://127.0.0.1:{server.server_port}/metadata"
+        server.shutdown()
+        serving.join()
+
+
+def test_a_record_behind_tls(url: str, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    record = MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS)
+    assert record.read() is None
+    record.create(b"one")
+    record.create(b"two")
+    assert record.read() == b"one"
+    record.replace(b"three")
+    assert record.read() == b"three"
+
+
+def test_a_server_with_an_unknown_certificate_is_not_used(url: str) -> None:
+    record = MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS)
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        record.read()
