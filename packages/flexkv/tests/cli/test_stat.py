@@ -17,6 +17,7 @@ from flexkv.settings import load_config
 from flexkv.tiers import circuit
 from flexkv.tiers.disk.cache_directory import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
+from flexkv.tiers.disk.table import VERSION
 from flexkv.tiers.remote import RemoteTier
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import FINGERPRINT, OTHER_FINGERPRINT, Cache, Flexkv
@@ -42,6 +43,7 @@ def test_stat_counts_what_the_store_has_and_did(flexkv: Flexkv, cache: Cache) ->
         "written_bytes_day": 5 * cache.block_bytes,
         "reads": None,
         "writes": None,
+        "problem": "",
     }
     assert slots * cache.block_bytes <= cache.slab.stat().st_size <= cache.capacity
 
@@ -87,9 +89,30 @@ def test_stat_is_readable(flexkv: Flexkv, cache: Cache) -> None:
 def test_stat_shows_a_folder_whose_header_is_damaged(flexkv: Flexkv, cache: Cache) -> None:
     cache.fill(1)
     cache.damage_headers()
-    (folder,) = flexkv("stat", cache.root, "--json").json["folders"]
+    ended = flexkv("stat", cache.root, "--json")
+    (folder,) = ended.json["folders"]
+    assert ended.code == 1
     assert folder["slots"] == folder["used_slots"] == 0
-    assert "block size   unknown\n" in flexkv("stat", cache.root).out
+    assert folder["problem"].startswith("the header of the table is damaged")
+    out = flexkv("stat", cache.root).out
+    assert "  problem      the header of the table is damaged" in out
+    assert "block size   unknown\n" in out
+
+
+def test_stat_reports_a_newer_format_and_no_damage(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(1)
+    cache.make_newer()
+    ended = flexkv("stat", cache.root)
+    assert ended.code == 1
+    assert f"problem      the table is of format {VERSION + 1}, written by a newer" in ended.out
+    assert "lost" not in ended.out
+
+
+def test_stat_reports_a_missing_file_of_blocks(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(1)
+    cache.slab.unlink()
+    ended = flexkv("stat", cache.root)
+    assert (ended.code, "problem      slab-00000 is missing\n" in ended.out) == (1, True)
 
 
 def test_blocks_of_a_reset_are_neither_counted_nor_verified(flexkv: Flexkv, cache: Cache) -> None:

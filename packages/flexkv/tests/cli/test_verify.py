@@ -42,6 +42,7 @@ def test_intact_blocks_pass(flexkv: Flexkv, cache: Cache) -> None:
                 "folder": str(cache.folder),
                 "blocks": 7,
                 "bytes": 7 * cache.block_bytes,
+                "read_bytes": 7 * cache.block_bytes,
                 "replaced_blocks": 0,
             }
         ],
@@ -88,6 +89,8 @@ def test_a_missing_slab_is_found(flexkv: Flexkv, cache: Cache) -> None:
     ended = flexkv("verify", cache.root, "--json")
     assert ended.code == 1
     assert [bad["reason"] for bad in ended.json["bad"]] == ["slab-00000 is missing"]
+    assert ended.json["folders"][0]["read_bytes"] == 0
+    assert "1 bad; read 0 bytes" in flexkv("verify", cache.root).out
 
 
 def test_many_bad_blocks_of_one_cause_are_one_line(flexkv: Flexkv, cache: Cache) -> None:
@@ -108,6 +111,15 @@ def test_a_damaged_header_is_found(flexkv: Flexkv, cache: Cache) -> None:
     assert ended.code == 1
     assert [(bad["slot"], bad["key"]) for bad in ended.json["bad"]] == [(None, "")]
     assert "bad: table  the header of the table is damaged" in flexkv("verify", cache.root).out
+
+
+def test_a_table_of_a_newer_format_is_not_called_damaged(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(1)
+    cache.make_newer()
+    ended = flexkv("verify", cache.root)
+    assert ended.code == 1
+    assert f"table  the table is of format {table.VERSION + 1}, written by a newer" in ended.out
+    assert "lost" not in ended.out
 
 
 def test_a_torn_record_is_an_empty_slot(flexkv: Flexkv, cache: Cache) -> None:

@@ -3,7 +3,7 @@
 the running engines of this user read from and write to their shared stores, and the directories
 that these engines cannot open yet. The command changes
 nothing and works beside running engines; their counters are at most some seconds old. Exit code 0,
-or 1 if a folder cannot be read."""
+or 1 if a folder cannot be read, or has lost its table's header or a file of blocks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
         except DiskError as error:
             print(error, file=sys.stderr)
             unreadable += 1
-    code = 1 if unreadable or found.silent else 0
+    lost = any(state.problem for state in states)
+    code = 1 if unreadable or lost or found.silent else 0
     totals = _total(states)
     if args.json:
         content: dict[str, object] = {
@@ -127,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     for state in states:
         owner = "no" if state.owner is None else f"by process {state.owner}"
         print(state.path)
+        if state.problem:
+            _print_line("problem", state.problem)
         _print_line("fingerprint", state.fingerprint)
         _print_line("in use", owner)
         if state.owner is not None:

@@ -104,7 +104,7 @@ def _print(reports: list[Report], unreadable: int, silent: list[str], seconds: f
         print(line)
         for reason, blocks_of_it in _by_reason(report.bad).items():
             _print_bad(reason, blocks_of_it)
-    total, count = sum(report.bytes for report in reports), sum(len(r.bad) for r in reports)
+    total, count = sum(report.read_bytes for report in reports), sum(len(r.bad) for r in reports)
     verdict = f"{count} bad" if count or unreadable or silent else "all intact"
     if unreadable:
         verdict += f", {unreadable} of {len(reports) + unreadable} folders not read"

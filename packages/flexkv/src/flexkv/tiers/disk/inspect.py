@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from flexkv.system.mounts import read_mounts
 from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk import cache_directory
-from flexkv.tiers.disk.files import OsFiles, open_folder, reason_of
+from flexkv.tiers.disk.files import OsFiles, exists, open_folder, reason_of
 from flexkv.tiers.disk.ledger import load_ledger
 from flexkv.tiers.disk.reader import TableCopy
+from flexkv.tiers.disk.slabs import slab_name, slots_per_slab
 from flexkv.types.errors import DiskError
 
 
@@ -41,6 +42,7 @@ class FolderState:
         reads: state of the circuit of the owner's reads: closed, open or probing; None without an
             owner.
         writes: state of the circuit of the owner's writes, likewise.
+        problem: why blocks are lost or cannot be read, without its full stop; empty if they can.
     """
 
     path: str
@@ -57,6 +59,7 @@ class FolderState:
     written_bytes_day: int
     reads: str | None
     writes: str | None
+    problem: str
 
 
 def folder_state(path: str) -> FolderState:
@@ -74,6 +77,7 @@ def folder_state(path: str) -> FolderState:
             copy.update()
             ledger = load_ledger(folder)
             on_disk = cache_directory.disk_bytes(path)
+            problem = table_problem(folder, copy) or _lost_slabs(folder, copy)
         finally:
             os.close(folder)
     except OSError as error:
@@ -96,6 +100,41 @@ def folder_state(path: str) -> FolderState:
         written_bytes_day=ledger.day_bytes,
         reads=None if owner is None else ledger.saved_state("reads").value,
         writes=None if owner is None else ledger.saved_state("writes").value,
+        problem=problem,
+    )
+
+
+def table_problem(folder: int, copy: TableCopy) -> str:
+    """Find why the table of the open directory `folder`, of which `copy` is up to date, cannot be
+    used.
+
+    Returns:
+        The reason, without its full stop; empty if the table is intact or missing.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
+    version = cache_directory.newer_version(folder) if copy.header is None else None
+    if version is not None:
+        return f"the table is of format {version}, written by a newer FlexKV: use that FlexKV"
+    if copy.damaged:
+        return "the header of the table is damaged or of another cache: all blocks are lost"
+    return ""
+
+
+def _lost_slabs(folder: int, copy: TableCopy) -> str:
+    """The missing files that should hold blocks of the table; empty if none is missing."""
+    if copy.header is None:
+        return ""
+    slots = slots_per_slab(copy.header.slot_bytes)
+    names = [slab_name(slab) for slab in sorted({each.slot // slots for each in copy.records()})]
+    lost = [name for name in names if not exists(folder, name)]
+    if not lost:
+        return ""
+    return (
+        f"{lost[0]} is missing"
+        if len(lost) == 1
+        else f"{lost[0]} and {len(lost) - 1} more files are missing"
     )
 
 

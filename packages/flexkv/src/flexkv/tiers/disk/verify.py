@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from flexkv.tiers.disk.cache_directory import fingerprint_of
 from flexkv.tiers.disk.files import Files, open_folder
-from flexkv.tiers.disk.inspect import unreadable
+from flexkv.tiers.disk.inspect import table_problem, unreadable
 from flexkv.tiers.disk.reader import Record, SlotReader, TableCopy
 
 THREADS = 8
@@ -62,6 +62,7 @@ class Report:
         folder: path of the folder.
         blocks: the number of blocks in the table when the check began.
         bytes: bytes of these blocks.
+        read_bytes: how many of these bytes could be read.
         replaced_blocks: how many of these blocks an engine replaced or removed meanwhile.
         bad: bad blocks, sorted by slot.
     """
@@ -69,6 +70,7 @@ class Report:
     folder: str
     blocks: int = 0
     bytes: int = 0
+    read_bytes: int = 0
     replaced_blocks: int = 0
     bad: list[BadBlock] = field(default_factory=list)
 
@@ -138,8 +140,7 @@ class _Verification:
         table = self._table
         table.update()
         report = Report(self._path)
-        if table.damaged:
-            reason = "the header of the table is damaged or of another cache: all blocks are lost"
+        if reason := table_problem(self._folder, table):
             report.bad.append(BadBlock(self._path, None, "", reason))
         if table.header is None:
             return report
@@ -147,6 +148,8 @@ class _Verification:
         report.bytes = report.blocks * table.header.slot_bytes
         begin(report.bytes)
         seen = self._look(table.records(), advance)
+        unread = sum(1 for finding in seen.values() if finding.found is None)
+        report.read_bytes = report.bytes - unread * table.header.slot_bytes
         report.replaced_blocks = len(seen)
         for _ in range(LOOKS):
             if not seen:
