@@ -146,7 +146,16 @@ def test_failures_name_the_tier_that_can_have_them() -> None:
 def test_names_tell_their_units() -> None:
     units = (
         *("tokens", "bytes", "seconds", "blocks", "failures", "resets", "parameters", "length"),
-        *("openings", "circuits", "questions", "policies", "engines", "switches", "fallbacks"),
+        *(
+            "openings",
+            "circuits",
+            "questions",
+            "policies",
+            "engines",
+            "switches",
+            "fallbacks",
+            "hints",
+        ),
     )
     assert all(metric.name.endswith(units) for metric in METRICS)
     assert len({metric.name for metric in METRICS}) == len(METRICS)
