@@ -267,27 +267,34 @@ def _room(names: Names) -> Row:
             ),
             Panel(
                 "Eviction policy",
-                "Engines by the policy that evicts from their host memory.",
+                "Engines by the policy that evicts from their host memory and from their disk.",
                 "none",
                 (
                     Query(
-                        f"sum by (policy) ({names.series('eviction_policies')}) > 0", "{{policy}}"
+                        f"sum by (tier, policy) ({names.series('eviction_policies')}) > 0",
+                        "{{tier}}: {{policy}}",
                     ),
                 ),
                 Shape.NUMBER,
             ),
             Panel(
                 "Hits and those of LRU",
-                "Blocks a second that host memory had, and would have had with LRU. Below it: the "
-                "credit of the policy's guard, and engines in the order of LRU.",
+                "Blocks a second that the tier had, and would have had with LRU; the credit of the "
+                "policy's guard, and engines in the order of LRU.",
                 "short",
                 (
                     Query(
-                        f"sum by (policy) ({names.rate('guard_hit_blocks')})", "hits: {{policy}}"
+                        f"sum by (tier, policy) ({names.rate('guard_hit_blocks')})",
+                        "{{tier}}, hits: {{policy}}",
                     ),
-                    Query(f"sum ({names.series('guard_credit_blocks')})", "credit"),
-                    Query(f"sum ({names.series('guard_fallbacks')})", "in the order of LRU"),
-                    Query(f"sum ({names.rate('guard_switches')})", "switches"),
+                    Query(
+                        f"sum by (tier) ({names.series('guard_credit_blocks')})", "{{tier}}, credit"
+                    ),
+                    Query(
+                        f"sum by (tier) ({names.series('guard_fallbacks')})",
+                        "{{tier}}, in the order of LRU",
+                    ),
+                    Query(f"sum by (tier) ({names.rate('guard_switches')})", "{{tier}}, switches"),
                 ),
             ),
             Panel(

@@ -39,7 +39,7 @@ def test_auto_needs_the_prompts_of_all_groups(
     world.generate(random_prompt(random.Random(3), 40))
     world.settle()
     world.step()
-    gauges = {name: sample("eviction_policies", name) for name in POLICIES}
+    gauges = {name: sample("eviction_policies", "host", name) for name in POLICIES}
     reported = [samples for samples in world.stats if gauges[chosen] in samples]
     assert {name: reported[-1][gauges[name]] for name in POLICIES} == {
         name: name == chosen for name in POLICIES

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from flexkv.eviction import RequestContext
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.changes import Medium
@@ -116,7 +117,12 @@ class MemoryTier:
                 self._results.append(BlockResult(ticket, position, Outcome.MISSING))
         return ticket
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         ticket = next(self._tickets)
         for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             if key in self.blocks or key in self.being_written:
@@ -126,6 +132,12 @@ class MemoryTier:
             else:
                 self.tasks.append(Task(ticket, position, key, buffer, Priority.WRITE, self._epoch))
         return ticket
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        pass
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        pass
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):

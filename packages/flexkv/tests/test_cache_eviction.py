@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from policy_checks import CheckedPolicy
+from tiered_engine import Engine
 
 from flexkv import KVCache
 from flexkv.eviction import POLICIES, AnyPolicy, LRUPolicy, RequestContext
@@ -83,10 +86,42 @@ def test_figures_tell_hits_from_those_of_lru(name: str, hits: int) -> None:
             replay.run(HOT[:blocks])
         figures = replay.cache.figures()
         for policy in ("used", "lru"):
-            assert figures.own.get(sample("guard_hit_blocks", policy), 0) == hits
-        assert figures.own.get(sample("guard_switches"), 0) == 0
-        assert figures.shared[sample("guard_fallbacks")] == 0
+            assert figures.own.get(sample("guard_hit_blocks", "host", policy), 0) == hits
+        assert figures.own.get(sample("guard_switches", "host"), 0) == 0
+        assert figures.shared[sample("guard_fallbacks", "host")] == 0
         credit = 2 + 0.005 * hits if hits else 0
-        assert figures.shared[sample("guard_credit_blocks")] == pytest.approx(credit)
+        assert figures.shared[sample("guard_credit_blocks", "host")] == pytest.approx(credit)
     finally:
         replay.arena.close()
+
+
+def test_the_disk_learns_of_requests_and_of_what_blocks_build_on(tmp_path: Path) -> None:
+    policies: list[CheckedPolicy] = []
+
+    def make(slots: int) -> CheckedPolicy:
+        made = POLICIES["hazard"](slots)
+        assert not isinstance(made, LRUPolicy)
+        policies.append(CheckedPolicy(made))
+        return policies[-1]
+
+    engine = Engine(tmp_path, slots=4, disk_slots=6, policy=make)
+    disk = policies[0]
+    try:
+        engine.store("s", "a", "b")
+        assert (disk.held_blocks, set(disk.evictable)) == ({b"s", b"a"}, {b"b"})
+        prompt = [b"s", b"a", b"b", b"c"]
+        context = RequestContext(4 * BLOCK_TOKENS, 3 * BLOCK_TOKENS, request_id="one")
+        engine.cache.record(prompt[:3], context, prompt)
+        assert disk.prompts == [(prompt, 3, context)]
+        engine.settle()
+        engine.cache.ended("one", 7)
+        assert disk.answers == {"one": 7}
+        shared = engine.cache.figures().shared
+        assert shared[sample("eviction_policies", "disk", "hazard")] == 1
+        assert shared[sample("guard_hit_blocks", "disk", "used")] == 3
+        for name in "defgh":
+            engine.store("s", name)
+            (has_s,) = engine.disk.contains([b"s"])
+            assert has_s, "blocks that build on it are there"
+    finally:
+        engine.close()

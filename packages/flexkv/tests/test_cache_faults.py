@@ -78,7 +78,12 @@ class CheckedTier(MemoryTier):
         self.untold.clear()
         return super().poll()
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         reached = self.being_written | self.blocks.keys() | self.untold
         for key, buffer in zip(keys, buffers, strict=True):
             assert bytes(buffer) == content(key)

@@ -12,7 +12,7 @@ from typing import Any
 
 from flexkv import KVCache
 from flexkv.client import FetchId, Transfer
-from flexkv.eviction import POLICIES
+from flexkv.eviction import POLICIES, AnyPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
@@ -43,8 +43,9 @@ class Engine:
         slots: int = 8,
         disk_slots: int = 64,
         admission: str = "write_through",
-        policy: str = "lru",
+        policy: str | Callable[[int], AnyPolicy] = "lru",
     ) -> None:
+        make_policy = policy if callable(policy) else POLICIES[policy]
         self._gate = threading.Event()
         self.arena = Arena.create(ArenaSpec(FORMAT, slots), threads=1)
         capacity = len(roots) * (disk_slots * (FORMAT.slot_bytes + 64) + 40960)
@@ -54,9 +55,10 @@ class Engine:
             FORMAT.slot_bytes,
             capacity,
             stall_seconds=STALL_SECONDS,
+            policy=make_policy,
         )
         tier = AttachedTier(self.disk, ADMISSIONS[admission], STALL_SECONDS)
-        self.cache = KVCache(self.arena, POLICIES[policy](slots), [tier])
+        self.cache = KVCache(self.arena, make_policy(slots), [tier])
 
     def finish(self, transfer: Transfer) -> None:
         """Copy, as the rank would: a load must find its own bytes."""

@@ -213,12 +213,16 @@ class KVCache:
         prompt: Sequence[bytes] | None = None,
     ) -> None:
         """See `CacheClient.record`."""
-        self._index.began(keys if prompt is None else prompt, context, time.monotonic())
+        whole, now = keys if prompt is None else prompt, time.monotonic()
+        self._index.began(whole, context, now)
+        self._below.began(whole, context, now)
         self._below.used(keys, hit=context)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
         """See `CacheClient.ended`."""
-        self._index.ended(request_id, output_tokens, time.monotonic())
+        now = time.monotonic()
+        self._index.ended(request_id, output_tokens, now)
+        self._below.ended(request_id, output_tokens, now)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.touch`."""

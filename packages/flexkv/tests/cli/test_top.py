@@ -23,7 +23,7 @@ def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> N
     assert "vllm, chat" in ended.out
     assert "50.0 % since its start" in ended.out
     assert "prefill saved 2.5 s" in ended.out
-    said = "evicts by hazard, hits 1.25 of those of lru, in the order of lru now "
+    said = "host evicts by hazard, hits 1.25 of those of lru, in the order of lru now, disk evicts"
     assert f"FlexKV {__version__}, {said}" in ended.out
     assert "2 x stalled of objects" in ended.out
     (host,) = re.findall(r"│ host .*", ended.out)

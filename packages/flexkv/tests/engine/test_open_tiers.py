@@ -36,9 +36,31 @@ def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> Non
     both = dataclasses.replace(disk, objects_url="s3://bucket")
     with led(tmp_path / "run") as session:
         with pytest.raises(StoreSettingError):
-            open_tiers(both, session)
-        (attached,) = open_tiers(disk, session)
+            open_tiers(both, session, follows_requests=False)
+        (attached,) = open_tiers(disk, session, follows_requests=False)
         assert attached.tier.figures.reads == {CircuitState.CLOSED: 1}
+        assert attached.tier.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "follows", "directories", "policy"),
+    [
+        ("auto", True, 1, "hazard"),
+        ("auto", False, 1, "lru"),
+        ("lru", True, 1, "lru"),
+        ("auto", True, 2, "lru"),
+    ],
+)
+def test_a_directory_evicts_by_the_setting_and_several_by_lru(
+    tmp_path: Path, setting: str, follows: bool, directories: int, policy: str
+) -> None:
+    roots = tuple(str(tmp_path / f"disk{number}") for number in range(directories))
+    config = CacheConfig(ssd_cache_gb=1 / 512, ssd_cache_dir=roots, eviction_policy=setting)
+    with led(tmp_path / "run") as session:
+        (attached,) = open_tiers(config, session, follows_requests=follows)
+        figures = attached.tier.figures
+        assert figures.policy == policy
+        assert (figures.guard is not None) is (policy == "hazard")
         assert attached.tier.close()
 
 
@@ -48,8 +70,8 @@ def test_a_directory_that_is_not_open_is_shown_to_other_processes(tmp_path: Path
         ssd_cache_gb=1 / 1024, ssd_cache_dir=(root,), runtime_dir=str(tmp_path / "run")
     )
     with led(tmp_path / "run") as session:
-        (first,) = open_tiers(disk, session)
-        (second,) = open_tiers(disk, session)
+        (first,) = open_tiers(disk, session, follows_requests=False)
+        (second,) = open_tiers(disk, session, follows_requests=False)
         (shown,) = read_states(disk.session_root)
         assert (shown["tier"], shown["store"], shown["pid"]) == ("disk", root, os.getpid())
         assert shown["reads"] == shown["writes"] == "connecting"

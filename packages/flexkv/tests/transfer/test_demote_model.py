@@ -44,7 +44,12 @@ class CheckedTier(MemoryTier):
         self.dropped.clear()
         return super().poll()
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         assert len(set(keys)) == len(keys)
         reached = self.being_written | self.blocks.keys() | self.dropped
         for key in keys:

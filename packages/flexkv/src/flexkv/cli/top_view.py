@@ -76,8 +76,8 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
     new = change.new
     title = ", ".join(filter(None, (source.name, *sorted(new.engines), *sorted(new.models))))
     about = [f"FlexKV {', '.join(sorted(new.versions))}"]
-    about += [f"evicts by {each}" for each in POLICIES if change.total("eviction_policies", each)]
-    about += _guard(change)
+    for tier in TIERS:
+        about += _eviction(change, tier)
     parts: list[RenderableType] = [_summary(change), _tiers(change), _links(change)]
     if history.failures:
         parts.append(_failures(history.failures))
@@ -145,12 +145,17 @@ def _summary(change: Change) -> Text:
     )
 
 
-def _guard(change: Change) -> list[str]:
-    """What the eviction policy brings, and whether its guard has fallen back to lru."""
-    lru, hits = (change.total("guard_hit_blocks", each) for each in ("lru", "used"))
-    found = [f"hits {hits / lru:.2f} of those of lru"] if lru else []
-    fallbacks = change.total("guard_fallbacks")
-    return [*found, *(["in the order of lru now"] if fallbacks else [])]
+def _eviction(change: Change, tier: str) -> list[str]:
+    """The eviction policy of a tier, what it brings, and whether its guard has fallen back to
+    lru."""
+    used = (each for each in POLICIES if change.total("eviction_policies", tier, each))
+    found = [f"{tier} evicts by {each}" for each in used]
+    lru, hits = (change.total("guard_hit_blocks", tier, each) for each in ("lru", "used"))
+    if lru:
+        found.append(f"hits {hits / lru:.2f} of those of lru")
+    if change.total("guard_fallbacks", tier):
+        found.append("in the order of lru now")
+    return found
 
 
 def _tiers(change: Change) -> Table:

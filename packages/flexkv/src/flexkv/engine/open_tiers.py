@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
+from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import Session
 from flexkv.session.store_states import StoreStates
@@ -32,8 +33,15 @@ _QUEUE_SHARE = 2
 new blocks need room. Not tuned."""
 
 
-def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
+def open_tiers(
+    config: CacheConfig, session: Session, *, follows_requests: bool
+) -> list[AttachedTier]:
     """Open the tiers below the arena that the settings name.
+
+    Args:
+        config: FlexKV's settings.
+        session: the session of the arena; borrowed.
+        follows_requests: see `make_cache`.
 
     Returns:
         The tiers, the fastest first. The caller closes them.
@@ -43,9 +51,9 @@ def open_tiers(config: CacheConfig, session: Session) -> list[AttachedTier]:
         ConfigError: the client of a shared store is not installed.
         StoreSettingError: a shared store cannot be used with these settings.
     """
-    tiers = (
-        [] if config.ssd_cache_gb is None else [_open_disk(config, session, config.ssd_cache_gb)]
-    )
+    tiers = []
+    if config.ssd_cache_gb is not None:
+        tiers.append(_open_disk(config, session, config.ssd_cache_gb, follows_requests))
     with _closed_on_error(tiers):
         return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
 
@@ -89,8 +97,15 @@ def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
         raise
 
 
-def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> AttachedTier:
+def _open_disk(
+    config: CacheConfig, session: Session, size_gb: float, follows_requests: bool
+) -> AttachedTier:
     spec = session.arena.spec
+
+    def policy(slots: int) -> AnyPolicy:
+        name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
+        return POLICIES[name](slots)
+
     day_gb = config.ssd_write_gb_per_day
     tier = open_disk_tier(
         config.ssd_cache_dir,
@@ -102,16 +117,18 @@ def _open_disk(config: CacheConfig, session: Session, size_gb: float) -> Attache
         day_bytes=None if day_gb is None else int(day_gb * GIB),
         queue_bytes=_queue_bytes(spec),
         stall_seconds=config.ssd_timeout_seconds,
+        policy=policy,
         identity=session.info.identity,
         states=lambda root: _states(config, Medium.DISK, root, session.info.fingerprint),
     )
     for drive in tier.drives:
         index = drive.index
         logger.info(
-            "FlexKV keeps blocks in %s: %d of %d slots are warm",
+            "FlexKV keeps blocks in %s: %d of %d slots are warm; it evicts by %s",
             drive.path,
             len(index),
             index.num_slots,
+            tier.figures.policy,
         )
     return AttachedTier(tier, ADMISSIONS[config.ssd_admission], config.ssd_timeout_seconds)
 

@@ -75,7 +75,7 @@ def make_cache(
     return KVCache(
         session.arena,
         policy,
-        open_tiers(config, session) if keeps_blocks else [],
+        open_tiers(config, session, follows_requests=follows_requests) if keeps_blocks else [],
         policy_name=name,
         pin_seconds=config.pin_seconds,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
@@ -284,8 +285,24 @@ def _has_policy(name: str) -> ReadHost:
     return lambda host: int(host.policy == name)
 
 
+def _tier_has_policy(name: str) -> ReadTier:
+    return lambda tier: int(tier.figures.policy == name)
+
+
 def _guard(read: Callable[[GuardState], float]) -> ReadHost:
     return lambda host: 0 if host.guard is None else read(host.guard)
+
+
+def _tier_guard(read: Callable[[GuardState], float]) -> ReadTier:
+    return lambda tier: 0 if tier.figures.guard is None else read(tier.figures.guard)
+
+
+def _falls_back(guard: GuardState) -> float:
+    return not guard.trusts_hazard
+
+
+def _credit(guard: GuardState) -> float:
+    return max(0.0, guard.credit)
 
 
 def _reads_in(state: CircuitState) -> ReadTier:
@@ -296,6 +313,7 @@ def _writes_in(state: CircuitState) -> ReadTier:
     return lambda tier: tier.figures.writes.get(state, 0)
 
 
+_hits, _lru_hits, _switches = map(operator.attrgetter, ("hits", "lru_hits", "switches"))
 _counter, _gauge, _histogram = (functools.partial(Metric, kind) for kind in Kind)
 
 # Each constant that is a `Metric` is an entry of `METRICS`, in this order.
@@ -437,17 +455,19 @@ REFUSED_PIN_BLOCKS = _counter(
 )
 GUARD_HIT_BLOCKS = _counter(
     "guard_hit_blocks",
-    "Blocks that host memory had when their requests came, and that it would have had with lru.",
-    ("policy",),
-    own={
-        ("used",): _guard(lambda guard: guard.hits),
-        ("lru",): _guard(lambda guard: guard.lru_hits),
-    },
+    "Blocks that the tier had when their requests came, and that it would have had with lru.",
+    ("tier", "policy"),
+    own={(_HOST, "used"): _guard(_hits), (_HOST, "lru"): _guard(_lru_hits)},
+    tiers={(TIER, "used"): _tier_guard(_hits), (TIER, "lru"): _tier_guard(_lru_hits)},
+    media=_INDEXED,
 )
 GUARD_SWITCHES = _counter(
     "guard_switches",
-    "Times that the eviction policy's guard fell back to the order of lru.",
-    own={(): _guard(lambda guard: guard.switches)},
+    "Times that the guard of the tier's eviction policy fell back to the order of lru.",
+    ("tier",),
+    own={(_HOST,): _guard(_switches)},
+    tiers={(TIER,): _tier_guard(_switches)},
+    media=_INDEXED,
 )
 BLOCKS = _gauge(
     "blocks",
@@ -483,19 +503,27 @@ CAPACITY_BYTES = _gauge(
 )
 EVICTION_POLICIES = _gauge(
     "eviction_policies",
-    "1 for the policy by which host memory evicts, 0 for the others.",
-    ("policy",),
-    shared={(name,): _has_policy(name) for name in POLICIES},
+    "1 for the policy by which the tier evicts, 0 for the others.",
+    ("tier", "policy"),
+    shared={(_HOST, name): _has_policy(name) for name in POLICIES},
+    tiers={(TIER, name): _tier_has_policy(name) for name in POLICIES},
+    media=_INDEXED,
 )
 GUARD_FALLBACKS = _gauge(
     "guard_fallbacks",
-    "1 while the eviction policy's guard has the order of lru in force, else 0.",
-    shared={(): _guard(lambda guard: not guard.trusts_hazard)},
+    "1 while the guard of the tier's eviction policy has the order of lru in force, else 0.",
+    ("tier",),
+    shared={(_HOST,): _guard(_falls_back)},
+    tiers={(TIER,): _tier_guard(_falls_back)},
+    media=_INDEXED,
 )
 GUARD_CREDIT_BLOCKS = _gauge(
     "guard_credit_blocks",
-    "FlexKV blocks that the eviction policy may lose to lru before its guard falls back to lru.",
-    shared={(): _guard(lambda guard: max(0.0, guard.credit))},
+    "FlexKV blocks that the tier may lose to lru before its policy's guard falls back to lru.",
+    ("tier",),
+    shared={(_HOST,): _guard(_credit)},
+    tiers={(TIER,): _tier_guard(_credit)},
+    media=_INDEXED,
 )
 PINNED_BLOCKS = _gauge(
     "pinned_blocks",

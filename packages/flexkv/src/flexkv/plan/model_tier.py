@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
+from flexkv.eviction import OTHERWISE, POLICIES, RequestContext
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
 from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
@@ -54,14 +55,17 @@ class ModelTier:
 
     Args:
         slots: the number of blocks that it holds.
+        policy: name of its eviction policy.
         budget: limit of its writes; None for none.
     """
 
     medium = Medium.DISK
 
-    def __init__(self, slots: int, budget: WriteBudget | None = None) -> None:
+    def __init__(
+        self, slots: int, policy: str = OTHERWISE, budget: WriteBudget | None = None
+    ) -> None:
         self._budget = budget
-        self._index = SlotIndex(slots)
+        self._index = SlotIndex(slots, POLICIES[policy](slots))
         self._tickets = itertools.count(1)
         self._results: list[BlockResult] = []
         self._written = 0
@@ -77,6 +81,12 @@ class ModelTier:
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         return self._index.present(keys)
 
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        self._index.began(keys, context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        self._index.ended(request_id, output_tokens, now)
+
     def touch(self, keys: Sequence[bytes]) -> None:
         self._index.touch(keys)
 
@@ -87,13 +97,20 @@ class ModelTier:
             self._results.append(BlockResult(ticket, position, outcome))
         return ticket
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         ticket = next(self._tickets)
         index = self._index
         fresh = [key for key, has in zip(keys, index.has_all(keys), strict=True) if not has]
         allowed = len(fresh) if self._budget is None else self._budget.take(len(fresh))
         # As in a disk tier, a prefix counts as used from its end to its beginning.
-        slots = index.reserve_all(fresh[:allowed])
+        after = after or [None] * len(keys)
+        before = dict(zip(keys, after, strict=True))
+        slots = index.reserve_all(fresh[:allowed], [before[key] for key in fresh[:allowed]])
         dropped = set(fresh[len(slots) :])
         for position, key in enumerate(keys):
             outcome = Outcome.DROPPED if key in dropped else Outcome.DONE

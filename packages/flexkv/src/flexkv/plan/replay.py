@@ -31,7 +31,7 @@ class Setup:
 
     Attributes:
         memory_blocks: the number of blocks that host memory holds.
-        policy: name of host memory's eviction policy.
+        policy: name of the eviction policy of host memory and of the disk.
         disk_blocks: the number of blocks that the disk holds; 0 for no disk.
         admission: name of the disk's admission.
         engine_blocks: the number of blocks that the engine's own LRU cache holds. Its hits do not
@@ -139,7 +139,9 @@ class _Cache:
         self._budget: WriteBudget | None = None
         if setup.write_blocks is not None:
             self._budget = WriteBudget(setup.write_blocks, setup.write_seconds)
-        self._disk = ModelTier(setup.disk_blocks, self._budget) if setup.disk_blocks else None
+        self._disk: ModelTier | None = None
+        if setup.disk_blocks:
+            self._disk = ModelTier(setup.disk_blocks, setup.policy, self._budget)
         self._below: TierStack | None = None
         if self._disk is not None:
             tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
@@ -175,6 +177,8 @@ class _Cache:
         found = prefix.prompt[: prefix.own + hits]
         known = replace(context, hit_tokens=len(found) * self._block_tokens)
         index.began(prefix.prompt, known, request.seconds)
+        if self._below is not None:
+            self._below.began(prefix.prompt, known, request.seconds)
         self._use(found, known)
         chain = prefix.chain
         if self._below is None:
@@ -186,6 +190,8 @@ class _Cache:
             self._below.stored(blocks, True)
         self._use(prefix.chain, None)
         index.ended(context.request_id, request.output_tokens, request.seconds)
+        if self._below is not None:
+            self._below.ended(context.request_id, request.output_tokens, request.seconds)
         return hits, hits - in_memory
 
     def _fetch(self, keys: Sequence[bytes]) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from flexkv.eviction import GuardState, RequestContext
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.admission import ADMISSIONS, Admission
@@ -93,6 +94,8 @@ class TierFigures:
         writes: the same for the circuits of writes.
         openings: how often circuits have opened since the start.
         traffic: bytes and seconds since the start.
+        policy: name of the eviction policy; empty if the tier evicts by none of ours.
+        guard: state of the policy's guard; None if it has none.
     """
 
     blocks: int
@@ -105,6 +108,8 @@ class TierFigures:
     writes: Mapping[CircuitState, int]
     openings: int
     traffic: Traffic
+    policy: str = ""
+    guard: GuardState | None = None
 
 
 class States(Protocol):
@@ -149,9 +154,18 @@ class LowerTier(Protocol):
         """Begin to read the blocks of `keys` into `buffers`. Returns the ticket of the batch."""
         ...
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         """Begin to write blocks of a prefix, in its order, from `buffers`. Returns the ticket of
         the batch. If the tier has no room for a block, it drops that block and those behind it.
+
+        `after` has for each block the key of the block that it builds on, None for the first of a
+        prefix; it is None if that is unknown. A tier that chooses its victims by a policy keeps a
+        block as long as blocks that build on it.
 
         If the tier has a block, the block's result is DONE, and the tier does not write it again. A
         tier that must query its store does so before it sends bytes. If the tier is writing the
@@ -226,6 +240,15 @@ class IndexedTier(LowerTier, Protocol):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix as used, the first block last, so that the prefix is evicted
         from its end."""
+        ...
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        """A request was scheduled; see `EvictionPolicy.began`. `keys` are all blocks of its prompt,
+        those that no tier has included."""
+        ...
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        """The request with this id has ended; see `EvictionPolicy.ended`."""
         ...
 
     @property

@@ -285,7 +285,12 @@ class RemoteTier:
             self._results += [BlockResult(ticket, i, Outcome.DROPPED) for i in range(len(keys))]
         return ticket
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         ticket = next(self._tickets)
         wanted = []
         for i, key in enumerate(keys):

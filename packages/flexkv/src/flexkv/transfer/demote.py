@@ -333,7 +333,8 @@ class Demoter:
         views = [self._slot_view(block.slot) for block in blocks]
         self._unsure += blocks
         try:
-            ticket = self.source.tier.write([block.key for block in blocks], views)
+            after = [None if each.parent is None else each.parent.key for each in blocks]
+            ticket = self.source.tier.write([block.key for block in blocks], views, after)
         except BaseException:
             # The tier may read the slots all the same, so their leases stay until it is drained. No
             # block waits for these.

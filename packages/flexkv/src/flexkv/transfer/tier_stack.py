@@ -183,6 +183,16 @@ class TierStack:
             for demoter in self._on_store:
                 demoter.offer(keys)
 
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        """See `IndexedTier.began`."""
+        for tier in self._indexed:
+            tier.began(keys, context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        """See `IndexedTier.ended`."""
+        for tier in self._indexed:
+            tier.ended(request_id, output_tokens, now)
+
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         """Note the use of a prefix; see `PrefixAccesses.note`."""
         self.uses.note(keys, hit)

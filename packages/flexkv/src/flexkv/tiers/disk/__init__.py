@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
 from flexkv.tiers.base import States
 from flexkv.tiers.disk.disk_store import DiskStore
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
@@ -38,6 +39,7 @@ def open_disk_tier(
     queue_bytes: int = QUEUE_BYTES,
     stall_seconds: float = 1.0,
     files: Files | None = None,
+    policy: Callable[[int], AnyPolicy] = POLICIES[OTHERWISE],
     identity: Sequence[str] = (),
     states: Callable[[str], States | None] = lambda root: None,
 ) -> DiskTier:
@@ -61,6 +63,9 @@ def open_disk_tier(
         stall_seconds: a read or write that takes longer hangs. A directory is skipped while half of
             its threads hang and no job ends.
         files: the system calls; the real ones if None.
+        policy: makes the eviction policy for a number of slots. Several directories evict by LRU,
+            because each has only some blocks of a request, and the policy's guard would not know
+            which LRU had.
         identity: the parts of the fingerprint, each `NAME: VALUE`, which are kept as text. If a
             directory has only blocks of this model under another fingerprint, the log names the
             parts that differ.
@@ -92,6 +97,7 @@ def open_disk_tier(
                 min(queue_bytes // parts, QUEUE_BYTES),
                 stall_seconds,
                 files or OsFiles(),
+                policy if parts == 1 else POLICIES[OTHERWISE],
                 identity,
             )
             openings.append(Opening(spec, states(root)))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from flexkv.eviction import RequestContext
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
 from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.drive import QUEUE_BYTES, THREADS
@@ -99,11 +100,22 @@ class FollowerTier:
         self._link.submit(*jobs)
         return ticket
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         ticket = next(self._tickets)
         positions = range(len(keys))
         self._results += [BlockResult(ticket, each, Outcome.DROPPED) for each in positions]
         return ticket
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        """Do nothing; see `touch`."""
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        """Do nothing; see `touch`."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Do nothing: the owner of a folder knows the order of use."""

@@ -2,16 +2,20 @@
 """The index of a disk store: which block is in which slot, and which is evicted next.
 
 It is made for millions of slots: it has no object for each block except the key. With keys of 32
-bytes it takes about 120 bytes for each slot; `bench/disk_index.py` measures that.
+bytes it takes about 120 bytes for each slot, and about 100 more with a policy;
+`bench/disk_index.py` measures that.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from flexkv.eviction import AnyPolicy, EvictionPolicy, LRUPolicy, RequestContext
 from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
+from flexkv.tiers.disk.slot_policy import SlotPolicy
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 from flexkv.types.changes import note, take_oldest
 
@@ -32,10 +36,14 @@ class SlotIndex:
 
     A slot is free, being written, or ready. A slot in use, which is one being read or written, is
     not evicted. If the block of a slot in use is removed, the slot becomes free with its last use.
-    The least recently used block is evicted first.
+    Without a policy, the least recently used block is evicted first.
 
     A reset takes the same time for any number of blocks. It makes them stale: no call finds them,
     and their slots are reused before those of later blocks, because none was used as long ago.
+
+    Args:
+        num_slots: slots of the store.
+        policy: chooses the block that is evicted next; see `SlotPolicy`. None for LRU, too.
 
     Attributes:
         num_slots: slots of the store.
@@ -43,7 +51,7 @@ class SlotIndex:
         evictions: blocks evicted so far.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, policy: AnyPolicy | None = None) -> None:
         self.num_slots = num_slots
         self.stale_blocks = 0
         self.evictions = 0
@@ -70,6 +78,9 @@ class SlotIndex:
         if num_slots:
             self._next[num_slots - 1] = NO_SLOT
         self._used_slots = 0
+        self._policy: SlotPolicy | None = None
+        if policy is not None and not isinstance(policy, LRUPolicy):
+            self._policy = SlotPolicy(policy, self._keys, self._states, self._uses)
 
     def __len__(self) -> int:
         """The number of ready blocks."""
@@ -91,7 +102,25 @@ class SlotIndex:
     @property
     def usable_slots(self) -> int:
         """The number of slots that `reserve` can return: those that are not in use."""
-        return self.num_slots - len(self._uses)
+        waiting = 0 if self._policy is None else self._policy.waiting_slots
+        return self.num_slots - len(self._uses) - waiting
+
+    @property
+    def policy(self) -> EvictionPolicy | None:
+        """What chooses the blocks to evict; None for LRU."""
+        return None if self._policy is None else self._policy.policy
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        """See `EvictionPolicy.began`; `keys` are all blocks of the prompt."""
+        if self._policy is not None:
+            there = self.present(keys)
+            ready = there.index(False) if False in there else len(there)
+            self._policy.policy.began(keys, ready, context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        """See `EvictionPolicy.ended`."""
+        if self._policy is not None:
+            self._policy.policy.ended(request_id, output_tokens, now)
 
     def watch(self) -> None:
         """Record changes for `drain_changes` from now on. All ready blocks count as changes. It
@@ -164,23 +193,39 @@ class SlotIndex:
         for age, slot in enumerate(reversed(used)):
             self._recorded[slot] = -age
         self._relink(used)
+        if self._policy is not None:
+            self._policy.restored(used)
         return max(generations, default=0), outdated
 
-    def reserve(self, key: bytes, behind: int | None = None) -> int | None:
+    def reserve(
+        self, key: bytes, behind: int | None = None, after: bytes | None = None
+    ) -> int | None:
         """Reserve a slot to write the block of `key` to. If none is free, a block is evicted.
 
         Args:
             key: key of a block that is neither ready nor being written.
             behind: a slot in use. The block counts as used just before the block there; if None, as
                 used now.
+            after: key of the block that it builds on; None if that is unknown, or there is none.
 
         Returns:
             The slot, in use until `release`; None if every slot is in use.
         """
         if self.stale_blocks and (stale := self._slots.get(key)) != NO_SLOT:
             self._expel(stale)
-        if self._free == NO_SLOT and not self._evict():
-            return None
+        policy = self._policy
+        if policy is None:
+            if self._free == NO_SLOT and not self._evict_oldest():
+                return None
+        else:
+            parent = NO_SLOT if after is None else self._slots.get(after)
+            if parent >= 0 and self._states[parent] < self._writing:
+                parent = NO_SLOT  # stale
+            policy.hold_parent(parent)
+            if not self._make_room(policy):
+                policy.release_parent(parent)
+                return None
+            policy.set_parent(self._free, parent)
         slot = self._free
         self._free = self._next[slot]
         self._used_slots += 1
@@ -194,13 +239,20 @@ class SlotIndex:
         self._link(slot, self._ring if behind is None else behind)
         return slot
 
-    def reserve_all(self, keys: Iterable[bytes]) -> list[int]:
+    def reserve_all(
+        self, keys: Sequence[bytes], after: Sequence[bytes | None] | None = None
+    ) -> list[int]:
         """Reserve slots for blocks of a prefix, in its order. Each block counts as used just before
-        the one before it. Ends with the first block that gets no slot."""
+        the one before it. Ends with the first block that gets no slot.
+
+        Args:
+            keys: as in `reserve`.
+            after: for each of them the key of the block that it builds on; see `reserve`.
+        """
         slots: list[int] = []
         last = None
-        for key in keys:
-            last = self.reserve(key, last)
+        for key, before in zip(keys, after or itertools.repeat(None), strict=False):
+            last = self.reserve(key, last, before)
             if last is None:
                 break
             slots.append(last)
@@ -223,6 +275,8 @@ class SlotIndex:
         start = slot * CHECKSUM_BYTES
         self._checksums[start : start + CHECKSUM_BYTES] = checksum
         self._note(slot, True)
+        if self._policy is not None:
+            self._policy.published(slot)
         self.release(slot)
         return True
 
@@ -232,16 +286,22 @@ class SlotIndex:
         slot = self._find_ready(key)
         if slot == NO_SLOT:
             return None
-        self._uses[slot] = self._uses.get(slot, 0) + 1
+        number = self._uses.get(slot, 0)
+        if not number and self._policy is not None:
+            self._policy.used(slot)
+        self._uses[slot] = number + 1
         return slot
 
     def lease_all(self, keys: Sequence[bytes]) -> list[int | None]:
         """`lease` for each key."""
-        states, ready, uses = self._states, self._ready, self._uses
+        states, ready, uses, policy = self._states, self._ready, self._uses, self._policy
         slots: list[int | None] = []
         for slot in self._slots.get_all(keys):
             if slot >= 0 and states[slot] == ready:
-                uses[slot] = uses.get(slot, 0) + 1
+                number = uses.get(slot, 0)
+                if not number and policy is not None:
+                    policy.used(slot)
+                uses[slot] = number + 1
                 slots.append(slot)
             else:
                 slots.append(None)
@@ -256,6 +316,8 @@ class SlotIndex:
         del self._uses[slot]
         if self._states[slot] != self._ready:
             self._expel(slot)
+        elif self._policy is not None:
+            self._policy.unused(slot)
 
     def checksum(self, slot: int) -> bytes:
         """The checksum that the bytes of a ready slot must have."""
@@ -313,7 +375,13 @@ class SlotIndex:
         for slot in erased:
             self._forget(slot)
         held.update(erased)
-        self._uses = dict(held)
+        before = set(self._uses)
+        self._uses.clear()
+        self._uses.update(held)
+        if self._policy is not None:
+            for slot in before ^ held.keys():
+                if self._states[slot] == self._ready:
+                    (self._policy.used if slot in held else self._policy.unused)(slot)
         return erased
 
     def clear(self) -> None:
@@ -359,6 +427,9 @@ class SlotIndex:
             self._ready_blocks -= 1
         if state % 2 == 0:
             self._note(slot, False)
+        freed = NO_SLOT if self._policy is None else self._policy.left(slot)
+        if freed != NO_SLOT:
+            self._set_free(freed)
         self.stale_blocks -= state < self._writing
         self._blocks -= 1
         self._states[slot] = _NONE
@@ -366,21 +437,42 @@ class SlotIndex:
         self._keys[slot] = None
         self._unlink(slot)
 
-    def _evict(self) -> bool:
+    def _oldest(self) -> int:
+        """The slot of the least recently used block that is not in use, or NO_SLOT."""
         slot = self._previous[self._ring]
         while slot in self._uses:
             slot = self._previous[slot]
-        if slot == self._ring:
+        return NO_SLOT if slot == self._ring else slot
+
+    def _evict_oldest(self) -> bool:
+        """Evict by LRU. Whether a slot is free now."""
+        slot = self._oldest()
+        if slot == NO_SLOT:
             return False
         self.evictions += self._states[slot] >= self._writing
         self._expel(slot)
         return True
 
+    def _make_room(self, policy: SlotPolicy) -> bool:
+        """Evict by the policy, unless a slot is free. Whether one is now."""
+        while self._free == NO_SLOT:
+            stale = self._oldest() if self.stale_blocks else NO_SLOT
+            if stale != NO_SLOT and self._states[stale] < self._writing:
+                self._expel(stale)
+                continue
+            key = policy.victim()
+            if key is None:
+                return False
+            self.evictions += 1
+            self._expel(self._slots.get(key))
+        return True
+
     def _expel(self, slot: int) -> None:
         """Forget the block of a slot, which becomes free now or with its last use."""
         self._forget(slot)
-        if slot not in self._uses:
-            self._set_free(slot)
+        if slot in self._uses or (self._policy is not None and self._policy.keeps(slot)):
+            return
+        self._set_free(slot)
 
     def _set_free(self, slot: int) -> None:
         self._next[slot] = self._free

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from flexkv.eviction import FOLLOWING, OTHERWISE, RequestContext
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
@@ -59,6 +60,7 @@ class DiskTier:
         writes = Counter(reads)
         traffic = Traffic()
         written = blocks = slots = evicted = queued = openings = 0
+        policy, guard = "", None
         for drive in self._drives:
             own, index, link = drive.traffic, drive.index, drive.link
             traffic.read_bytes += own.read_bytes
@@ -74,6 +76,8 @@ class DiskTier:
             reads[drive.reads.shown(stalled)] += 1
             writes[drive.writes.shown(stalled)] += 1
             openings += drive.reads.openings + drive.writes.openings
+            guard = None if index.policy is None else index.policy.guard_state()
+            policy = OTHERWISE if index.policy is None else FOLLOWING
         return TierFigures(
             written_blocks=written,
             blocks=blocks,
@@ -85,6 +89,8 @@ class DiskTier:
             writes=writes,
             openings=openings,
             traffic=traffic,
+            policy=policy,
+            guard=guard,
         )
 
     def watch(self) -> None:
@@ -133,7 +139,12 @@ class DiskTier:
             self._track(ticket, positions, drive, begun)
         return ticket
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
         ticket = next(self._tickets)
         wanted: dict[Drive, list[int]] = {}
         answers = [drive.index.has_all(keys) for drive in self._drives]
@@ -153,9 +164,23 @@ class DiskTier:
                 wanted.setdefault(drive, []).append(position)
                 begun.add(key)
         for drive, positions in wanted.items():
-            jobs = drive.write([keys[i] for i in positions], [buffers[i] for i in positions])
+            jobs, written = drive.write(
+                [keys[i] for i in positions],
+                [buffers[i] for i in positions],
+                None if after is None else [after[i] for i in positions],
+            )
             self._track(ticket, positions, drive, jobs)
+            left = positions[written:]
+            self._results += [BlockResult(ticket, each, Outcome.DROPPED) for each in left]
         return ticket
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        for drive in self._drives:
+            drive.index.began(keys, context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        for drive in self._drives:
+            drive.index.ended(request_id, output_tokens, now)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for drive in self._drives:
