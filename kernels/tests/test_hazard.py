@@ -232,9 +232,9 @@ def test_more_short_prompts_than_it_follows_leave_nonetheless() -> None:
         (lambda policy: policy.inserted(b"a", None), ValueError, "there already"),
         (lambda policy: policy.inserted(b"c", None), ValueError, "the tier is full"),
         (lambda policy: policy.inserted(b"c"), TypeError, "1 arguments; allowed: 2 to 3"),
-        (lambda policy: policy.began([1], 0, RequestContext(), 0.0), TypeError, "bytes"),
-        (lambda policy: policy.began([], 0, None, 0.0), AttributeError, "request_id"),
-        (lambda policy: policy.began([], "", RequestContext(), 0.0), TypeError, "int"),
+        (lambda policy: policy.began([1], RequestContext(), 0.0), TypeError, "bytes"),
+        (lambda policy: policy.began([], None, 0.0), AttributeError, "request_id"),
+        (lambda policy: policy.began([], RequestContext(), ""), TypeError, "real number"),
         (lambda policy: policy.ended(b"", 0, 0.0), TypeError, "bad argument type"),
     ],
 )

@@ -26,7 +26,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1

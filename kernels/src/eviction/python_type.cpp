@@ -108,18 +108,17 @@ bool read_request(PyObject* context, Request& request, Reference (&kept)[3]) {
 Hazard& of(PyObject* self) { return *reinterpret_cast<Policy*>(self)->hazard; }
 
 PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (!has_arguments(count, 4, 4)) {
+  if (!has_arguments(count, 3, 3)) {
     return nullptr;
   }
   const Reference list(PySequence_List(args[0]));
-  PyLong_AsLong(args[1]);  // of how many blocks are ready it knows itself
-  const double now = PyFloat_AsDouble(args[3]);
+  const double now = PyFloat_AsDouble(args[2]);
   if (!list || PyErr_Occurred() != nullptr) {
     return nullptr;
   }
   Request request;
   Reference kept[3];
-  if (!read_request(args[2], request, kept)) {
+  if (!read_request(args[1], request, kept)) {
     return nullptr;
   }
   try {

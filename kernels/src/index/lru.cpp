@@ -20,7 +20,7 @@ class Lru final : public Policy {
  public:
   explicit Lru(const std::vector<Block*>& blocks) : blocks_(blocks), queued_(blocks.size()) {}
 
-  void began(PyObject*, PyObject*, PyObject*, PyObject*) override {}
+  void began(PyObject*, PyObject*, PyObject*) override {}
   void ended(PyObject*, PyObject*, PyObject*) override {}
   void inserted(Block*) override {}
   void hit(Block*, PyObject*) override {}

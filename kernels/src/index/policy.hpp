@@ -16,7 +16,7 @@ namespace flexkv::index {
 class Policy {
  public:
   virtual ~Policy() = default;
-  virtual void began(PyObject* keys, PyObject* ready, PyObject* context, PyObject* now) = 0;
+  virtual void began(PyObject* keys, PyObject* context, PyObject* now) = 0;
   virtual void ended(PyObject* request_id, PyObject* output_tokens, PyObject* now) = 0;
   virtual void inserted(Block* block) = 0;
   virtual void hit(Block* block, PyObject* context) = 0;

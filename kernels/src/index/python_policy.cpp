@@ -24,8 +24,8 @@ class PythonPolicy : public Policy {
         victim_(method(policy, "victim")),
         clear_(method(policy, "clear")) {}
 
-  void began(PyObject* keys, PyObject* ready, PyObject* context, PyObject* now) override {
-    call(began_, keys, ready, context, now);
+  void began(PyObject* keys, PyObject* context, PyObject* now) override {
+    call(began_, keys, context, now);
   }
 
   void ended(PyObject* request_id, PyObject* output_tokens, PyObject* now) override {

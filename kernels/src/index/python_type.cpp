@@ -217,8 +217,7 @@ PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     need_arguments(count, 3);
     if (of(self).policy().follows_requests()) {
       const Keys keys(args[0]);
-      const Reference ready = number(of(self).lookup(keys));
-      of(self).policy().began(keys.sequence().get(), ready.get(), args[1], args[2]);
+      of(self).policy().began(keys.sequence().get(), args[1], args[2]);
     }
     return none();
   });

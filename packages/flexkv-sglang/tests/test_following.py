@@ -29,7 +29,7 @@ class Told(UseOrderPolicy):
         self.ended_with: list[tuple[str, int]] = []
         self.hits: list[bytes] = []
 
-    def began(self, keys: Sequence[bytes], ready: int, context: RequestContext, now: float) -> None:
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         self.began_with.append((list(keys), context))
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:

@@ -62,7 +62,7 @@ def test_a_scheduled_request_hits_each_block_once(
     world.settle()
     hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id)
     prompt = world.requests[request_id].block_hashes[:5]
-    assert policy.prompts[-1] == (prompt, 4, hit)
+    assert policy.prompts[-1] == (prompt, hit)
     assert policy.answers[request_id] == 3
     assert len(stored) == 4 * (1 + len(windows))
     assert {key: policy.hits[key] for key in stored} == {key: [hit] for key in stored}

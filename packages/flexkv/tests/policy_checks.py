@@ -19,7 +19,7 @@ class CheckedPolicy:
         evictable: when each block that is not held was used last.
         held_blocks: the blocks that are held.
         hits: of the blocks that are there, held or not.
-        prompts: of requests that began, with how many blocks were there.
+        prompts: of requests that began.
         answers: tokens of those that ended, by id.
         stale: blocks that a reset has dropped, and that have not been evicted since.
     """
@@ -29,15 +29,13 @@ class CheckedPolicy:
         self.evictable: dict[bytes, int] = {}
         self.held_blocks: set[bytes] = set()
         self.hits: dict[bytes, list[RequestContext]] = {}
-        self.prompts: list[tuple[list[bytes], int, RequestContext]] = []
+        self.prompts: list[tuple[list[bytes], RequestContext]] = []
         self.answers: dict[str, int] = {}
         self.stale: set[bytes] = set()
 
-    def began(self, keys: Sequence[bytes], ready: int, context: RequestContext, now: float) -> None:
-        assert all(key in self.hits for key in keys[:ready])
-        assert ready == len(keys) or keys[ready] not in self.hits.keys() - self.stale
-        self.prompts.append((list(keys), ready, context))
-        self.policy.began(keys, ready, context, now)
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        self.prompts.append((list(keys), context))
+        self.policy.began(keys, context, now)
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
         self.answers[request_id] = output_tokens
@@ -193,10 +191,8 @@ class PolicyModel(RuleBasedStateMachine):
     @rule(length=st.integers(1, 4), first=_KEYS, request_id=st.sampled_from(["", "r", "s"]))
     def begin(self, length: int, first: bytes, request_id: str) -> None:
         keys = [bytes([(first[0] + i) % 12]) for i in range(length)]
-        there = [key in self.policy.hits for key in keys]
-        ready = length if all(there) else there.index(False)
         context = RequestContext(request_id=request_id)
-        self.policy.began(keys, ready, context, self.use() * 1.5)
+        self.policy.began(keys, context, self.use() * 1.5)
 
     @rule(request_id=st.sampled_from(["r", "s", "t"]), tokens=st.integers(0, 300))
     def end(self, request_id: str, tokens: int) -> None:

@@ -112,7 +112,7 @@ def test_the_disk_learns_of_requests_and_of_what_blocks_build_on(tmp_path: Path)
         prompt = [b"s", b"a", b"b", b"c"]
         context = RequestContext(4 * BLOCK_TOKENS, 3 * BLOCK_TOKENS, request_id="one")
         engine.cache.record(prompt[:3], context, prompt)
-        assert disk.prompts == [(prompt, 3, context)]
+        assert disk.prompts == [(prompt, context)]
         engine.settle()
         engine.cache.ended("one", 7)
         assert disk.answers == {"one": 7}

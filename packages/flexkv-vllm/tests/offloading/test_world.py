@@ -65,8 +65,8 @@ def test_a_scheduled_request_hits_each_block_once(
     request_id = world.generate(stem + random_prompt(rng, own), max_tokens=2 * BLOCK_TOKENS)
     world.settle()
     hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id)
-    prompt, found, context = policy.prompts[-1]
-    assert (set(prompt[:4]), len(prompt), found, context) == (stored, 5, 4, hit)
+    prompt, context = policy.prompts[-1]
+    assert (set(prompt[:4]), len(prompt), context) == (stored, 5, hit)
     assert policy.answers[request_id] == 2 * BLOCK_TOKENS
     assert len(stored) == 4
     assert {key: policy.hits[key] for key in stored} == {key: [hit] for key in stored}

@@ -46,7 +46,7 @@ def test_a_block_takes_a_bounded_number_of_bytes() -> None:
     try:
         for i in range(0, 20 * blocks, 10):
             prompt = [os.urandom(32) for _ in range(10)]
-            policy.began(prompt, 0, RequestContext(request_id="r"), float(i))
+            policy.began(prompt, RequestContext(request_id="r"), float(i))
             if i >= blocks:
                 evict(policy, 10)
             insert(policy, *prompt, used=i)

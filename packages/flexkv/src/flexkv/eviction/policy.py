@@ -69,12 +69,11 @@ class EvictionPolicy(Protocol):
     bytes for each block of the tier.
     """
 
-    def began(self, keys: Sequence[bytes], ready: int, context: RequestContext, now: float) -> None:
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         """A request was scheduled.
 
         Args:
             keys: keys of its prompt's blocks, in the tier or not, first block first.
-            ready: how many of these blocks, from the first on, are in the tier.
             context: what is known of the request.
             now: the time in seconds since any start. A time before an earlier one counts as that.
         """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy_checks import CheckedPolicy
 
-from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, EvictionPolicy
+from flexkv.eviction import POLICIES, EvictionPolicy
 from flexkv.tiers.disk.slot_index import SlotIndex
 
 SLOTS = 7
@@ -96,16 +96,6 @@ def test_the_slot_of_a_lost_block_waits_for_those_that_build_on_it() -> None:
     lose(index, 2)
     assert (index.free_slots, index.usable_slots) == (2, 3)
     assert policy.evictable.keys() == {key_of(1)}
-
-
-def test_a_request_is_reported_with_what_the_disk_has() -> None:
-    policy = CheckedPolicy(RandomPolicy())
-    index = SlotIndex(4, policy)
-    write(index, 1)
-    write(index, 2)
-    prompt = [key_of(number) for number in (1, 2, 9, 10)]
-    index.began(prompt, UNKNOWN_REQUEST, 1.0)
-    assert policy.prompts == [(prompt, 2, UNKNOWN_REQUEST)]
 
 
 @pytest.mark.parametrize("policy", ["hazard", "lru"])

@@ -113,9 +113,7 @@ class SlotIndex:
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         """See `EvictionPolicy.began`; `keys` are all blocks of the prompt."""
         if self._policy is not None:
-            there = self.present(keys)
-            ready = there.index(False) if False in there else len(there)
-            self._policy.policy.began(keys, ready, context, now)
+            self._policy.policy.began(keys, context, now)
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
         """See `EvictionPolicy.ended`."""
