@@ -38,6 +38,7 @@ class LineErrors:
         may_fail: whether an error may be raised at a line of this file now.
         spares_now: whether a line that has not failed yet is passed once more. Else each fails when
             it is first executed, where much of what it may lose is still empty.
+        every_line: whether each line fails, and not one of `SHARE`.
 
     Attributes:
         hit: the lines before which an error was raised, in this order.
@@ -49,11 +50,14 @@ class LineErrors:
         spared: Callable[[str, str], bool] = lambda *_: False,
         may_fail: Callable[[str], bool] = lambda _: True,
         spares_now: Callable[[], bool] = lambda: False,
+        *,
+        every_line: bool = SHARE == 1,
     ) -> None:
         self._code = tuple(map(str, code))
         self._spared = spared
         self._may_fail = may_fail
         self._spares_now = spares_now
+        self._every_line = every_line
         self._traced: dict[Any, bool] = {}
         self._done: set[Line] = set()
         self.hit: list[Line] = []
@@ -83,7 +87,7 @@ class LineErrors:
             line = frame.f_code.co_filename, frame.f_lineno
             may_fail = line not in self._done and self._may_fail(line[0])
             if may_fail and line[1] not in _headers(line[0]):
-                if not _is_chosen(line):
+                if not (self._every_line or _is_chosen(line)):
                     self._done.add(line)
                 elif not self._spares_now():
                     self._done.add(line)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from disk_world import delay_reads
-from engine_world import MakeWorld, World
+from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from injection import SOURCES
 from traffic import Traffic, make_stems
 
 from flexkv.engine.boundary import Guard
-from flexkv.engine.scheduler import fetches
+from flexkv.engine.scheduler import fetches, storing
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 from packages.line_errors import SHARE, LineErrors
 
@@ -158,6 +158,39 @@ def test_an_error_before_any_line_loses_nothing(
         return slowed(world, rng)
 
     fail_everywhere(errors, make, rng, restart_rate=0.1)
+
+
+@pytest.mark.parametrize("windows", [(), (70,)], ids=["one group", "groups"])
+def test_an_error_with_one_request_tears_no_store_of_another(
+    make_world: MakeWorld, windows: tuple[int, ...]
+) -> None:
+    """Each line that adds blocks to the stores of a step fails for the first of three requests that
+    fill blocks in this step."""
+    errors = LineErrors(
+        [Path(storing.__file__)],
+        lambda _, function: function not in {"_add", "_add_of_one", "_chains_of"},
+        every_line=True,
+    )
+    world = make_world(windows=windows, budget=2048, slots=400, num_blocks=400)
+    rng, hits = random.Random(1), -1
+    while hits < len(errors.hit):
+        hits = len(errors.hit)
+        prompts = [random_prompt(rng, 6 * BLOCK_TOKENS) for _ in range(3)]
+        for prompt in prompts:
+            world.add(prompt, 1)
+        while not world.is_idle():
+            errors.arm()
+            try:
+                world.step()
+            finally:
+                errors.disarm()
+        world.settle()
+        world.forget()
+        for prompt in prompts:
+            world.generate([*prompt, 1])
+        world.check_outputs()
+        world.forget()
+    assert len(errors.hit) > 15
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "groups"])

@@ -58,15 +58,14 @@ class _Chains:
     Attributes:
         keys: each key follows the key of the block that it builds on.
         prefix_starts: places in `keys` of blocks that build on none.
-        runs: the blocks to store.
-        places: places of their keys in `keys`, ascending.
+        runs: the blocks to store, each run with the place of its first key in `keys`, ascending.
+            Its keys are in `keys` already: an error while a request is added leaves none without.
         pins: pins to make once the blocks have slots.
     """
 
     keys: list[bytes] = field(default_factory=list)
     prefix_starts: set[int] = field(default_factory=set)
-    runs: list[_Run] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    runs: list[tuple[_Run, int]] = field(default_factory=list)
     pins: list[_Pin] = field(default_factory=list)
 
 
@@ -363,14 +362,14 @@ class Stores:
             own = keys_of(tracked, group, first - 1 if first else 0, end)
             chains = _chains_of(tracked, batch)
             at = len(chains.keys)
+            chains.keys += own
             if first:
                 at += 1
             else:
                 chains.prefix_starts.add(at)
             if options.store:
-                chains.runs.append(_Run(tracked.request, group, first, end - first, blocks))
-                chains.places += range(at, at + end - first)
-            chains.keys += own
+                run = _Run(tracked.request, group, first, end - first, blocks)
+                chains.runs.append((run, at))
             if _keeps(options):
                 chains.pins.append(_Pin(own[first > 0 :], tracked.request, options))
 
@@ -397,22 +396,24 @@ class Stores:
             elif len(keys) == begin:
                 chains.prefix_starts.add(begin)
             for run in runs:
-                at = run.position - start
-                if options.store:
-                    chains.runs.append(run)
-                    chains.places += range(len(keys), len(keys) + run.blocks)
+                at, place = run.position - start, len(keys)
                 keys += own[at : at + run.blocks]
+                if options.store:
+                    chains.runs.append((run, place))
                 if _keeps(options):
                     stored += own[at : at + run.blocks]
         if stored:
             chains.pins.append(_Pin(stored, request, options))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
-        transfer = self._cache.store(chains.keys, chains.places, chains.prefix_starts, held=True)
+        places = list(chain.from_iterable(range(at, at + run.blocks) for run, at in chains.runs))
+        transfer = self._cache.store(chains.keys, places, chains.prefix_starts, held=True)
         if transfer is not None:
             try:
-                all_stored = len(transfer.slots) == len(chains.places)
-                stored = chains.runs if all_stored else list(_with_slots(chains, transfer.keys))
+                if len(transfer.slots) == len(places):
+                    stored = [run for run, _ in chains.runs]
+                else:
+                    stored = list(_with_slots(chains, transfer.keys))
                 engine_blocks = list(chain.from_iterable(run.engine_blocks for run in stored))
                 order = CopyOrder(
                     transfer.id, transfer.cell, engine_blocks, transfer.slots, built_on=built_on
@@ -463,9 +464,8 @@ def _with_slots(chains: _Chains, stored: Iterable[bytes]) -> Iterator[_Run]:
     of these blocks."""
     granted = iter(stored)
     key = next(granted, None)
-    places = iter(chains.places)
-    for run in chains.runs:
-        for i, place in zip(range(run.blocks), places, strict=False):
-            if chains.keys[place] == key:
+    for run, place in chains.runs:
+        for i in range(run.blocks):
+            if chains.keys[place + i] == key:
                 yield run.block(i)
                 key = next(granted, None)
