@@ -93,3 +93,79 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_settings_are_checked_in_the_first_process(ends: dict[str, str], case: str) -> None:
     assert ends[case].startswith(CASES[case][3])
+
+
+_REPORT = """
+import json, logging, os, sys
+from vllm.engine.arg_utils import EngineArgs
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        print("said", record.levelname, record.getMessage())
+
+logging.getLogger("flexkv_vllm").addHandler(Lines())
+for transfer, environ, flags in json.loads(sys.argv[2]):
+    os.environ.update(environ)
+    EngineArgs(
+        model=sys.argv[1], skip_tokenizer_init=True, kv_transfer_config=transfer, **flags
+    ).create_engine_config()
+    print("said -")
+    for name in environ:
+        del os.environ[name]
+"""
+_FLEXKV = {"kv_connector": _OURS, "kv_role": "kv_both"}
+_OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+_SIZE = {"kv_offloading_size": 1.0}
+_HOST = {"FLEXKV_CPU_CACHE_GB": "1"}
+_LMCACHE = {"LMCACHE_CHUNK_SIZE": "256"}
+
+REPORTS: dict[str, tuple[object, dict[str, str], dict[str, object], str]] = {
+    # connector's configuration, environment, other flags, how the line that is logged begins
+    "a size beside FlexKV": (
+        _FLEXKV,
+        {},
+        _SIZE,
+        "ERROR vLLM replaces FlexKV by OffloadingConnector, because --kv-offloading-size",
+    ),
+    "no connector": (None, _HOST, {}, "WARNING FLEXKV_CPU_CACHE_GB: set, but without effect"),
+    "another connector": (_OTHER, _HOST, {}, "WARNING FLEXKV_CPU_CACHE_GB: set, but without"),
+    "FlexKV": (_FLEXKV, _HOST, {}, "-"),
+    "LMCache's variables": (_FLEXKV, _LMCACHE, {}, "WARNING LMCACHE_CHUNK_SIZE: set, but without"),
+    "LMCache's variables alone": (None, _LMCACHE, {}, "-"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The lines that building vLLM's configuration logs in each case."""
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _REPORT,
+            str(model),
+            json.dumps([case[:3] for case in REPORTS.values()]),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=4 * PATIENCE_SECONDS,
+    )
+    assert result.returncode == 0, result.stderr
+    said = [line.removeprefix("said ") for line in result.stdout.splitlines() if "said " in line]
+    lines: dict[str, list[str]] = {}
+    for name in REPORTS:
+        lines[name] = said[: said.index("-") + 1]
+        said = said[len(lines[name]) :]
+    return lines
+
+
+@pytest.mark.parametrize("case", REPORTS)
+def test_settings_without_effect_are_reported_once(
+    reports: dict[str, list[str]], case: str
+) -> None:
+    begins = REPORTS[case][3]
+    assert reports[case][0].startswith(begins)
+    assert len(reports[case]) == (1 if begins == "-" else 2)

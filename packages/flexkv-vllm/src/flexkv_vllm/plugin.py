@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from flexkv_vllm.compat.patches import call_when_choosing, register_connector
+from flexkv_vllm.compat.patches import (
+    call_at_configuration,
+    call_when_choosing,
+    register_connector,
+)
 from flexkv_vllm.compat.versions import CONNECTOR_NAME
-from flexkv_vllm.preflight import check_settings
+from flexkv_vllm.preflight import check_settings, report_without_effect
 
 
 def register() -> None:
@@ -13,7 +17,8 @@ def register() -> None:
 
     vLLM has a connector of this name, which forwards to FlexKV but passes on neither preemptions
     nor resets; FlexKV's connector replaces it. An error in the settings then stops vLLM before it
-    reads weights.
+    reads weights. Settings without effect are logged.
     """
     register_connector(CONNECTOR_NAME, "flexkv_vllm.connector")
     call_when_choosing(check_settings)
+    call_at_configuration(report_without_effect)

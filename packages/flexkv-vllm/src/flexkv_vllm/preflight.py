@@ -3,22 +3,31 @@
 
 vLLM creates connectors in its workers, after it has loaded the weights: minutes later for a large
 model. But while it builds its configuration, in the process that the user started, it looks up the
-connector's class. FlexKV then reads the settings for the first time.
+connector's class. FlexKV then reads the settings for the first time. Settings that cannot have an
+effect are logged there, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from flexkv.settings import CONFIG_PATH_VARIABLE, SETTINGS
 from flexkv_vllm.compat.versions import CONNECTOR_NAME
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
+logger = logging.getLogger(__name__)
+
 _MULTI_CONNECTOR = "MultiConnector"
 _OFFLOADING_CONNECTOR = "OffloadingConnector"
 _OFFLOADING_SPEC = "FlexKVOffloadingSpec"
+
+_Connector = tuple[str | None, Mapping[str, Any]]
+"""Name and extra configuration of a connector."""
 
 
 def check_settings(transfer: KVTransferConfig) -> None:
@@ -27,24 +36,79 @@ def check_settings(transfer: KVTransferConfig) -> None:
     Raises:
         FlexKVError: a setting or vLLM's version is not allowed.
     """
-    _check(transfer.kv_connector, transfer.kv_connector_extra_config)
+    for connector, extra in _ours(transfer):
+        # Imported here, because all of vLLM's processes load this module.
+        if connector == CONNECTOR_NAME:
+            from flexkv_vllm.connector import FlexKVConnectorV1
+            from flexkv_vllm.settings import check_engine, load_extra
+
+            check_engine(load_extra(extra), FlexKVConnectorV1)
+        else:
+            from flexkv_vllm.offloading import offload_settings
+            from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
+
+            settings = offload_settings.load_settings(extra)
+            offload_settings.check_engine(settings, FlexKVOffloadingManager)
 
 
-def _check(connector: str | None, extra: Mapping[str, Any]) -> None:
-    if connector == _MULTI_CONNECTOR:
-        # vLLM itself stops at the first child without support for several groups.
-        for child in extra.get("connectors", ()):
-            _check(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
+def report_without_effect(given: KVTransferConfig | None, used: KVTransferConfig | None) -> None:
+    """Log settings of FlexKV that have no effect, because vLLM uses another connector or none, and
+    settings of LMCache beside FlexKV.
+
+    Args:
+        given: configuration of the connector that the user gave.
+        used: the configuration that vLLM uses.
+    """
+    if _uses_flexkv(used):
+        theirs = _given_variables(name for name in os.environ if name.startswith("LMCACHE_"))
+        if theirs and not any("LMCache" in str(name) for name, _ in _connectors(used)):
+            logger.warning(
+                "%s: set, but without effect on FlexKV; `flexkv migrate` translates them", theirs
+            )
+    elif _uses_flexkv(given):
+        logger.error(
+            "vLLM replaces FlexKV by %s, because --kv-offloading-size is set: FlexKV keeps no "
+            "blocks; remove --kv-offloading-size, and set cpu_cache_gb instead",
+            used.kv_connector if used is not None else None,
+        )
+    else:
+        known = (each.variable for each in SETTINGS.values() if each.variable.startswith("FLEXKV_"))
+        ours = _given_variables((*known, CONFIG_PATH_VARIABLE))
+        if ours:
+            logger.warning(
+                "%s: set, but without effect, because vLLM does not use FlexKV; to use it: "
+                '--kv-transfer-config \'{"kv_connector": "%s", "kv_role": "kv_both"}\'',
+                ours,
+                CONNECTOR_NAME,
+            )
+
+
+def _given_variables(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name for name in names if os.environ.get(name)))
+
+
+def _uses_flexkv(transfer: KVTransferConfig | None) -> bool:
+    return any(_ours(transfer))
+
+
+def _ours(transfer: KVTransferConfig | None) -> Iterator[_Connector]:
+    """Those of `_connectors` that are FlexKV's."""
+    for connector, extra in _connectors(transfer):
+        spec = extra.get("spec_name") if connector == _OFFLOADING_CONNECTOR else None
+        if connector == CONNECTOR_NAME or spec == _OFFLOADING_SPEC:
+            yield connector, extra
+
+
+def _connectors(transfer: KVTransferConfig | None) -> Iterator[_Connector]:
+    """The name and the extra configuration of the connector, or of those in a `MultiConnector`."""
+    if transfer is not None:
+        yield from _children(transfer.kv_connector, transfer.kv_connector_extra_config)
+
+
+def _children(connector: str | None, extra: Mapping[str, Any]) -> Iterator[_Connector]:
+    if connector != _MULTI_CONNECTOR:
+        yield connector, extra
         return
-    # Imported here, because all of vLLM's processes load this module.
-    if connector == CONNECTOR_NAME:
-        from flexkv_vllm.connector import FlexKVConnectorV1
-        from flexkv_vllm.settings import check_engine, load_extra
-
-        check_engine(load_extra(extra), FlexKVConnectorV1)
-    elif connector == _OFFLOADING_CONNECTOR and extra.get("spec_name") == _OFFLOADING_SPEC:
-        from flexkv_vllm.offloading import offload_settings
-        from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
-
-        settings = offload_settings.load_settings(extra)
-        offload_settings.check_engine(settings, FlexKVOffloadingManager)
+    # vLLM itself stops at the first child without support for several groups.
+    for child in extra.get("connectors", ()):
+        yield from _children(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))

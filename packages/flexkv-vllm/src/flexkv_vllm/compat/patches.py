@@ -6,6 +6,7 @@ vLLM may change any of them without notice. Callers handle the names that a rele
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -55,6 +56,27 @@ def call_when_choosing(check: Callable[[KVTransferConfig], None]) -> None:
 
     check_and_find.checks_flexkv = True  # type: ignore[attr-defined]
     KVConnectorFactory.get_connector_class = check_and_find
+
+
+def call_at_configuration(
+    report: Callable[[KVTransferConfig | None, KVTransferConfig | None], None],
+) -> None:
+    """Make vLLM call `report` with the configuration of the connector that the user gave, and with
+    the one that vLLM uses: other flags may replace the connector. Either is None without a
+    connector. A release without the method never calls `report`. Idempotent."""
+    from vllm.config import VllmConfig
+
+    settle: Any = getattr(VllmConfig, "_post_init_kv_transfer_config", None)
+    if settle is None or hasattr(settle, "__wrapped__"):
+        return
+
+    @functools.wraps(settle)
+    def settle_and_report(self: VllmConfig) -> None:
+        given = copy.deepcopy(self.kv_transfer_config)
+        settle(self)
+        report(given, self.kv_transfer_config)
+
+    VllmConfig._post_init_kv_transfer_config = settle_and_report
 
 
 def connectors_here() -> list[Any]:
