@@ -35,11 +35,14 @@ _marks = itertools.count()
 
 class Router:
     """Subscribes to an engine's KV events, and keeps what it was told: the tokens of each vLLM
-    block by its hash, for each of FlexKV's media."""
+    block by its hash, for each of FlexKV's media. As in the indexes of routers, `AllBlocksCleared`
+    clears all media."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.told: dict[str, dict[Any, Tokens]] = {HOST: {}, DISK: {}}
+        self._cleared: dict[str, set[Any]] = {HOST: set(), DISK: set()}
+        self._tokens: dict[Any, Tokens] = {}  # of all blocks that were ever told in full
         self._batches = 0
         self._computed: set[Tokens] = set()
         self._context = zmq.Context()
@@ -64,22 +67,36 @@ class Router:
                 self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
-        told = self.told.get(event.get("medium") or "")
+        if event["type"] == "AllBlocksCleared":
+            for medium, blocks in self.told.items():
+                self._cleared[medium].update(blocks)
+                blocks.clear()
+            return
+        medium = event.get("medium") or ""
+        told = self.told.get(medium)
         if told is None:  # of vLLM's own cache
             if event["type"] == "BlockStored":
                 self._computed.add(tuple(event["token_ids"]))
             return
-        hashes = event["block_hashes"]
+        hashes, cleared = event["block_hashes"], self._cleared[medium]
         if event["type"] == "BlockRemoved":
             for each in hashes:
-                del told[each]  # KeyError: was never told
+                assert each in told or each in cleared, "was never told"
+                told.pop(each, None)
+                cleared.discard(each)
             return
         assert event["type"] == "BlockStored"
-        assert event["block_size"] == ENGINE_BLOCK
         assert event["group_idx"] == 0
-        for i, each in enumerate(hashes):
+        if event["block_size"]:
+            assert event["block_size"] == ENGINE_BLOCK
+            starts = range(0, len(event["token_ids"]), ENGINE_BLOCK)
+            parts = [tuple(event["token_ids"][i : i + ENGINE_BLOCK]) for i in starts]
+            self._tokens.update(zip(hashes, parts, strict=True))
+        for each in hashes:  # those of the disk are told again without their tokens
             assert each not in told
-            told[each] = tuple(event["token_ids"][i * ENGINE_BLOCK : (i + 1) * ENGINE_BLOCK])
+            assert event["block_size"] or each in cleared
+            cleared.discard(each)
+            told[each] = self._tokens[each]
 
     def close(self) -> None:
         self._socket.disable_monitor()
