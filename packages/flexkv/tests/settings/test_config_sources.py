@@ -87,6 +87,8 @@ def test_enable_flexkv(text: str, expected: bool) -> None:
         ({"x" * 100_000: 1}, ["unknown key 'xxx", "100002 characters"]),
         ({"CPU_CACHE_GB": 1}, ["'CPU_CACHE_GB'", "did you mean 'cpu_cache_gb'"]),
         ({"FLEXKV_CPU_CACHE_GB": 1}, ["did you mean 'cpu_cache_gb'"]),
+        ({"cpu_cache_gb": "1_6"}, ["'1_6'", "cpu_cache_gb", "a number"]),
+        ({"copy_threads": "1_6"}, ["'1_6'", "copy_threads", "whole number"]),
         ({"block_tokens": 1.5}, ["1.5", "block_tokens", "whole number"]),
         ({"block_tokens": True}, ["True", "block_tokens", "whole number"]),
         ({"ssd_cache_dir": "/a;/b/../a"}, ["/b/../a", "ssd_cache_dir", "none twice"]),

@@ -70,6 +70,7 @@ def number(least: float, most: float, unit: str, limit: str = "") -> ValueKind[f
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
+        _refuse_underscores(value)
         try:
             number = float(value)
         except OverflowError:  # an int with hundreds of digits
@@ -83,6 +84,12 @@ def number(least: float, most: float, unit: str, limit: str = "") -> ValueKind[f
 
     allowed = f"a number from {written(least)} to {written(most)}{limit and f', {limit}'}"
     return ValueKind(unit, allowed, parse, written)
+
+
+def _refuse_underscores(value: object) -> None:
+    """Python takes `1_6` for 16, which nobody means who mistypes `1.6`."""
+    if isinstance(value, str) and "_" in value:
+        raise ValueError
 
 
 def gib(least: float = _LEAST_GIB, unit: str = "GiB", limit: str = "") -> ValueKind[float]:
@@ -112,6 +119,7 @@ def count(least: int, most: int, unit: str, limit: str = "") -> ValueKind[int]:
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError
+        _refuse_underscores(value)
         number = int(value)
         if not least <= number <= most:
             raise ValueError
