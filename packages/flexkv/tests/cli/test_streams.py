@@ -16,6 +16,7 @@ COMMANDS = [command.NAME for command in cli.COMMANDS]
 ARGUMENTS = {
     "clear": "$DIR --yes",
     "doctor": "--seconds 0",
+    "migrate": "$LMCACHE",
     "plan": "$TRACE --token-bytes 1000 --prefill-rate 1000 --max-memory-gb 1",
 }
 """Of commands that need more than the cache, or do not take it."""
@@ -27,11 +28,19 @@ TRACE = """\
 
 
 def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
-    """`script` in a shell; $flexkv is the command, $DIR the cache, $TRACE a trace of requests."""
+    """`script` in a shell; $flexkv is the command, $DIR the cache, $TRACE a trace of requests,
+    $LMCACHE a configuration of LMCache."""
     trace = cache.root.parent / "trace.jsonl"
     trace.write_text(TRACE, encoding="utf-8")
+    lmcache = cache.root.parent / "lmcache.yaml"
+    lmcache.write_text("chunk_size: 256\nmax_local_cpu_size: 5.0\n", encoding="utf-8")
     flexkv = f"{sys.executable} -m flexkv"
-    environment = {"flexkv": flexkv, "DIR": str(cache.root), "TRACE": str(trace)}
+    environment = {
+        "flexkv": flexkv,
+        "DIR": str(cache.root),
+        "TRACE": str(trace),
+        "LMCACHE": str(lmcache),
+    }
     ended = subprocess.run(
         ["bash", "-c", script],
         env={**os.environ, **environment},
