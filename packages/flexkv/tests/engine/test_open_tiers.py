@@ -14,6 +14,8 @@ pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
 from sessions import led
 
 from flexkv.engine.open_tiers import open_shared_tiers, open_tiers
+from flexkv.engine.start import policy_maker
+from flexkv.eviction import POLICIES
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.session.store_states import read_states
@@ -36,8 +38,8 @@ def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> Non
     both = dataclasses.replace(disk, objects_url="s3://bucket")
     with led(tmp_path / "run") as session:
         with pytest.raises(StoreSettingError):
-            open_tiers(both, session, follows_requests=False)
-        (attached,) = open_tiers(disk, session, follows_requests=False)
+            open_tiers(both, session, POLICIES["lru"])
+        (attached,) = open_tiers(disk, session, POLICIES["lru"])
         assert attached.tier.figures.reads == {CircuitState.CLOSED: 1}
         assert attached.tier.close()
 
@@ -57,7 +59,7 @@ def test_a_directory_evicts_by_the_setting_and_several_by_lru(
     roots = tuple(str(tmp_path / f"disk{number}") for number in range(directories))
     config = CacheConfig(ssd_cache_gb=1 / 512, ssd_cache_dir=roots, eviction_policy=setting)
     with led(tmp_path / "run") as session:
-        (attached,) = open_tiers(config, session, follows_requests=follows)
+        (attached,) = open_tiers(config, session, policy_maker(config, follows))
         figures = attached.tier.figures
         assert figures.policy == policy
         assert (figures.guard is not None) is (policy == "hazard")
@@ -70,8 +72,8 @@ def test_a_directory_that_is_not_open_is_shown_to_other_processes(tmp_path: Path
         ssd_cache_gb=1 / 1024, ssd_cache_dir=(root,), runtime_dir=str(tmp_path / "run")
     )
     with led(tmp_path / "run") as session:
-        (first,) = open_tiers(disk, session, follows_requests=False)
-        (second,) = open_tiers(disk, session, follows_requests=False)
+        (first,) = open_tiers(disk, session, POLICIES["lru"])
+        (second,) = open_tiers(disk, session, POLICIES["lru"])
         (shown,) = read_states(disk.session_root)
         assert (shown["tier"], shown["store"], shown["pid"]) == ("disk", root, os.getpid())
         assert shown["reads"] == shown["writes"] == "connecting"

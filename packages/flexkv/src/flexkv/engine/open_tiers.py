@@ -7,13 +7,12 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
-from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import Session
 from flexkv.session.store_states import StoreStates
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.disk import open_disk_tier
+from flexkv.tiers.disk import MakePolicy, open_disk_tier
 from flexkv.tiers.remote import RemoteLimits
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
@@ -33,15 +32,13 @@ _QUEUE_SHARE = 2
 new blocks need room. Not tuned."""
 
 
-def open_tiers(
-    config: CacheConfig, session: Session, *, follows_requests: bool
-) -> list[AttachedTier]:
+def open_tiers(config: CacheConfig, session: Session, policy: MakePolicy) -> list[AttachedTier]:
     """Open the tiers below the arena that the settings name.
 
     Args:
         config: FlexKV's settings.
         session: the session of the arena; borrowed.
-        follows_requests: see `make_cache`.
+        policy: makes the eviction policy of a disk.
 
     Returns:
         The tiers, the fastest first. The caller closes them.
@@ -53,7 +50,7 @@ def open_tiers(
     """
     tiers = []
     if config.ssd_cache_gb is not None:
-        tiers.append(_open_disk(config, session, config.ssd_cache_gb, follows_requests))
+        tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy))
     with _closed_on_error(tiers):
         return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
 
@@ -98,14 +95,9 @@ def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
 
 
 def _open_disk(
-    config: CacheConfig, session: Session, size_gb: float, follows_requests: bool
+    config: CacheConfig, session: Session, size_gb: float, policy: MakePolicy
 ) -> AttachedTier:
     spec = session.arena.spec
-
-    def policy(slots: int) -> AnyPolicy:
-        name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
-        return POLICIES[name](slots)
-
     day_gb = config.ssd_write_gb_per_day
     tier = open_disk_tier(
         config.ssd_cache_dir,

@@ -14,7 +14,7 @@ from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.open_tiers import open_tiers
 from flexkv.engine.recorder import Recorder, open_recorder
-from flexkv.eviction import POLICIES, choose_policy
+from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.layout import BlockFormat
 from flexkv.session import Session, Shard, alone, attach, join, lead
@@ -47,6 +47,16 @@ def attach_session(config: CacheConfig, engine_id: str) -> Session:
     return attach(config.session_root, engine_id)
 
 
+def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int], AnyPolicy]:
+    """What makes the eviction policy that the settings name, for a tier of a number of slots."""
+
+    def make(slots: int) -> AnyPolicy:
+        name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
+        return POLICIES[name](slots)
+
+    return make
+
+
 def make_cache(
     config: CacheConfig, session: Session, *, keeps_blocks: bool, follows_requests: bool
 ) -> KVCache:
@@ -75,7 +85,7 @@ def make_cache(
     return KVCache(
         session.arena,
         policy,
-        open_tiers(config, session, follows_requests=follows_requests) if keeps_blocks else [],
+        open_tiers(config, session, policy_maker(config, follows_requests)) if keeps_blocks else [],
         policy_name=name,
         pin_seconds=config.pin_seconds,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
 from flexkv.tiers.base import States
@@ -20,7 +21,10 @@ from flexkv.tiers.disk.files import Files, OsFiles
 from flexkv.tiers.disk.opening import DriveSpec, Opening
 from flexkv.tiers.disk.tier import DiskTier
 
-__all__ = ["DiskStore", "DiskTier", "Drive", "OsFiles", "open_disk_tier"]
+__all__ = ["DiskStore", "DiskTier", "Drive", "MakePolicy", "OsFiles", "open_disk_tier"]
+
+MakePolicy: TypeAlias = Callable[[int], AnyPolicy]
+"""Makes the eviction policy for a number of slots."""
 
 OPEN_SECONDS = 5.0
 """Longest wait of a start for its directories: half of it until each is checked, the rest until
@@ -39,7 +43,7 @@ def open_disk_tier(
     queue_bytes: int = QUEUE_BYTES,
     stall_seconds: float = 1.0,
     files: Files | None = None,
-    policy: Callable[[int], AnyPolicy] = POLICIES[OTHERWISE],
+    policy: MakePolicy = POLICIES[OTHERWISE],
     identity: Sequence[str] = (),
     states: Callable[[str], States | None] = lambda root: None,
 ) -> DiskTier:
